@@ -1,0 +1,278 @@
+"""The typed configuration tree: every key, its type, its default and what it means.
+
+Plain dataclasses without behaviour beyond derived properties; no torch, no hydra, no omegaconf, so that every room can import it.
+`conf/` holds values, `checks.py` holds the rules between keys, `load.py` composes.
+`docs/configuration.md` is generated from this file.
+
+`loss`, `advantage` and `optim` are open `_target_` nodes: their own keys are the keyword arguments of the target,
+beside the shared keys declared in `LossTerms` and `OptimTerms`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these spellings)
+
+MISSING: Any = "???"  # omegaconf's mark of a value that must be given
+
+
+def key(default: Any, doc: str) -> Any:
+    """A configuration key with its one-line meaning."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+def section(cls: type) -> Any:
+    """A nested section."""
+    return field(default_factory=cls)
+
+
+@dataclass
+class RunConfig:
+    name: Optional[str] = key(None, "name of the run; default `<env>-<model>-<loss>-<short id>`")
+    dir: Optional[str] = key(None, "the run directory; default `outputs/<name>`")
+
+
+@dataclass
+class WarmStartConfig:
+    """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
+
+    steps: int = key(250, "optimizer steps of supervised training")
+    batch_size: int = key(64, "examples a step")
+    lr: float = key(3e-3, "peak learning rate")
+    num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights")
+    teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question")
+    seed: int = key(0, "seed of initial weights, order and teacher; not the run's seed, so that runs of all seeds start from one model")
+    hidden_size: int = key(128, "width")
+    intermediate_size: int = key(384, "width of the feed-forward layers")
+    num_hidden_layers: int = key(4, "layers")
+    num_attention_heads: int = key(4, "query heads")
+    num_key_value_heads: int = key(2, "key and value heads")
+    head_dim: int = key(32, "width of a head")
+
+
+@dataclass
+class ModelConfig:
+    name: str = key(MISSING, "Hugging Face name or a folder; with `warm_start`, the label of the model that is made")
+    dtype: str = key("bfloat16", "`bfloat16` or `float32`: what trainer and inference compute in")
+    context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens")
+    num_parameters: float = key(MISSING, "for the memory estimate of the plan")
+    hidden_size: int = key(MISSING, "width, for the memory estimate of the plan")
+    num_layers: int = key(MISSING, "layers, for the memory estimate of the plan")
+    num_attention_heads: int = key(MISSING, "query heads; tensor parallelism must divide them")
+    num_key_value_heads: int = key(MISSING, "key and value heads")
+    vocab_size: int = key(MISSING, "for the memory estimate of the plan")
+    strips_thinking: bool = key(False, "the chat template removes earlier turns' reasoning, so later prompts do not extend earlier ones")
+    attention: str = key("auto", "`auto`, `sdpa` (one call per packed sample) or `varlen` (torch's FlashAttention, CUDA)")
+    logprob_backend: str = key("auto", "`auto` or `torch`: the fused head + log-probability + entropy op")
+    trust_remote_code: bool = key(False, "run model code from the hub")
+    warm_start: Optional[WarmStartConfig] = key(None, "make the model here by supervised training on the environments' examples")
+
+
+@dataclass
+class SamplingConfig:
+    max_tokens: int = key(MISSING, "most new tokens of one turn")
+    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same one")
+    top_p: float = key(1.0, "nucleus sampling; below 1 the ratio against full-softmax log-probabilities is biased")
+    top_k: int = key(-1, "-1 keeps the whole vocabulary")
+    min_p: float = key(0.0, "0 keeps the whole vocabulary")
+    min_tokens: int = key(0, "fewest new tokens of one turn")
+    allow_biased_ratio: bool = key(False, "allow truncated sampling with objectives that use ratios")
+
+
+@dataclass
+class EnvSampling:
+    """Sampling parameters of one environment; null takes the run's."""
+
+    max_tokens: Optional[int] = key(None, "most new tokens of one turn")
+    temperature: Optional[float] = key(None, "sampling temperature")
+
+
+@dataclass
+class EnvConfig:
+    id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
+    args: Dict[str, Any] = key({}, "arguments of its `load_environment`")
+    weight: float = key(1.0, "share of this environment in the mix, relative to the others")
+    rollout_timeout: Optional[float] = key(None, "seconds for one rollout; null takes `orchestrator.rollout_timeout`")
+    sampling: EnvSampling = section(EnvSampling)
+
+
+@dataclass
+class OrchestratorConfig:
+    batch_size: int = key(MISSING, "rollouts a step; a multiple of `rollouts_per_example`")
+    rollouts_per_example: int = key(MISSING, "rollouts of one prompt: the group size G")
+    max_concurrent: int = key(256, "rollouts in flight at most")
+    rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced")
+    max_retries: int = key(3, "failed groups replaced in a row before the run stops with the last failure")
+    trajectory_strategy: str = key("interleaved", "`interleaved`: turns that extend each other become one sample; `branching`: one sample a turn")
+    save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
+
+
+@dataclass
+class AcConfig:
+    freq: int = key(0, "checkpoint activations of every freq-th layer; 0 is off")
+
+
+@dataclass
+class TrainerConfig:
+    micro_batch_tokens: Optional[int] = key(None, "tokens of one packed row; null is `seq_len`")
+    num_minibatches: int = key(1, "optimizer steps a batch is split into")
+    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state")
+    reduce_dtype: str = key("float32", "dtype of gradient reduction")
+    ac: AcConfig = section(AcConfig)
+    fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
+    compile: bool = key(False, "torch.compile each layer (GPU)")
+    batch_timeout: float = key(1800.0, "seconds to wait for a batch before the trainer gives up")
+
+
+@dataclass
+class SchedulerConfig:
+    type: str = key("constant", "`constant`, `linear` or `cosine`")
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
+    decay_steps: Optional[int] = key(None, "optimizer steps of decay at the end; null: everything after warm-up")
+    min_lr: float = key(0.0, "learning rate at the end of the decay")
+
+
+@dataclass
+class InferenceConfig:
+    base_url: List[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
+    host: str = key("127.0.0.1", "address to listen on")
+    port: int = key(0, "port of replica 0, the next ones follow; 0: any free one")
+    api_key: Optional[str] = key(None, "key that clients must send; null: a random one, kept in the run's `endpoints/`")
+    max_model_len: Optional[int] = key(None, "context of the engine; null is `seq_len`")
+    max_num_seqs: int = key(256, "sequences decoded together")
+    gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine")
+    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, GiB")
+    enforce_eager: Optional[bool] = key(None, "no CUDA graphs; null: eager on CPU, graphs on GPU")
+    startup_timeout: float = key(600.0, "seconds until the server answers")
+    request_timeout: float = key(600.0, "seconds for one request")
+    vllm: Dict[str, Any] = key({}, "further engine arguments by vLLM's own names")
+
+
+@dataclass
+class WeightBroadcastConfig:
+    type: str = key("filesystem", "`filesystem`: safetensors in `weights/step_N`")
+    keep_last: int = key(2, "versions kept on disk, beside the final one")
+    timeout: float = key(600.0, "seconds for one update of all servers")
+
+
+@dataclass
+class HardwareConfig:
+    name: str = key(MISSING, "what was chosen; `auto` records its choice here")
+    device: str = key(MISSING, "`cpu` or `cuda`")
+    nodes: int = key(1, "hosts")
+    gpus_per_node: int = key(0, "GPUs of one host")
+    inference_replicas: int = key(1, "independent vLLM servers")
+    tensor_parallel: int = key(1, "GPUs of one vLLM server")
+    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU")
+    shared: bool = key(False, "inference and trainer share one GPU")
+
+
+@dataclass
+class LauncherConfig:
+    name: str = key("local", "`local`: through submitit on this machine")
+    grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when the run is stopped")
+    heartbeat_timeout: float = key(900.0, "a role that says nothing for this many seconds is taken for hung")
+    last_lines: int = key(20, "log lines of the failed role that are shown")
+
+
+@dataclass
+class WandbConfig:
+    project: str = key("rlx", "W&B project")
+    entity: Optional[str] = key(None, "W&B entity")
+    mode: str = key("online", "`online` or `offline`")
+    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 is none")
+    interval: int = key(10, "steps between two tables of samples")
+
+
+@dataclass
+class TensorboardConfig:
+    samples: int = key(4, "rollouts logged as text every `interval` steps; 0 is none")
+    interval: int = key(10, "steps between two texts of samples")
+
+
+@dataclass
+class LoggerConfig:
+    wandb: Optional[WandbConfig] = key(None, "Weights & Biases; null is off")
+    tensorboard: Optional[TensorboardConfig] = key(None, "TensorBoard; null is off")
+
+
+@dataclass
+class KlConfig:
+    beta: float = key(0.0, "weight of the KL term against the reference model; needs a reference (not yet available) when above 0")
+    estimator: str = key("k2", "`k1`, `k2` or `k3`")
+
+
+@dataclass
+class LossTerms:
+    """Keys that every objective shares, beside the objective's own under `loss`."""
+
+    aggregate: str = key(MISSING, "`token_mean`, `seq_mean`, `seq_sum` or `fixed_length`")
+    max_length: Optional[int] = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`")
+    entropy_coef: float = key(0.0, "c of the term -c·H_t")
+    mask_overlong: bool = key(False, "rollouts cut by a length limit contribute nothing")
+
+
+@dataclass
+class OptimTerms:
+    """Keys that every optimizer shares, beside the optimizer's own under `optim`."""
+
+    max_norm: Optional[float] = key(1.0, "gradient clipping by global norm; null is off")
+
+
+@dataclass
+class Config:
+    seed: int = key(0, "seed of sampling, order and initialisation")
+    max_steps: int = key(MISSING, "training steps")
+    max_async_level: int = key(1, "how many policy versions a trained token may be old; 0 is on-policy")
+    seq_len: int = key(MISSING, "longest training sample, prompt and completion, in tokens")
+    dry_run: bool = key(False, "compose, check, plan and print; start nothing")
+    clean: bool = key(False, "delete an existing run directory of this name first")
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    loss: Dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of LossTerms")
+    advantage: Dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
+    envs: Dict[str, EnvConfig] = key({}, "the environments of the mix by name")
+    sampling: SamplingConfig = section(SamplingConfig)
+    orchestrator: OrchestratorConfig = section(OrchestratorConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    optim: Dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of OptimTerms")
+    scheduler: SchedulerConfig = section(SchedulerConfig)
+    inference: InferenceConfig = section(InferenceConfig)
+    weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
+    hardware: HardwareConfig = section(HardwareConfig)
+    launcher: LauncherConfig = section(LauncherConfig)
+    logger: LoggerConfig = section(LoggerConfig)
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts of one step."""
+        return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+
+    @property
+    def max_model_len(self) -> int:
+        """Context of the inference engine, in tokens."""
+        return self.inference.max_model_len or self.seq_len
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one packed row."""
+        return self.trainer.micro_batch_tokens or self.seq_len
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the layout takes, over all hosts; 0 on CPU."""
+        if self.hardware.device == "cpu":
+            return 0
+        inference = 0 if self.inference.base_url else self.hardware.inference_replicas * self.hardware.tensor_parallel
+        return max(inference, self.hardware.trainer_ranks) if self.hardware.shared else inference + self.hardware.trainer_ranks
+
+
+def split_terms(node: dict[str, Any], terms: type) -> tuple[Any, dict[str, Any]]:
+    """Split an open node into its shared keys, as an instance of `terms`, and the rest with `_target_`.
+
+    Raises TypeError when a shared key without a default is missing.
+    """
+    shared = {f.name for f in fields(terms)}
+    return terms(**{k: v for k, v in node.items() if k in shared}), {k: v for k, v in node.items() if k not in shared}

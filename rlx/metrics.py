@@ -1,0 +1,104 @@
+"""Every metric name with its meaning and unit, and the one way to write a record to `metrics.jsonl`.
+
+Knows the file's format: one flat JSON object a line, appended whole. Fields under `time/`, `perf/` and `time` are wall-clock;
+every other field reproduces. `docs/metrics.md` is generated from `METRICS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+METRICS: dict[str, str] = {
+    # orchestrator
+    "reward/mean": "mean reward over all rollouts of the step's groups, before filtering",
+    "reward/std": "standard deviation of the same rewards",
+    "reward/<env>/mean": "the same mean for one environment",
+    "reward/<env>/<function>": "mean of one reward function of an environment, unweighted",
+    "env/<env>/share": "share of the step's groups that came from this environment",
+    "batch/groups": "groups trained on",
+    "batch/rollouts": "rollouts trained on",
+    "batch/samples": "training samples (a rollout gives several when its turns do not share a prefix)",
+    "batch/loss_tokens": "trainable tokens",
+    "batch/tokens": "tokens, prompts included",
+    "batch/zero_advantage_frac": "share of groups whose advantages are all 0",
+    "length/completion_mean": "sampled tokens per rollout, mean",
+    "length/completion_max": "sampled tokens per rollout, largest",
+    "length/truncated_frac": "share of rollouts cut by a length limit",
+    "rollouts/dropped_<cause>": "rollouts thrown away since the run began, by cause: off_policy, error, timeout, too_long",
+    "rollouts/failed_<cause>": "rollouts that failed since the run began, by cause",
+    "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
+    "time/rollout_max": "the same, largest",
+    "time/wait_rollouts": "seconds the batch waited for rollouts",
+    "time/wait_weights": "seconds the orchestrator waited for new weights",
+    "time/update_weights": "seconds until all servers had the new weights",
+    "time/step": "seconds of the step in this source",
+    "perf/rollouts_per_second": "finished rollouts a second",
+    "perf/inference_tokens_per_second": "sampled tokens a second",
+    "perf/in_flight": "rollouts in flight when the step's batch was complete",
+    "perf/cpu_ms_per_rollout": "CPU time of the orchestrator process per finished rollout, milliseconds",
+    # trainer
+    "loss/policy": "the objective, aggregated over the global batch",
+    "loss/kl": "the KL term, weighted",
+    "loss/entropy": "the entropy term, weighted",
+    "loss/total": "what was minimised",
+    "policy/entropy": "mean entropy of the policy over trainable tokens, nats",
+    "policy/clip_frac_low": "share of trainable tokens (sequences for gspo) clipped at the lower bound",
+    "policy/clip_frac_high": "the same at the upper bound",
+    "policy/ratio_mean": "mean importance ratio against the proximal policy",
+    "policy/ratio_min": "smallest importance ratio",
+    "policy/ratio_max": "largest importance ratio",
+    "policy/ess": "effective sample size of the token ratios, as a share of the tokens: (Σρ)² / (N Σρ²)",
+    "policy/masked_frac": "share of trainable tokens that the objective left out",
+    "mismatch/kl": "k3 estimate of KL between trainer and inference on the sampled tokens, nats",
+    "mismatch/abs_logp_diff_mean": "mean |log-probability by the trainer − by inference|, nats",
+    "mismatch/abs_logp_diff_max": "largest of the same",
+    "optim/grad_norm": "global gradient norm before clipping",
+    "optim/lr": "learning rate",
+    "off_policy/lag_mean": "mean age of the trained tokens, policy versions",
+    "off_policy/lag_max": "largest age of a trained token, policy versions",
+    "time/wait_batch": "seconds the trainer waited for the batch",
+    "time/forward_backward": "seconds of forward and backward",
+    "time/optimizer": "seconds of gradient reduction left, clipping and optimizer",
+    "time/broadcast": "seconds of writing the new weights",
+    "perf/tokens_per_second": "tokens trained on a second of the whole step, prompts included",
+    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
+    # inference
+    "perf/kv_cache_usage": "share of the key-value cache in use when the step's batch was complete",
+    "perf/running": "requests being decoded at that moment",
+    "perf/waiting": "requests queued at that moment",
+    "perf/preemptions": "requests preempted since the server started",
+}
+
+
+class MetricsWriter:
+    """Appends records of one source to a run's `metrics.jsonl`."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.source = source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one record, whole, in one system call."""
+        record = {"step": step, "source": self.source, "time": time.time(), **{k: float(values[k]) for k in sorted(values)}}
+        os.write(self._fd, (json.dumps(record) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
+    """Yield `(record, offset behind it)` for every whole line from `offset` on; nothing when there is no file yet."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield json.loads(line), offset

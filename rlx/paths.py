@@ -1,0 +1,127 @@
+"""Every path that a run writes, and how a file appears whole or not at all.
+
+Knows the layout of a run directory. Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The files and folders of one run directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.root / "overrides.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        return self.root / "provenance.json"
+
+    @property
+    def reproduce(self) -> Path:
+        return self.root / "reproduce.sh"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def latest_logs(self) -> Path:
+        return self.root / "logs" / "latest"
+
+    def logs(self, attempt: int) -> Path:
+        return self.root / "logs" / f"attempt_{attempt}"
+
+    def log(self, attempt: int, name: str) -> Path:
+        return self.logs(attempt) / f"{name}.log"
+
+    @property
+    def endpoints(self) -> Path:
+        """Where a process that bound a port says so: `inference_0.json`."""
+        return self.root / "endpoints"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.root / "heartbeats"
+
+    @property
+    def batches(self) -> Path:
+        """Step batches on their way from the orchestrator to the trainer."""
+        return self.root / "batches"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    def rollouts_of(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.jsonl.zst"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    def weights_of(self, version: int) -> Path:
+        """The Hugging Face folder of a policy version; complete when it holds `COMPLETE`."""
+        return self.weights / f"step_{version}"
+
+    @property
+    def initial_model(self) -> Path:
+        """A file that holds the path or hub name of policy version 0, written when it is ready."""
+        return self.root / "initial_model.txt"
+
+
+COMPLETE = "COMPLETE"
+"""Name of the marker file that is written last into a folder of several files."""
+
+
+def cache_root() -> Path:
+    """Where warm-started models are kept between runs: `RLX_CACHE`, else `~/.cache/rlx`."""
+    return Path(os.environ.get("RLX_CACHE") or Path.home() / ".cache" / "rlx")
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary file name in the folder of `path`; rename it to `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text)
