@@ -167,6 +167,7 @@ class HardwareConfig:
     tensor_parallel: int = key(1, "GPUs of one vLLM server")
     trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU")
     shared: bool = key(False, "inference and trainer share one GPU")
+    cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts")
 
 
 @dataclass
