@@ -1,0 +1,32 @@
+# make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
+# make test                              set everything up, then run every test (make test-fast: without vLLM)
+SHELL := /bin/bash
+ARGS ?=
+# the first of these that runs and is 3.11 or 3.12
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: install train test test-fast lint docs
+
+install:
+	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11 or 3.12; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) tools/install.py
+
+train: install
+	@.venv/bin/python train.py $(ARGS)
+
+test: install
+	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
+	.venv/bin/python -m pytest -m "slow and not gpu"
+
+test-fast: install
+	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+docs: install
+	.venv/bin/python -m rlx.config.docs
+	.venv/bin/python tools/metrics_doc.py

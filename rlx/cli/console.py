@@ -1,0 +1,264 @@
+"""What a person sees while a run lives: one live summary on a terminal, plain lines elsewhere, and a closing summary.
+
+Reads the run directory only (status, heartbeats, metrics), so the same code can watch any run. Knows nothing of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlx.config.schema import Config
+from rlx.heartbeat import read_heartbeats
+from rlx.metrics import read_metrics
+from rlx.paths import RunPaths
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+STAGES = {  # metric -> what a person calls it, per source
+    "trainer": {
+        "time/wait_batch": "wait for batch",
+        "time/forward_backward": "forward and backward",
+        "time/optimizer": "optimizer",
+        "time/broadcast": "write weights",
+    },
+    "orchestrator": {
+        "time/wait_rollouts": "wait for rollouts",
+        "time/wait_weights": "wait for weights",
+        "time/update_weights": "update servers",
+    },
+}
+LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
+
+
+def sparkline(values: list[float], width: int = 30) -> str:
+    """A curve in one line of block characters; means of equal stretches when there are more values than `width`."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[min(7, int((v - low) / span * 8))] for v in values)
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34` or `1:02:03`."""
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def count(value: float) -> str:
+    """`950`, `9.1k` or `2.3M`."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+class History:
+    """The metrics of a run read so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+        self.records: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # source -> step -> record
+
+    def read(self) -> None:
+        """Take in what was appended since the last call."""
+        for record, offset in read_metrics(self.path, self.offset):
+            self.records[record["source"]][record["step"]] = record
+            self.offset = offset
+
+    @property
+    def steps(self) -> int:
+        """Steps the trainer has finished."""
+        return max(self.records["trainer"], default=-1) + 1
+
+    def series(self, name: str, source: str) -> list[float]:
+        """All values of one metric in the order of steps."""
+        return [r[name] for _, r in sorted(self.records[source].items()) if name in r]
+
+    def last(self, name: str, source: str, over: int = 1) -> float | None:
+        """Mean of the last `over` values; None when there are none."""
+        values = self.series(name, source)[-over:]
+        return sum(values) / len(values) if values else None
+
+    def steps_per_second(self, over: int = 10) -> float | None:
+        """Pace of the trainer over its last steps."""
+        times = [r["time"] for _, r in sorted(self.records["trainer"].items())][-over - 1 :]
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
+
+class Console:
+    """Shows one run. Call `update` a few times a second and `close` once."""
+
+    def __init__(self, run_dir: Path | str, cfg: Config) -> None:
+        self.paths, self.cfg = RunPaths(Path(run_dir)), cfg
+        self.history = History(self.paths.metrics)
+        self.started = time.time()
+        self._phases: dict[str, str] = {}
+        self._printed_step, self._printed_at = 0, 0.0
+        self._live: Any = None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(auto_refresh=False, transient=True)
+            self._live.start()
+        else:
+            print(f"run {self.paths.root}", flush=True)
+
+    def update(self) -> None:
+        """Read what is new and show it."""
+        self.history.read()
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+        else:
+            self._lines()
+
+    def close(self, exit_code: int) -> None:
+        """Show the end: a summary, or what failed."""
+        self.history.read()
+        if self._live is not None:
+            self._live.stop()
+        else:
+            self._lines(final=True)
+        print(self.summary(exit_code), flush=True)
+
+    # live, on a terminal
+
+    def _panel(self) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        steps, total = self.history.steps, self.cfg.max_steps
+        rows: list[Any] = []
+        if steps or self.history.records["orchestrator"]:
+            pace = self.history.steps_per_second()
+            head = Table.grid(padding=(0, 2))
+            eta = f"ETA {clock((total - steps) / pace)}" if pace else ""
+            head.add_row(
+                f"step [bold]{steps}[/]/{total}",
+                ProgressBar(total=total, completed=steps, width=30),
+                f"{pace:.2f} steps/s" if pace else "",
+                eta,
+            )
+            rows += [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
+        now = Table.grid(padding=(0, 2))
+        for name, beat in self._beats().items():
+            now.add_row(Text(name, style="cyan"), beat["phase"], Text(clock(time.time() - beat["since"]), style="dim"))
+        rows.append(now)
+        title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
+        return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
+
+    def _beats(self) -> dict[str, dict]:
+        """Heartbeats of this attempt only: files of an earlier life of the directory are older than this console."""
+        return {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] >= self.started - 1}
+
+    def _numbers(self, markup: bool = False) -> str:
+        """Reward, lag and speed of the last steps."""
+        h = self.history
+        reward = h.last("reward/mean", "orchestrator")
+        parts = []
+        if reward is not None:
+            text = f"reward {reward:.3f}"
+            curve = sparkline(h.series("reward/mean", "orchestrator")) if markup else ""
+            parts.append(f"[bold]{text}[/] [green]{curve}[/]" if markup else text)
+        lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
+        if lag is not None and lag_max is not None:
+            parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
+        sampled = h.last("perf/inference_tokens_per_second", "orchestrator", over=5)
+        trained = h.last("perf/tokens_per_second", "trainer", over=5)
+        if sampled is not None:
+            parts.append(f"{count(sampled)} tok/s sampled")
+        if trained is not None:
+            parts.append(f"{count(trained)} tok/s trained")
+        return "   ".join(parts)
+
+    def _stages(self) -> str:
+        """Seconds of each stage, mean over the last steps; it shows who waits for whom."""
+        parts = []
+        for source, stages in STAGES.items():
+            values = [(label, self.history.last(name, source, over=5)) for name, label in stages.items()]
+            shown = " · ".join(f"{label} {value:.2f} s" for label, value in values if value is not None)
+            if shown:
+                parts.append(f"{source}: {shown}")
+        return "\n".join(parts)
+
+    # plain lines
+
+    def _lines(self, final: bool = False) -> None:
+        steps = self.history.steps
+        if steps == 0:
+            for name, beat in self._beats().items():
+                kind = beat["phase"].split(" ")[0]  # `warm start 12/250` and `warm start 13/250` are one phase
+                if self._phases.get(name) != kind:
+                    self._phases[name] = kind
+                    print(f"[{clock(time.time() - self.started)}] {name}: {beat['phase']}", flush=True)
+            return
+        now = time.time()
+        if steps > self._printed_step and (final or steps == self.cfg.max_steps or now - self._printed_at >= LINE_INTERVAL):
+            self._printed_step, self._printed_at = steps, now
+            pace = self.history.steps_per_second()
+            eta = f"   {pace:.2f} steps/s   ETA {clock((self.cfg.max_steps - steps) / pace)}" if pace else ""
+            print(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}", flush=True)
+
+    # the end
+
+    def summary(self, exit_code: int) -> str:
+        """The closing text of a run that ended with `exit_code`."""
+        h, root = self.history, self.paths.root
+        status = json.loads(self.paths.status.read_text()) if self.paths.status.exists() else {}
+        state = status.get("state", "ended")
+        lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
+        rewards = h.series("reward/mean", "orchestrator")
+        if rewards:
+            first, last = rewards[:5], rewards[-5:]
+            start, end = sum(first) / len(first), sum(last) / len(last)
+            lines.append(f"  reward    {start:.3f} → {end:.3f}  {sparkline(rewards)}  (means of the first and last {len(last)} steps)")
+        for source, stages in STAGES.items():
+            total = sum(h.series("time/step", source))
+            if not total:
+                continue
+            shares = [(label, sum(h.series(name, source)) / total) for name, label in stages.items()]
+            shown = " · ".join(f"{label} {share:.0%}" for label, share in sorted(shares, key=lambda s: -s[1]) if share >= 0.005)
+            lines.append(f"  time      {source} {clock(total)}: {shown}")
+        sampled, trained = (
+            h.last("perf/inference_tokens_per_second", "orchestrator", 10**9),
+            h.last("perf/tokens_per_second", "trainer", 10**9),
+        )
+        pace = h.steps_per_second(over=10**9)
+        if sampled is not None and trained is not None and pace is not None:
+            lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
+        drops = self._drops()
+        lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        lines.append(f"  run       {root}")
+        lines += self._next(exit_code)
+        return "\n".join(lines)
+
+    def _drops(self) -> dict[str, float]:
+        records = self.history.records["orchestrator"]
+        if not records:
+            return {}
+        last = records[max(records)]
+        prefixes = ("rollouts/dropped_", "rollouts/failed_")
+        return {name.split("/", 1)[1].replace("_", " "): value for name, value in last.items() if name.startswith(prefixes) and value}
+
+    def _next(self, exit_code: int) -> list[str]:
+        root = self.paths.root
+        if exit_code != 0:
+            return [f"  look at   {self.paths.latest_logs}/"]
+        last = self.paths.rollouts_of(self.cfg.max_steps - 1)
+        return [
+            "  next      " + f"python train.py seed={self.cfg.seed + 1}" + "   # another seed",
+            "            " + f"bash {root}/reproduce.sh" + "   # the same run again",
+            "            " + f"zstdcat {last} | head -3" + "   # what the policy wrote at the end",
+        ]

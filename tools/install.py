@@ -1,0 +1,128 @@
+"""Make `.venv` in this checkout and install rlx into it; do nothing when it is up to date. Standard library only.
+
+Usage: python install.py [--extra cpu|gpu]
+
+What pip was told about package sources (index, find-links) is passed on to uv, which does the installing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / ".rlx-installed"
+LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
+NEEDED_GB = {"cpu": 7, "gpu": 25}
+SOURCES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+
+
+def fail(what: str, todo: str) -> None:
+    """Say what is wrong and what to do; leave with 1."""
+    print(f"\nrlx install: {what}\n  {todo}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def has_gpu() -> bool:
+    """True when the NVIDIA driver answers."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def fingerprint(extra: str) -> str:
+    """Changes whenever the environment must be installed anew."""
+    digest = hashlib.sha256(f"{extra} {sys.version_info[:2]} {ROOT}".encode())
+    for name in LISTS:
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def package_sources() -> dict[str, str]:
+    """Environment for uv: the package sources that pip is configured with, and the variables already set."""
+    env = dict(os.environ)
+    for key, variable in SOURCES.items():
+        if variable in env:
+            continue
+        found = env.get("PIP_" + key.upper().replace("-", "_"))
+        if not found:
+            query = [str(VENV / "bin" / "python"), "-m", "pip", "config", "get", f"global.{key}"]
+            answer = subprocess.run(query, capture_output=True, text=True, check=False)
+            found = answer.stdout.strip() if answer.returncode == 0 else ""
+        # a local folder that a machine's configuration names but does not have is no reason to stop
+        places = [p for p in found.split() if not p.startswith("file://") or Path(p.removeprefix("file://")).is_dir()]
+        if places:
+            separator = "," if key == "find-links" else " "
+            env[variable] = separator.join(places)
+    env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # pip's rule: the best version over all sources
+    return env
+
+
+def run(command: list[str], env: dict[str, str], what: str, todo: str) -> None:
+    if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode != 0:
+        fail(what, todo)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--extra", choices=("cpu", "gpu"), default=None, help="default: gpu where an NVIDIA driver answers")
+    extra = parser.parse_args().extra or ("gpu" if has_gpu() else "cpu")
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        fail(f"Python {sys.version.split()[0]} is not supported, 3.11 or 3.12 is needed", "name one: make train PYTHON=python3.11")
+    want = fingerprint(extra)
+    if STAMP.exists() and STAMP.read_text() == want:
+        return
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if free < NEEDED_GB[extra]:
+        fail(
+            f"{free:.1f} GiB are free on this disk, the {extra} install needs {NEEDED_GB[extra]}",
+            "free some space, or clone to another disk",
+        )
+    print(f"rlx install: .venv with Python {sys.version.split()[0]}, extra `{extra}`; the first time takes a few minutes", flush=True)
+    env = dict(os.environ)
+    if not (VENV / "bin" / "python").exists():
+        run(
+            [sys.executable, "-m", "venv", str(VENV)],
+            env,
+            "the virtual environment could not be made",
+            "Debian and Ubuntu: apt install python3-venv",
+        )
+    python = str(VENV / "bin" / "python")
+    run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"],
+        env,
+        "pip could not install uv",
+        "is the package index reachable? pip's own message is above",
+    )
+    env = package_sources()
+    command = [
+        str(VENV / "bin" / "uv"),
+        "pip",
+        "install",
+        "--python",
+        python,
+        "--override",
+        "overrides.txt",
+        "--constraint",
+        "constraints.txt",
+    ]
+    if "UV_FIND_LINKS" not in env and "UV_TORCH_BACKEND" not in env:
+        command += ["--torch-backend", "auto"]  # CPU builds of torch come from PyTorch's own index, unless a local build is offered
+    run(
+        [*command, "--editable", f".[{extra},dev,wandb,tensorboard]"],
+        env,
+        "the packages could not be installed",
+        "uv's message is above; a build of torch of your own: PIP_FIND_LINKS=folder make train",
+    )
+    STAMP.write_text(want)
+    print("rlx install: done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

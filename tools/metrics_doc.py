@@ -1,0 +1,28 @@
+"""Write `docs/metrics.md` from `rlx.metrics.METRICS`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlx.metrics import METRICS
+
+HEAD = """# Metrics
+
+Every line of a run's `metrics.jsonl` is one flat JSON object: `step` (int), `source` (`trainer`, `orchestrator` or `inference`),
+`time` (seconds since the epoch), then the names below with numbers. W&B and TensorBoard get the same names as `<source>/<name>`.
+Fields under `time/` and `perf/`, and `time` itself, are wall-clock; all others reproduce.
+
+Generated from `rlx/metrics.py` by `make docs`.
+
+| name | meaning and unit |
+| --- | --- |
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return HEAD + "".join(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |\n" for name, meaning in METRICS.items())
+
+
+if __name__ == "__main__":
+    (Path(__file__).resolve().parent.parent / "docs" / "metrics.md").write_text(render())
