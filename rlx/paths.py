@@ -75,6 +75,9 @@ class RunPaths:
         """Step batches on their way from the orchestrator to the trainer."""
         return self.root / "batches"
 
+    def batch_of(self, step: int) -> Path:
+        return self.batches / f"step_{step:06d}.batch"
+
     @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
