@@ -8,19 +8,32 @@ Plain dataclasses without behaviour beyond derived properties; no torch, no hydr
 beside the shared keys declared in `LossTerms` and `OptimTerms`.
 """
 
+# ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these spellings)
+from typing import Any
 
-MISSING: Any = "???"  # omegaconf's mark of a value that must be given
+MISSING: Any = "???"  # hydra's mark of a value that must be given
 
 
-def key(default: Any, doc: str) -> Any:
-    """A configuration key with its one-line meaning."""
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A configuration key with its one-line meaning and what its value must satisfy.
+
+    `choices`: the values it may take; `low` and `high`: smallest and largest; `above`: must be greater.
+    """
+    metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high}
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def section(cls: type) -> Any:
@@ -30,54 +43,56 @@ def section(cls: type) -> Any:
 
 @dataclass
 class RunConfig:
-    name: Optional[str] = key(None, "name of the run; default `<env>-<model>-<loss>-<short id>`")
-    dir: Optional[str] = key(None, "the run directory; default `outputs/<name>`")
+    name: str | None = key(None, "name of the run; default `<env>-<model>-<loss>-<short id>`")
+    dir: str | None = key(None, "the run directory; default `outputs/<name>`")
 
 
 @dataclass
 class WarmStartConfig:
     """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
 
-    steps: int = key(250, "optimizer steps of supervised training")
-    batch_size: int = key(64, "examples a step")
-    lr: float = key(3e-3, "peak learning rate")
-    num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights")
-    teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question")
+    steps: int = key(250, "optimizer steps of supervised training", low=1)
+    batch_size: int = key(64, "examples a step", low=1)
+    lr: float = key(3e-3, "peak learning rate", above=0)
+    num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights", low=1)
+    teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question", low=0, high=1)
     seed: int = key(0, "seed of initial weights, order and teacher; not the run's seed, so that runs of all seeds start from one model")
-    hidden_size: int = key(128, "width")
-    intermediate_size: int = key(384, "width of the feed-forward layers")
-    num_hidden_layers: int = key(4, "layers")
-    num_attention_heads: int = key(4, "query heads")
-    num_key_value_heads: int = key(2, "key and value heads")
-    head_dim: int = key(32, "width of a head")
+    hidden_size: int = key(128, "width", low=1)
+    intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
+    num_hidden_layers: int = key(4, "layers", low=1)
+    num_attention_heads: int = key(4, "query heads", low=1)
+    num_key_value_heads: int = key(2, "key and value heads", low=1)
+    head_dim: int = key(32, "width of a head", low=1)
 
 
 @dataclass
 class ModelConfig:
     name: str = key(MISSING, "Hugging Face name or a folder; with `warm_start`, the label of the model that is made")
-    dtype: str = key("bfloat16", "`bfloat16` or `float32`: what trainer and inference compute in")
-    context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens")
-    num_parameters: float = key(MISSING, "for the memory estimate of the plan")
-    hidden_size: int = key(MISSING, "width, for the memory estimate of the plan")
-    num_layers: int = key(MISSING, "layers, for the memory estimate of the plan")
-    num_attention_heads: int = key(MISSING, "query heads; tensor parallelism must divide them")
-    num_key_value_heads: int = key(MISSING, "key and value heads")
-    vocab_size: int = key(MISSING, "for the memory estimate of the plan")
+    dtype: str = key("bfloat16", "`bfloat16` or `float32`: what trainer and inference compute in", choices=("bfloat16", "float32"))
+    context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
+    num_parameters: float = key(MISSING, "for the memory estimate of the plan", above=0)
+    hidden_size: int = key(MISSING, "width, for the memory estimate of the plan", low=1)
+    num_layers: int = key(MISSING, "layers, for the memory estimate of the plan", low=1)
+    num_attention_heads: int = key(MISSING, "query heads; tensor parallelism must divide them", low=1)
+    num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
+    vocab_size: int = key(MISSING, "for the memory estimate of the plan", low=2)
     strips_thinking: bool = key(False, "the chat template removes earlier turns' reasoning, so later prompts do not extend earlier ones")
-    attention: str = key("auto", "`auto`, `sdpa` (one call per packed sample) or `varlen` (torch's FlashAttention, CUDA)")
-    logprob_backend: str = key("auto", "`auto` or `torch`: the fused head + log-probability + entropy op")
+    attention: str = key(
+        "auto", "`auto`, `sdpa` (one call per packed sample) or `varlen` (torch's FlashAttention, CUDA)", choices=("auto", "sdpa", "varlen")
+    )
+    logprob_backend: str = key("auto", "`auto` or `torch`: the fused head + log-probability + entropy op", choices=("auto", "torch"))
     trust_remote_code: bool = key(False, "run model code from the hub")
-    warm_start: Optional[WarmStartConfig] = key(None, "make the model here by supervised training on the environments' examples")
+    warm_start: WarmStartConfig | None = key(None, "make the model here by supervised training on the environments' examples")
 
 
 @dataclass
 class SamplingConfig:
-    max_tokens: int = key(MISSING, "most new tokens of one turn")
-    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same one")
-    top_p: float = key(1.0, "nucleus sampling; below 1 the ratio against full-softmax log-probabilities is biased")
-    top_k: int = key(-1, "-1 keeps the whole vocabulary")
-    min_p: float = key(0.0, "0 keeps the whole vocabulary")
-    min_tokens: int = key(0, "fewest new tokens of one turn")
+    max_tokens: int = key(MISSING, "most new tokens of one turn", low=1)
+    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same one", above=0)
+    top_p: float = key(1.0, "nucleus sampling; below 1 the ratio against full-softmax log-probabilities is biased", above=0, high=1)
+    top_k: int = key(-1, "-1 keeps the whole vocabulary", low=-1)
+    min_p: float = key(0.0, "0 keeps the whole vocabulary", low=0, high=1)
+    min_tokens: int = key(0, "fewest new tokens of one turn", low=0)
     allow_biased_ratio: bool = key(False, "allow truncated sampling with objectives that use ratios")
 
 
@@ -85,132 +100,138 @@ class SamplingConfig:
 class EnvSampling:
     """Sampling parameters of one environment; null takes the run's."""
 
-    max_tokens: Optional[int] = key(None, "most new tokens of one turn")
-    temperature: Optional[float] = key(None, "sampling temperature")
+    max_tokens: int | None = key(None, "most new tokens of one turn", low=1)
+    temperature: float | None = key(None, "sampling temperature", above=0)
 
 
 @dataclass
 class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
-    args: Dict[str, Any] = key({}, "arguments of its `load_environment`")
-    weight: float = key(1.0, "share of this environment in the mix, relative to the others")
-    rollout_timeout: Optional[float] = key(None, "seconds for one rollout; null takes `orchestrator.rollout_timeout`")
+    args: dict[str, Any] = key({}, "arguments of its `load_environment`")
+    weight: float = key(1.0, "share of this environment in the mix, relative to the others", low=0)
+    rollout_timeout: float | None = key(None, "seconds for one rollout; null takes `orchestrator.rollout_timeout`", above=0)
     sampling: EnvSampling = section(EnvSampling)
 
 
 @dataclass
 class OrchestratorConfig:
-    batch_size: int = key(MISSING, "rollouts a step; a multiple of `rollouts_per_example`")
-    rollouts_per_example: int = key(MISSING, "rollouts of one prompt: the group size G")
-    max_concurrent: int = key(256, "rollouts in flight at most")
-    rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced")
-    max_retries: int = key(3, "failed groups replaced in a row before the run stops with the last failure")
-    trajectory_strategy: str = key("interleaved", "`interleaved`: turns that extend each other become one sample; `branching`: one sample a turn")
+    batch_size: int = key(MISSING, "rollouts a step; a multiple of `rollouts_per_example`", low=1)
+    rollouts_per_example: int = key(MISSING, "rollouts of one prompt: the group size G", low=1)
+    max_concurrent: int = key(256, "rollouts in flight at most", low=1)
+    rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced", above=0)
+    max_retries: int = key(3, "failed groups replaced in a row before the run stops with the last failure", low=0)
+    trajectory_strategy: str = key(
+        "interleaved",
+        "`interleaved`: turns that extend each other become one sample; `branching`: one sample a turn",
+        choices=("interleaved", "branching"),
+    )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
 
 
 @dataclass
 class AcConfig:
-    freq: int = key(0, "checkpoint activations of every freq-th layer; 0 is off")
+    freq: int = key(0, "checkpoint activations of every freq-th layer; 0 is off", low=0)
 
 
 @dataclass
 class TrainerConfig:
-    micro_batch_tokens: Optional[int] = key(None, "tokens of one packed row; null is `seq_len`")
-    num_minibatches: int = key(1, "optimizer steps a batch is split into")
-    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state")
-    reduce_dtype: str = key("float32", "dtype of gradient reduction")
+    micro_batch_tokens: int | None = key(None, "tokens of one packed row; null is `seq_len`", low=1)
+    num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
+    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
+    reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
     compile: bool = key(False, "torch.compile each layer (GPU)")
-    batch_timeout: float = key(1800.0, "seconds to wait for a batch before the trainer gives up")
+    batch_timeout: float = key(1800.0, "seconds to wait for a batch before the trainer gives up", above=0)
 
 
 @dataclass
 class SchedulerConfig:
-    type: str = key("constant", "`constant`, `linear` or `cosine`")
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
-    decay_steps: Optional[int] = key(None, "optimizer steps of decay at the end; null: everything after warm-up")
-    min_lr: float = key(0.0, "learning rate at the end of the decay")
+    type: str = key("constant", "`constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=0)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
 
 
 @dataclass
 class InferenceConfig:
-    base_url: List[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
+    base_url: list[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
     host: str = key("127.0.0.1", "address to listen on")
-    port: int = key(0, "port of replica 0, the next ones follow; 0: any free one")
-    api_key: Optional[str] = key(None, "key that clients must send; null: a random one, kept in the run's `endpoints/`")
-    max_model_len: Optional[int] = key(None, "context of the engine; null is `seq_len`")
-    max_num_seqs: int = key(256, "sequences decoded together")
-    gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine")
-    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, GiB")
-    enforce_eager: Optional[bool] = key(None, "no CUDA graphs; null: eager on CPU, graphs on GPU")
-    startup_timeout: float = key(600.0, "seconds until the server answers")
-    request_timeout: float = key(600.0, "seconds for one request")
-    vllm: Dict[str, Any] = key({}, "further engine arguments by vLLM's own names")
+    port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
+    api_key: str | None = key(None, "key that clients must send; null: a random one, kept in the run's `endpoints/`")
+    max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
+    max_num_seqs: int = key(256, "sequences decoded together", low=1)
+    gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
+    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, GiB", above=0)
+    enforce_eager: bool | None = key(None, "no CUDA graphs; null: eager on CPU, graphs on GPU")
+    startup_timeout: float = key(600.0, "seconds until the server answers", above=0)
+    request_timeout: float = key(600.0, "seconds for one request", above=0)
+    vllm: dict[str, Any] = key({}, "further engine arguments by vLLM's own names")
 
 
 @dataclass
 class WeightBroadcastConfig:
-    type: str = key("filesystem", "`filesystem`: safetensors in `weights/step_N`")
-    keep_last: int = key(2, "versions kept on disk, beside the final one")
-    timeout: float = key(600.0, "seconds for one update of all servers")
+    type: str = key("filesystem", "`filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
+    keep_last: int = key(2, "versions kept on disk, beside the final one", low=1)
+    timeout: float = key(600.0, "seconds for one update of all servers", above=0)
 
 
 @dataclass
 class HardwareConfig:
     name: str = key(MISSING, "what was chosen; `auto` records its choice here")
-    device: str = key(MISSING, "`cpu` or `cuda`")
-    nodes: int = key(1, "hosts")
-    gpus_per_node: int = key(0, "GPUs of one host")
-    inference_replicas: int = key(1, "independent vLLM servers")
-    tensor_parallel: int = key(1, "GPUs of one vLLM server")
-    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU")
+    device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
+    nodes: int = key(1, "hosts", low=1)
+    gpus_per_node: int = key(0, "GPUs of one host", low=0)
+    inference_replicas: int = key(1, "independent vLLM servers", low=1)
+    tensor_parallel: int = key(1, "GPUs of one vLLM server", low=1)
+    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU", low=1)
     shared: bool = key(False, "inference and trainer share one GPU")
-    cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts")
+    cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
 
 
 @dataclass
 class LauncherConfig:
-    name: str = key("local", "`local`: through submitit on this machine")
-    grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when the run is stopped")
-    heartbeat_timeout: float = key(900.0, "a role that says nothing for this many seconds is taken for hung")
-    last_lines: int = key(20, "log lines of the failed role that are shown")
+    name: str = key("local", "`local`: through submitit on this machine", choices=("local",))
+    grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when the run is stopped", low=0)
+    heartbeat_timeout: float = key(900.0, "a role that says nothing for this many seconds is taken for hung", above=0)
+    last_lines: int = key(20, "log lines of the failed role that are shown", low=0)
 
 
 @dataclass
 class WandbConfig:
     project: str = key("rlx", "W&B project")
-    entity: Optional[str] = key(None, "W&B entity")
-    mode: str = key("online", "`online` or `offline`")
-    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 is none")
-    interval: int = key(10, "steps between two tables of samples")
+    entity: str | None = key(None, "W&B entity")
+    mode: str = key("online", "`online` or `offline`", choices=("online", "offline"))
+    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 is none", low=0)
+    interval: int = key(10, "steps between two tables of samples", low=1)
 
 
 @dataclass
 class TensorboardConfig:
-    samples: int = key(4, "rollouts logged as text every `interval` steps; 0 is none")
-    interval: int = key(10, "steps between two texts of samples")
+    samples: int = key(4, "rollouts logged as text every `interval` steps; 0 is none", low=0)
+    interval: int = key(10, "steps between two texts of samples", low=1)
 
 
 @dataclass
 class LoggerConfig:
-    wandb: Optional[WandbConfig] = key(None, "Weights & Biases; null is off")
-    tensorboard: Optional[TensorboardConfig] = key(None, "TensorBoard; null is off")
+    wandb: WandbConfig | None = key(None, "Weights & Biases; null is off")
+    tensorboard: TensorboardConfig | None = key(None, "TensorBoard; null is off")
 
 
 @dataclass
 class KlConfig:
-    beta: float = key(0.0, "weight of the KL term against the reference model; needs a reference (not yet available) when above 0")
-    estimator: str = key("k2", "`k1`, `k2` or `k3`")
+    beta: float = key(0.0, "weight of the KL term against the reference model; needs a reference (not yet available) when above 0", low=0)
+    estimator: str = key("k2", "`k1`, `k2` or `k3`", choices=("k1", "k2", "k3"))
 
 
 @dataclass
 class LossTerms:
     """Keys that every objective shares, beside the objective's own under `loss`."""
 
-    aggregate: str = key(MISSING, "`token_mean`, `seq_mean`, `seq_sum` or `fixed_length`")
-    max_length: Optional[int] = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`")
+    aggregate: str = key(
+        MISSING, "`token_mean`, `seq_mean`, `seq_sum` or `fixed_length`", choices=("token_mean", "seq_mean", "seq_sum", "fixed_length")
+    )
+    max_length: int | None = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`", low=1)
     entropy_coef: float = key(0.0, "c of the term -c·H_t")
     mask_overlong: bool = key(False, "rollouts cut by a length limit contribute nothing")
 
@@ -219,26 +240,26 @@ class LossTerms:
 class OptimTerms:
     """Keys that every optimizer shares, beside the optimizer's own under `optim`."""
 
-    max_norm: Optional[float] = key(1.0, "gradient clipping by global norm; null is off")
+    max_norm: float | None = key(1.0, "gradient clipping by global norm; null is off", above=0)
 
 
 @dataclass
 class Config:
     seed: int = key(0, "seed of sampling, order and initialisation")
-    max_steps: int = key(MISSING, "training steps")
-    max_async_level: int = key(1, "how many policy versions a trained token may be old; 0 is on-policy")
-    seq_len: int = key(MISSING, "longest training sample, prompt and completion, in tokens")
+    max_steps: int = key(MISSING, "training steps", low=1)
+    max_async_level: int = key(1, "how many policy versions a trained token may be old; 0 is on-policy", low=0)
+    seq_len: int = key(MISSING, "longest training sample, prompt and completion, in tokens", low=2)
     dry_run: bool = key(False, "compose, check, plan and print; start nothing")
     clean: bool = key(False, "delete an existing run directory of this name first")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
-    loss: Dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of LossTerms")
-    advantage: Dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
-    envs: Dict[str, EnvConfig] = key({}, "the environments of the mix by name")
+    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of LossTerms")
+    advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
+    envs: dict[str, EnvConfig] = key({}, "the environments of the mix by name")
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    optim: Dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of OptimTerms")
+    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of OptimTerms")
     scheduler: SchedulerConfig = section(SchedulerConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
