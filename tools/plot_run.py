@@ -1,0 +1,42 @@
+"""Draw the reward and the entropy of runs into one PNG.
+
+python tools/plot_run.py docs/reward.png outputs/run_a outputs/run_b …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first)
+
+
+def series(run: Path, source: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric of one run."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [(r["step"], r[name]) for r in records if r["source"] == source and name in r]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def main() -> None:
+    target, runs = Path(sys.argv[1]), [Path(p) for p in sys.argv[2:]]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    panels = [("orchestrator", "reward/mean", "mean reward"), ("trainer", "policy/entropy", "entropy, nats per token")]
+    for axis, (source, name, label) in zip(axes, panels, strict=True):
+        for run in runs:
+            axis.plot(*series(run, source, name), label=run.name, linewidth=1.5)
+        axis.set_xlabel("step")
+        axis.set_ylabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1.02)
+    axes[0].legend(frameon=False, loc="lower right")
+    figure.savefig(target, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
