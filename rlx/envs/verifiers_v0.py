@@ -1,0 +1,314 @@
+"""Any classic `verifiers` environment as an `rlx.envs.base.Environment`.
+
+Knows verifiers' episode loop, its rubrics and its error types. Knows nothing of groups' retries, servers or files.
+Tokens never pass through verifiers: `envs.verifiers_client` keeps each request's `Turn` and hands the environment only the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import verifiers as vf
+from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import AssistantMessage, Response, State, TrajectoryStep
+
+from rlx.config.schema import EnvConfig
+from rlx.envs.base import Policy
+from rlx.envs.chat import Message
+from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.types import Rollout, Status, Task
+
+log = logging.getLogger(__name__)
+
+CLEANUP_GRACE = 5.0  # seconds that a cancelled episode has to clean up after itself before it is left behind
+REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(reward function, what it raised)]
+
+
+def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
+    """Load `config.id` and make it an rlx environment called `name`. Call it on the main thread, before installing signal handlers.
+
+    `sampling` are the run's parameters for it (`envs.base.sampling_of`), `timeout` is seconds for one rollout where `config`
+    has none, `concurrency` sizes the thread and process pools that verifiers keeps for reward functions.
+    Raises ValueError when the package is not installed, RuntimeError when its `load_environment` fails.
+    """
+    assert threading.current_thread() is threading.main_thread(), "verifiers installs signal handlers, which only the main thread can"
+    import datasets
+
+    datasets.disable_progress_bars()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    env = vf.load_environment(config.id, **config.args)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _quiet_logger()
+    if concurrency > 1:
+        env.set_concurrency(concurrency)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout)
+
+
+class VerifiersEnvironment:
+    """See `rlx.envs.base.Environment`."""
+
+    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float) -> None:
+        if env.dataset_source is None and env.dataset is None:
+            raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+        self.name = name
+        self.env = env
+        self.timeout = timeout
+        self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.scores_groups = env.requires_group_rollouts
+        # run_rollout ignores what the environment itself asks for (stop strings, say); the run's own keys win.
+        extra = dict(env.sampling_args.get("extra_body") or {})
+        own = {key: value for key, value in env.sampling_args.items() if key not in ("n", "extra_body") and value is not None}
+        self.sampling = {**extra, **own, **sampling}
+        names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
+        self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
+        self._states: dict[tuple[int, int], State] = {}  # played but not scored, where rewards compare a group
+        _prepare(env)
+
+    async def rollout(self, task: Task, member: int, attempt: int, policy: Policy) -> Rollout:
+        """Play and score one episode, within `timeout` seconds. A failing episode is a `Rollout` with its status; nothing is raised."""
+        client = EpisodeClient(policy, task, member, attempt)
+        started = time.monotonic()
+        episode = asyncio.create_task(self._episode(task, client))
+        try:
+            await asyncio.wait({episode}, timeout=self.timeout)
+        except asyncio.CancelledError:
+            await _abandon(episode)
+            raise
+        timing = {"total": time.monotonic() - started}
+        fail = functools.partial(_failed, task, member, client, timing)
+        if not episode.done():
+            await _abandon(episode)
+            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+        if (raised := episode.exception()) is not None:
+            log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
+            return fail("error", "environment_error", _describe(raised))
+        state = episode.result()
+        if (error := state.get("error")) is not None:
+            return fail("error", _snake(type(error).__name__), _describe(error))
+        if state.get("timed_out"):
+            return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
+        if not client.turns:
+            if state.get("prompt_too_long"):
+                return fail("error", "prompt_too_long", f"the prompt fills the context of {policy.context_length} tokens; raise seq_len")
+            return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
+        rollout = Rollout(
+            task=task,
+            member=member,
+            turns=client.finished_turns(),
+            prompt=[_plain(message) for message in state["prompt"]],
+            completion=[_plain(message) for message in state.get("completion") or []],
+            reward=0.0,
+            rewards={},
+            metrics={},
+            status="ok",
+            stop=state.get("stop_condition") or "",
+            is_truncated=bool(state.get("is_truncated")),
+            timing=timing,
+        )
+        if self.scores_groups:
+            self._states[task.index, member] = state
+            return rollout
+        return self._scored(rollout, state)
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Score the rollouts of one task together; an exception of the rubric makes every one of them fail."""
+        states = [self._states.pop((rollout.task.index, rollout.member)) for rollout in rollouts]
+        scoring = asyncio.create_task(self._score_states(states))
+        await asyncio.wait({scoring}, timeout=self.timeout)
+        if not scoring.done():
+            await _abandon(scoring)
+            return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
+        if (raised := scoring.exception()) is not None:
+            log.warning("%s: scoring a group failed", self.name, exc_info=raised)
+            return [replace(r, status="error", stop="environment_error", error=_describe(raised)) for r in rollouts]
+        return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+
+    def forget(self, task: Task) -> None:
+        """Drop the unscored episodes of a task."""
+        for key in [key for key in self._states if key[0] == task.index]:
+            del self._states[key]
+
+    async def _episode(self, task: Task, client: EpisodeClient) -> State:
+        state = await self.env.rollout(task.row, client, "policy", dict(self.sampling))
+        if state.get("error") is None and not state.get("timed_out") and client.turns and not self.scores_groups:
+            await self._score(state)
+        return state
+
+    async def _score(self, state: State) -> None:
+        rubric = self.env.rubric
+        await (rubric.score_rollout(state) if self.env.score_rollouts else rubric.dummy_score_rollout(state))
+        await rubric.cleanup(state)
+
+    async def _score_states(self, states: list[State]) -> None:
+        rubric = self.env.rubric
+        await (rubric.score_group(states) if self.env.score_rollouts else rubric.dummy_score_group(states))
+        for state in states:
+            await rubric.cleanup(state)
+
+    def _scored(self, rollout: Rollout, state: State) -> Rollout:
+        """The rollout with its rewards. A reward function that raised scored 0, as verifiers has it; `metrics` counts it."""
+        values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+        metrics = {name: value for name, value in values.items() if name not in self.reward_names}
+        errors = state.get(REWARD_ERRORS, [])
+        metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
+        reward = float(state["reward"])
+        if not math.isfinite(reward):
+            return replace(rollout, status="error", stop="reward_not_finite", error=f"the reward is {reward}", metrics=metrics)
+        return replace(
+            rollout,
+            reward=reward,
+            rewards={name: value for name, value in values.items() if name in self.reward_names},
+            metrics=metrics,
+            error="; ".join(f"{name} raised {what}" for name, what in errors) or None,
+        )
+
+
+def _prepare(env: vf.Environment) -> None:
+    """Make an environment's rubrics tell of raising reward functions, and spare its turns a hop through a thread. Recursive for groups."""
+    for child in getattr(env, "envs", []):
+        _prepare(child)
+    if isinstance(env, MultiTurnEnv) and type(env).add_model_response is MultiTurnEnv.add_model_response:
+        env.add_model_response = functools.partial(_add_model_response, env)
+    for func in (*env._stop_conditions, *env._cleanup_handlers):
+        _keep_signature(func)
+    rubrics = [env.rubric]
+    while rubrics:
+        rubric = rubrics.pop()
+        rubrics += getattr(rubric, "rubrics", [])
+        for func in rubric.funcs:
+            _keep_signature(func)
+        if type(rubric)._call_individual_reward_func is Rubric._call_individual_reward_func:
+            rubric._call_individual_reward_func = functools.partial(_call_reward, rubric)
+        if type(rubric)._call_group_reward_func is Rubric._call_group_reward_func:
+            rubric._call_group_reward_func = functools.partial(_call_group_reward, rubric)
+
+
+def _keep_signature(func: Any) -> None:
+    """verifiers inspects the signature of every hook at every call, half of an episode's CPU time; inspecting this one is a look-up."""
+    plain = getattr(func, "__func__", func)
+    if inspect.isfunction(plain):
+        plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+
+
+async def _add_model_response(env: MultiTurnEnv, state: State, prompt_messages: list, response: Response) -> None:
+    """As MultiTurnEnv does it, for answers whose tokens are kept elsewhere."""
+    message = response.message
+    answer = AssistantMessage.model_construct(
+        role="assistant",
+        content=message.content,
+        reasoning_content=message.reasoning_content,
+        thinking_blocks=None,
+        tool_calls=message.tool_calls,
+    )
+    step = TrajectoryStep(
+        prompt=prompt_messages,
+        completion=[answer],
+        response=response,
+        tokens=None,
+        reward=None,
+        advantage=None,
+        is_truncated=bool(message.is_truncated),
+        trajectory_id=state["trajectory_id"],
+        extras={},
+    )
+    await env.add_trajectory_step(state, step)
+
+
+async def _call_reward(rubric: Rubric, func: Any, state: State) -> float:
+    """As Rubric does it: a reward function that raises scores 0. It is written down in the state."""
+    try:
+        value = func(**_accepted(func, rubric.score_objects(state)))
+        return float(await value if inspect.isawaitable(value) else value)
+    except Exception as error:
+        _note_reward_error(func, [state], error)
+        return 0.0
+
+
+async def _call_group_reward(rubric: Rubric, func: Any, states: list[State]) -> list[float]:
+    try:
+        value = func(**_accepted(func, rubric.group_score_objects(states)))
+        return [float(score) for score in (await value if inspect.isawaitable(value) else value)]
+    except Exception as error:
+        _note_reward_error(func, states, error)
+        return [0.0] * len(states)
+
+
+def _accepted(func: Any, objects: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(func).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return objects
+    return {name: value for name, value in objects.items() if name in parameters}
+
+
+def _note_reward_error(func: Any, states: list[State], error: Exception) -> None:
+    name = getattr(func, "__name__", repr(func))
+    for state in states:
+        state.setdefault(REWARD_ERRORS, []).append((name, _describe(error)))
+    log.debug("reward function %s raised", name, exc_info=error)
+
+
+async def _abandon(task: asyncio.Task) -> None:
+    """Cancel a task and let it clean up, but not for ever."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieved, so that asyncio does not complain of it later
+
+
+def _failed(task: Task, member: int, client: EpisodeClient, timing: dict, status: Status, stop: str, error: str) -> Rollout:
+    return Rollout(
+        task=task,
+        member=member,
+        turns=client.finished_turns(),
+        prompt=task.row.get("prompt"),
+        completion=[messages[-1] for messages, _ in client.history],
+        reward=0.0,
+        rewards={},
+        metrics={},
+        status=status,
+        stop=stop,
+        error=error,
+        timing=timing,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """`ModelError ← ServerDisconnectedError: Server disconnected`: the chain, with the message of the first cause."""
+    names: list[str] = []
+    text = str(error)
+    cause: BaseException | None = error
+    while cause is not None and len(names) < 5:
+        names.append(type(cause).__name__)
+        text = str(cause) or text
+        cause = cause.__cause__
+    return " ← ".join(names) + (f": {text}" if text else "")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def _plain(message: Any) -> Message:
+    """A verifiers message for people and files."""
+    return for_template(message) if not isinstance(message, dict) else message
+
+
+def _quiet_logger() -> None:
+    """Importing verifiers gives its logger a handler of its own; let warnings go where ours go, and count what it logs as errors."""
+    logger = logging.getLogger("verifiers")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)

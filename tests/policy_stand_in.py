@@ -1,0 +1,67 @@
+"""A deterministic little policy for tests: it knows the answers, and errs with a probability drawn from the request's seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.envs.base import Policy
+from rlx.envs.chat import Chat
+from rlx.models.tiny import build_tokenizer
+from rlx.types import Turn
+
+CONTEXT = 256
+
+
+class StandIn:
+    """Answers through `answer(last user text) -> text`; with probability `error` it repeats the text instead.
+
+    `version` is stamped on the tokens sampled after it was set, `delay` is seconds a request takes.
+    """
+
+    def __init__(self, chat: Chat, answer: Callable[[str], str] = lambda text: text[::-1], error: float = 0.5, delay: float = 0.0) -> None:
+        self.chat = chat
+        self.answer = answer
+        self.error = error
+        self.delay = delay
+        self.version = 0
+        self.requests: list[dict[str, Any]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
+        self.requests.append({"prompt_ids": list(prompt_ids), "sampling": sampling, "request_id": request_id, "affinity": affinity})
+        version = self.version
+        await asyncio.sleep(self.delay)
+        rng = random.Random(sampling["seed"])
+        prompt = self.chat.tokenizer.decode(prompt_ids)
+        user = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        text = user if rng.random() < self.error else self.answer(user)
+        ids = [*self.chat.tokenizer.encode(text), self.chat.stop_token_ids[0]]
+        finish = "stop" if len(ids) <= sampling["max_tokens"] else "length"
+        ids = ids[: sampling["max_tokens"]]
+        logprobs = [-rng.random() for _ in ids]
+        return Turn(
+            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+            completion_ids=np.asarray(ids, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            versions=np.full(len(ids), version, dtype=np.int32),
+            finish_reason=finish,
+        )
+
+
+_chat: Chat | None = None
+
+
+def tiny_chat() -> Chat:
+    """The chat format of the tiny model, built once."""
+    global _chat
+    if _chat is None:
+        _chat = Chat(build_tokenizer(CONTEXT))
+    return _chat
+
+
+def policy_of(generator: Any, seed: int = 0, context_length: int = CONTEXT) -> Policy:
+    return Policy(generator=generator, chat=tiny_chat(), context_length=context_length, seed=seed)
