@@ -1,0 +1,24 @@
+"""Group sequence policy optimisation: one ratio a sequence, the geometric mean of its token ratios."""
+
+from __future__ import annotations
+
+import torch
+
+from rlx.losses.base import TokenBatch, TokenLoss, safe_exp
+
+
+def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
+    """ℓ_i = −min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i), s_i = exp(mean_t(logp_t − old_t)) (GSPO, arXiv 2507.18071 eq. 5 and 7).
+
+    Every token of rollout i carries ℓ_i, so `aggregate: seq_mean` is the paper's mean over sequences.
+    A_i is the mean advantage of the rollout's tokens. `eps_high` is a distance: the upper bound is 1 + eps_high.
+    """
+    ratio = safe_exp(tokens.rollout_mean(tokens.logp - tokens.old_logp))  # [R]
+    advantages = tokens.rollout_mean(tokens.advantages)  # [R]
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return TokenLoss(
+        loss=loss[tokens.rollout_ids],
+        clipped_low=(advantages < 0) & (ratio < 1 - eps_low),
+        clipped_high=(advantages > 0) & (ratio > 1 + eps_high),
+        unit="sequence",
+    )
