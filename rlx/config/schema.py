@@ -75,7 +75,9 @@ class ModelConfig:
     num_layers: int = key(MISSING, "layers, for the memory estimate of the plan", low=1)
     num_attention_heads: int = key(MISSING, "query heads; tensor parallelism must divide them", low=1)
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
-    head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null is hidden_size / num_attention_heads", low=1)
+    head_dim: int | None = key(
+        None, "width of a head, for the memory estimate of the plan; null is hidden_size / num_attention_heads", low=1
+    )
     vocab_size: int = key(MISSING, "for the memory estimate of the plan", low=2)
     strips_thinking: bool = key(False, "the chat template removes earlier turns' reasoning, so later prompts do not extend earlier ones")
     attention: str = key(

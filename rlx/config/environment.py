@@ -1,0 +1,68 @@
+"""The environment variables that set configuration values: `RLX_SEQ_LEN=128`, `RLX_MODEL__DTYPE=float32`, `RLX_LOSS=gspo`.
+
+Two underscores separate levels. Values are written as on the command line; for a key that holds a text the variable is the text.
+Knows the schema's keys; nothing of hydra. The value of a variable is read by the caller, who has the command line's grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx.config.schema import Config
+from rlx.config.tree import closest, leaves, split_optional, type_at
+
+PREFIX = "RLX_"
+RESERVED = {
+    "RLX_CACHE": "where models that the project makes are kept between runs; default `~/.cache/rlx`",
+    "RLX_CONFIG_DIR": "directories with configuration files of your own, as `--config-dir`; several are separated by `:`",
+    "RLX_API_KEY": "the key of inference servers that already run (`inference.base_url`)",
+    "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts",
+    "RLX_RUN_TOKEN": "set by the launcher for the processes it starts",
+}
+"""Variables with this prefix that are no configuration keys."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: its name, the group or the dotted key that it sets, and its text."""
+
+    name: str
+    key: str
+    text: str
+    is_group: bool  # chooses an option of a group
+    is_text: bool  # sets a key that holds a text, so its value needs no quotes
+
+
+def read_variables(environ: Mapping[str, str], groups: list[str]) -> tuple[list[Variable], list[str]]:
+    """The configuration variables in `environ`, sorted by name, and one problem for each that sets nothing that exists."""
+    found, problems = [], []
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in RESERVED:
+            continue
+        key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        if key in groups:
+            found.append(Variable(name, key, environ[name], True, False))
+            continue
+        try:
+            kind, _ = split_optional(type_at(Config, key))
+        except KeyError:
+            problems.append(_unknown(name, groups))
+        else:
+            found.append(Variable(name, key, environ[name], False, kind is str))
+    return found, problems
+
+
+def variable_of(key: str) -> str:
+    """The name of the variable that sets a key."""
+    return PREFIX + key.upper().replace(".", "__")
+
+
+def _unknown(name: str, groups: list[str]) -> str:
+    known = [*(variable_of(key) for key in (*groups, *leaves(Config))), *RESERVED]
+    near = closest(name, known)
+    hint = f"Did you mean {' or '.join(near)}?" if near else "docs/configuration.md lists the keys."
+    return (
+        f"the environment variable {name} sets no configuration key. {hint}\n"
+        "Two underscores separate levels: RLX_MODEL__DTYPE sets model.dtype, RLX_LOSS chooses the option of a group."
+    )

