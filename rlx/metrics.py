@@ -19,6 +19,8 @@ METRICS: dict[str, str] = {
     "reward/<env>/mean": "the same mean for one environment",
     "reward/<env>/<function>": "mean of one reward function of an environment, unweighted",
     "env/<env>/share": "share of the step's groups that came from this environment",
+    "env/<env>/<metric>": "mean of one of the environment's own metrics",
+    "env/<env>/reward_error": "share of the environment's rollouts that scored 0 because a reward function raised",
     "batch/groups": "groups trained on",
     "batch/rollouts": "rollouts trained on",
     "batch/samples": "training samples (a rollout gives several when its turns do not share a prefix)",

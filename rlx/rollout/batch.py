@@ -1,0 +1,101 @@
+"""From a batch of scored rollouts to groups with advantages, to training samples, and to the numbers that describe the step.
+
+Pure functions of records. Knows neither the servers nor the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rlx.config.schema import Config, LossTerms, split_terms
+from rlx.envs.base import sampling_of
+from rlx.rollout.groups import Tally
+from rlx.rollout.samples import samples_of
+from rlx.types import Float, Group, Rollout, TrainingSample
+
+Advantage = Callable[..., Sequence[Float]]
+"""`advantage(rewards, lengths)`: rewards [G] and sampled tokens [G] of every group to advantages [G] of every group."""
+
+
+def make_groups(batch: Sequence[Sequence[Rollout]], advantage: Advantage) -> list[Group]:
+    """Groups with their advantages. Raises ValueError when an advantage is not finite."""
+    rewards = [np.array([rollout.reward for rollout in rollouts], dtype=np.float32) for rollouts in batch]
+    lengths = [np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch]
+    groups = []
+    for rollouts, values in zip(batch, advantage(rewards, lengths), strict=True):
+        task = rollouts[0].task
+        values = np.asarray(values, dtype=np.float32)
+        if values.shape != (len(rollouts),) or not np.isfinite(values).all():
+            raise ValueError(
+                f"the advantages of {task.env}, example {task.example_id}, are {values}: wanted {len(rollouts)} finite numbers"
+            )
+        groups.append(Group(id=task.index, task=task, rollouts=tuple(rollouts), advantages=values))
+    return groups
+
+
+def make_samples(groups: Sequence[Group], config: Config) -> list[list[TrainingSample]]:
+    """The training samples of every mini-batch (`trainer.num_minibatches` runs of neighbouring groups)."""
+    loss, _ = split_terms(config.loss, LossTerms)
+    temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
+    mini_batches = []
+    for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
+        samples: list[TrainingSample] = []
+        for group in (groups[int(i)] for i in part):
+            samples += samples_of(
+                group,
+                strategy=config.orchestrator.trajectory_strategy,
+                temperature=temperatures[group.task.env],
+                mask_overlong=loss.mask_overlong,
+            )
+        mini_batches.append(samples)
+    return mini_batches
+
+
+def describe(groups: Sequence[Group], mini_batches: Sequence[Sequence[TrainingSample]], tally: Tally) -> dict[str, float]:
+    """The step's metrics that follow from its rollouts (`rlx.metrics`, source orchestrator)."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    samples = [sample for part in mini_batches for sample in part]
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
+    seconds = np.array([rollout.timing["total"] for rollout in rollouts])
+    values = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "batch/groups": len(groups),
+        "batch/rollouts": len(rollouts),
+        "batch/samples": len(samples),
+        "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+        "batch/tokens": sum(len(sample.token_ids) for sample in samples),
+        "batch/zero_advantage_frac": np.mean([not group.advantages.any() for group in groups]),
+        "length/completion_mean": lengths.mean(),
+        "length/completion_max": lengths.max(),
+        "length/truncated_frac": np.mean([rollout.is_truncated for rollout in rollouts]),
+        "time/rollout_mean": seconds.mean(),
+        "time/rollout_max": seconds.max(),
+    }
+    for name in sorted({group.task.env for group in groups}):
+        own = [rollout for rollout in rollouts if rollout.task.env == name]
+        values[f"env/{name}/share"] = sum(group.task.env == name for group in groups) / len(groups)
+        values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
+        values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
+        values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
+    values["rollouts/dropped_off_policy"] = 0
+    values |= {f"rollouts/dropped_{cause}": count for cause, count in tally.dropped.items()}
+    values |= {f"rollouts/failed_{cause}": count for cause, count in tally.failed.items()}
+    return {name: float(value) for name, value in values.items()}
+
+
+def check_rewards(groups: Sequence[Group]) -> None:
+    """Raises RuntimeError when every rollout of an environment's share of the step scored 0 because a reward function raised."""
+    for name in {group.task.env for group in groups}:
+        own = [rollout for group in groups if group.task.env == name for rollout in group.rollouts]
+        if all(rollout.metrics.get("reward_error") for rollout in own):
+            raise RuntimeError(f"environment {name}: a reward function raised in each of the step's {len(own)} rollouts; {own[-1].error}")
+
+
+def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every name over those that have it."""
+    names = sorted({name for one in values for name in one})
+    return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}

@@ -1,0 +1,185 @@
+"""Which groups are in flight and which of them make the next batch.
+
+Batch m may be started when the servers have version m - max_async_level, so a token of it is at most that much older than the policy
+it trains. The first groups to finish make the batch; a group that would be too old is given up, counted and replaced by another example
+of its environment. So is a group that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
+
+Knows environments, tasks and versions as numbers. Knows neither servers nor files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlx.envs.base import Environment, Policy
+from rlx.rollout.groups import GroupFailed, Tally, play_group
+from rlx.rollout.tasks import TaskSequence
+from rlx.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+
+class RolloutsFailed(RuntimeError):
+    """An environment fails again and again; the message holds the last failure."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A group that is being played or waits to be taken."""
+
+    task: Task
+    version: int  # no token of it is older: the servers' version when it began, and the oldest of its tokens when it is finished
+    chain: int  # groups of this environment that failed in a row just before, the last of which it replaces
+    finished_before: int  # finished groups of this environment when it began
+    left: int  # members still being played
+    rollouts: list[Rollout] = field(default_factory=list)  # by member, when it is finished
+
+
+class Collector:
+    """Keeps rollouts in flight and hands out whole batches of groups."""
+
+    def __init__(
+        self,
+        *,
+        envs: Mapping[str, Environment],
+        tasks: TaskSequence,
+        policy: Policy,
+        num_groups: int,
+        group_size: int,
+        max_steps: int,
+        max_async_level: int,
+        max_concurrent: int,
+        max_retries: int,
+    ) -> None:
+        self.envs = envs
+        self.tasks = tasks
+        self.policy = policy
+        self.num_groups = num_groups
+        self.group_size = group_size
+        self.max_steps = max_steps
+        self.max_async_level = max_async_level
+        self.max_concurrent = max_concurrent
+        self.max_retries = max_retries
+        self.version = 0
+        self.taken = 0  # batches handed out
+        self.tally = Tally()
+        self.waited_for_weights = 0.0  # seconds since the run began in which nothing could be played for want of new weights
+        self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
+        self._finished: dict[int, Pending] = {}
+        self._cancelled: set[asyncio.Task] = set()
+        self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
+        self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
+        self._changed = asyncio.Event()
+        self._broken: Exception | None = None
+
+    def set_version(self, version: int) -> None:
+        """The servers have this policy version now."""
+        self.version = version
+        self._advance()
+
+    async def collect(self) -> list[list[Rollout]]:
+        """The next batch: `num_groups` lists of `group_size` rollouts, by task index. Raises RolloutsFailed."""
+        self._advance()
+        while len(self._finished) < self.num_groups:
+            if self._broken is not None:
+                raise self._broken
+            idle, began = not self._playing, time.monotonic()
+            self._changed.clear()
+            await self._changed.wait()
+            if idle:
+                self.waited_for_weights += time.monotonic() - began
+        indices = sorted(self._finished)[: self.num_groups]
+        batch = [self._finished.pop(index).rollouts for index in indices]
+        self.taken += 1
+        self._advance()
+        return batch
+
+    async def close(self) -> None:
+        """Cancel what is in flight."""
+        for _, playing in self._playing.values():
+            playing.cancel()
+        await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts being played now."""
+        return sum(pending.left for pending, _ in self._playing.values())
+
+    @property
+    def phase(self) -> str:
+        """What is being waited for, in words."""
+        if not self._playing and len(self._finished) < self.num_groups:
+            return f"waiting for weights {self.taken - self.max_async_level}"
+        wanted = self.num_groups * self.group_size
+        played = (len(self._finished) + len(self._playing)) * self.group_size - self.in_flight
+        return f"rollouts {min(played, wanted)}/{wanted}"
+
+    def _advance(self) -> None:
+        """Give up what is too old, start what may be started, and wake `collect`."""
+        oldest = self.taken - self.max_async_level
+        for index in [index for index, pending in self._finished.items() if pending.version < oldest]:
+            self._replace(self._finished.pop(index), "off_policy")
+        for index in [index for index, (pending, _) in self._playing.items() if pending.version < oldest]:
+            pending, playing = self._playing.pop(index)
+            playing.cancel()
+            self._cancelled.add(playing)
+            playing.add_done_callback(self._cancelled.discard)
+            self._replace(pending, "off_policy")
+        allowed = self.num_groups * min(self.max_steps, self.version + self.max_async_level + 1)
+        while self._broken is None and self.num_groups * self.taken + len(self._playing) + len(self._finished) < allowed:
+            if self._playing and self.in_flight + self.group_size > self.max_concurrent:
+                break
+            env, chain = self._owed.popleft() if self._owed else (None, 0)
+            task = self.tasks.next(env)
+            pending = Pending(task, self.version, chain, self._finished_groups[task.env], self.group_size)
+            self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
+        self._changed.set()
+
+    def _replace(self, pending: Pending, cause: str, chain: int = 0) -> None:
+        self.tally.dropped[cause] += self.group_size
+        self._owed.append((pending.task.env, chain))
+
+    async def _play(self, pending: Pending) -> None:
+        """Play one group. It may have been given up meanwhile; then nobody waits for it."""
+        task = pending.task
+
+        def member_ended() -> None:
+            pending.left -= 1
+            self._advance()
+
+        failure: GroupFailed | None = None
+        try:
+            env = self.envs[task.env]
+            pending.rollouts = await play_group(env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended)
+        except GroupFailed as failed:
+            failure = failed
+        except Exception as error:  # not the environment's fault but ours: end the run with its traceback
+            self._broken = error
+        if self._playing.pop(task.index, None) is None:
+            return
+        if failure is not None:
+            self._count_failure(pending, failure)
+        elif self._broken is None:
+            pending.version = min(
+                (int(turn.versions.min()) for r in pending.rollouts for turn in r.turns if len(turn.versions)), default=pending.version
+            )
+            self._finished[task.index] = pending
+            self._finished_groups[task.env] += 1
+        self._advance()
+
+    def _count_failure(self, pending: Pending, failure: GroupFailed) -> None:
+        """Replace a failed group; when the environment finished none since and has failed too often in a row, end the run."""
+        env = pending.task.env
+        chain = pending.chain + 1 if self._finished_groups[env] == pending.finished_before else 1
+        self._replace(pending, "timeout" if failure.rollout.status == "timeout" else "error", chain)
+        if chain > self.max_retries:
+            counts = ", ".join(f"{cause}: {count}" for cause, count in self.tally.failed.most_common())
+            self._broken = RolloutsFailed(
+                f"environment {env} failed {chain} groups in a row and finished none (orchestrator.max_retries={self.max_retries}). "
+                f"The last failure: {failure}. Failed rollouts by cause: {counts}"
+            )

@@ -1,0 +1,84 @@
+"""Playing the rollouts of one task, and what happened to rollouts since the run began.
+
+A member that fails is played again, with other sampling seeds, up to `max_retries` times. A member that ran out of time is not:
+its group has waited long enough and is given up. Knows nothing of batches and policy versions (`rlx.rollout.collector`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rlx.envs.base import Environment, Policy
+from rlx.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+
+class GroupFailed(Exception):
+    """A group was given up because of one of its rollouts."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        super().__init__(f"{rollout.task.env}, example {rollout.task.example_id}: {rollout.stop}: {rollout.error}")
+        self.rollout = rollout
+
+
+@dataclass
+class Tally:
+    """Counts over the whole run."""
+
+    finished: int = 0  # rollouts that were played and scored
+    tokens: int = 0  # sampled tokens of finished rollouts
+    failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were given up, by cause
+    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since somebody took this list
+
+    def add_failure(self, rollout: Rollout) -> None:
+        """Count a failed rollout and keep it for the step's file."""
+        self.failed[rollout.stop] += 1
+        self.failures.append(rollout)
+        log.warning("rollout failed: %s example %s: %s: %s", rollout.task.env, rollout.task.example_id, rollout.stop, rollout.error)
+
+
+async def play_group(
+    env: Environment, task: Task, size: int, policy: Policy, max_retries: int, tally: Tally, on_end: Callable[[], None] = lambda: None
+) -> list[Rollout]:
+    """The scored rollouts of `task`, by member; `on_end` is called whenever one of them has ended.
+
+    Raises GroupFailed; cancelled or failed, it leaves nothing running.
+    """
+    members = [asyncio.create_task(_play_member(env, task, member, policy, max_retries, tally)) for member in range(size)]
+    for member in members:
+        member.add_done_callback(lambda _: on_end())
+    try:
+        rollouts = await asyncio.gather(*members)
+        if env.scores_groups:
+            rollouts = await env.score_group(rollouts)
+            failed = [rollout for rollout in rollouts if rollout.status != "ok"]
+            for rollout in failed:
+                tally.add_failure(rollout)
+            if failed:
+                raise GroupFailed(failed[0])
+        return list(rollouts)
+    except BaseException:
+        for member in members:
+            member.cancel()
+        await asyncio.gather(*members, return_exceptions=True)
+        env.forget(task)
+        raise
+
+
+async def _play_member(env: Environment, task: Task, member: int, policy: Policy, max_retries: int, tally: Tally) -> Rollout:
+    for attempt in range(max_retries + 1):
+        rollout = await env.rollout(task, member, attempt, policy)
+        if rollout.status == "ok":
+            tally.finished += 1
+            tally.tokens += rollout.num_completion_tokens
+            return rollout
+        tally.add_failure(rollout)
+        if rollout.status == "timeout":
+            break
+    raise GroupFailed(rollout)

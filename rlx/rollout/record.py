@@ -1,0 +1,69 @@
+"""The rollouts of a step as a file that people and tools read: `rollouts/step_000012.jsonl.zst`, one rollout a line.
+
+Besides the groups that were trained on it holds the rollouts that failed since the step before, with `advantage: null`.
+Knows the file's fields; call `write_rollouts` in a thread, it compresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from rlx.paths import atomic
+from rlx.types import Group, Rollout
+
+
+def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = ()) -> None:
+    """Write the file, whole. Values that JSON does not know (an environment's own objects) are written as their text."""
+    encoder = msgspec.json.Encoder(enc_hook=repr)
+    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures)]
+    with atomic(path) as temporary:
+        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
+
+
+def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one file."""
+    with path.open("rb") as file:
+        content = zstandard.ZstdDecompressor().stream_reader(file).read()
+    for line in content.splitlines():
+        yield msgspec.json.decode(line)
+
+
+def records(groups: Sequence[Group], failures: Sequence[Rollout] = ()) -> Iterator[dict[str, Any]]:
+    """One plain record a rollout."""
+    for group in groups:
+        for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
+            yield _record(rollout, float(advantage))
+    for rollout in failures:
+        yield _record(rollout, None)
+
+
+def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+    task = rollout.task
+    versions = np.unique(np.concatenate([turn.versions for turn in rollout.turns])) if rollout.turns else np.empty(0, dtype=np.int32)
+    return {
+        "env": task.env,
+        "example_id": task.example_id,
+        "group": task.index,
+        "member": rollout.member,
+        "prompt": rollout.prompt,
+        "completion": rollout.completion,
+        "answer": task.row.get("answer"),
+        "reward": rollout.reward,
+        "rewards": rollout.rewards,
+        "metrics": rollout.metrics,
+        "advantage": advantage,
+        "versions": versions.tolist(),  # every policy version that sampled a token of it
+        "num_tokens": rollout.num_completion_tokens,
+        "num_turns": len(rollout.turns),
+        "status": rollout.status,
+        "stop": rollout.stop,
+        "truncated": rollout.is_truncated,
+        "error": rollout.error,
+        "seconds": rollout.timing.get("total"),
+    }

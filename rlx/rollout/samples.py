@@ -1,0 +1,88 @@
+"""From the turns of a rollout to training samples. Every sampled token is in exactly one sample, marked trainable.
+
+`interleaved` merges turns whose prompts extend an earlier sample token for token; `branching` makes one sample of every turn.
+Knows neither packing nor the shift of labels (`rlx.data.packing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlx.types import Group, Rollout, TrainingSample, Turn
+
+Span = tuple[int, Turn]  # where the completion of a turn begins in the sample, and the turn
+
+
+@dataclass
+class _Draft:
+    """A sample while turns are being merged into it."""
+
+    ids: np.ndarray  # [L]
+    spans: list[Span] = field(default_factory=list)
+
+    def append(self, turn: Turn) -> None:
+        """Add what the environment said since (not trained) and what was sampled (trained)."""
+        start = len(turn.prompt_ids)
+        self.ids = np.concatenate([turn.prompt_ids, turn.completion_ids])
+        self.spans.append((start, turn))
+
+
+def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
+    """Drafts of the samples of one rollout.
+
+    A turn joins the longest draft whose ids are an exact prefix of its prompt; where there is none it begins a new one.
+    All drafts stay open, because an environment may return to an earlier conversation.
+    """
+    if strategy not in ("interleaved", "branching"):
+        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: known are interleaved and branching")
+    drafts: list[_Draft] = []
+    for turn in turns:
+        match = None
+        if strategy == "interleaved":
+            fits = [d for d in drafts if len(d.ids) <= len(turn.prompt_ids) and np.array_equal(d.ids, turn.prompt_ids[: len(d.ids)])]
+            match = max(fits, key=lambda d: len(d.ids), default=None)
+        if match is None:
+            match = _Draft(turn.prompt_ids)
+            drafts.append(match)
+        match.append(turn)
+    return drafts
+
+
+def samples_of(group: Group, *, strategy: str, temperature: float, mask_overlong: bool = False) -> list[TrainingSample]:
+    """The training samples of a group, by member and turn.
+
+    `temperature` is the one its tokens were sampled at. With `mask_overlong`, rollouts that were cut by a length limit give none.
+    """
+    samples = []
+    for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
+        if mask_overlong and rollout.is_truncated:
+            continue
+        for draft in merge(rollout.turns, strategy):
+            samples.append(_sample(group, rollout, draft, float(advantage), temperature))
+    return samples
+
+
+def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, temperature: float) -> TrainingSample:
+    length = len(draft.ids)
+    mask = np.zeros(length, dtype=np.bool_)
+    logprobs = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, -1, dtype=np.int32)
+    for start, turn in draft.spans:
+        part = slice(start, start + len(turn.completion_ids))
+        mask[part] = True
+        logprobs[part] = turn.logprobs
+        versions[part] = turn.versions
+    return TrainingSample(
+        group=group.id,
+        rollout=rollout.member,
+        env=group.task.env,
+        token_ids=draft.ids.astype(np.int32, copy=False),
+        loss_mask=mask,
+        inference_logprobs=logprobs,
+        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
+        temperature=temperature,
+        versions=versions,
+    )

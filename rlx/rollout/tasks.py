@@ -1,0 +1,56 @@
+"""Which example is played next: the environments in the proportion of their weights, each in its own shuffled order.
+
+The whole sequence follows from the run's seed, the weights and the sizes of the data sets. Knows nothing of policies or rollouts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlx.envs.base import Environment
+from rlx.types import Task
+
+
+class TaskSequence:
+    """An endless sequence of tasks. Every environment is reshuffled whenever all its examples were used (an epoch)."""
+
+    def __init__(self, envs: Mapping[str, Environment], weights: Mapping[str, float], seed: int) -> None:
+        """Raises ValueError when no environment has a positive weight, or one of them has no examples."""
+        self.envs = {name: env for name, env in envs.items() if weights[name] > 0}
+        if not self.envs:
+            raise ValueError(f"no environment has a weight above 0: {dict(weights)}; give one with envs.<name>.weight=1")
+        for name, env in self.envs.items():
+            if len(env.rows) == 0:
+                raise ValueError(f"envs.{name} has no examples")
+        self.weights = {name: weights[name] for name in self.envs}
+        self.seed = seed
+        self.index = 0
+        self._credit = dict.fromkeys(self.envs, 0.0)
+        self._used = dict.fromkeys(self.envs, 0)
+        self._order: dict[str, NDArray[np.int64]] = {}
+
+    def next(self, env: str | None = None) -> Task:
+        """The next task, or the next one of environment `env` (to replace one of its groups without changing the mix)."""
+        name = env or self._next_env()
+        position = self._used[name]
+        self._used[name] += 1
+        size = len(self.envs[name].rows)
+        epoch, place = divmod(position, size)
+        if place == 0 or name not in self._order:
+            self._order[name] = np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch]).permutation(size)
+        row = self.envs[name].rows[int(self._order[name][place])]
+        task = Task(env=name, example_id=int(row["example_id"]), index=self.index, row=row)
+        self.index += 1
+        return task
+
+    def _next_env(self) -> str:
+        """Smooth weighted round-robin: after n draws every environment was drawn n · its share times, give or take one."""
+        for name, weight in self.weights.items():
+            self._credit[name] += weight
+        name = max(self._credit, key=lambda n: self._credit[n])
+        self._credit[name] -= sum(self.weights.values())
+        return name
