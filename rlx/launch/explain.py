@@ -1,0 +1,123 @@
+"""The plan in words and numbers, for a person who wants to know what will happen before it does.
+
+Pure: text from a configuration and its plan. Knows nothing of files and processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlx.config.schema import Config
+from rlx.launch.memory import engine_memory, trainer_memory
+from rlx.types import ProcessSpec
+
+
+def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
+    """What was composed, which process goes where, the arithmetic of a batch, and the memory it takes."""
+    sections = [
+        ("composed", _composed(choices, notes, run_dir)),
+        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
+        ("one step", _batch(cfg)),
+        ("memory (estimates)", _memory(cfg, plan)),
+    ]
+    return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`, `14 MiB` or `2 KiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            value = num_bytes / unit
+            return f"{value:,.1f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> list[str]:
+    lines = [f"{group.ljust(max(map(len, choices)))}  {choice}" for group, choice in choices.items()]
+    return [*lines, *(f"note: {note}" for note in notes), f"run directory: {run_dir}"]
+
+
+def _row(cfg: Config, spec: ProcessSpec) -> list[str]:
+    host = "this machine" if cfg.hardware.nodes == 1 else f"host {spec.node}"
+    gpus = ",".join(map(str, spec.gpus)) or "cpu"
+    ports = ", ".join(f"{purpose} {port or 'any free'}" for purpose, port in spec.ports.items()) or "-"
+    return [spec.name, host, gpus, ports, _command(cfg, spec)]
+
+
+def _command(cfg: Config, spec: ProcessSpec) -> str:
+    what = {
+        "prepare": "supervised warm start of the model, unless it is in the cache",
+        "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
+        + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
+        "orchestrator": f"environments {', '.join(cfg.envs)}; at most {cfg.orchestrator.max_concurrent} rollouts in flight",
+        "trainer": f"FSDP2 over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else "one process",
+    }
+    return what.get(spec.role, " ".join(spec.argv))
+
+
+def _batch(cfg: Config) -> list[str]:
+    group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
+    ranks, row, lag = cfg.hardware.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
+    sampled, trained = rollouts * cfg.sampling.max_tokens, rollouts * cfg.seq_len
+    rows = math.ceil(trained / (row * ranks * mini))
+    versions = "version" if lag == 1 else "versions"
+    stale = (
+        f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
+        if lag
+        else "none: every token comes from the policy it trains"
+    )
+    steps = cfg.max_steps * mini
+    rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
+    return table(
+        ["quantity", "value"],
+        [
+            ["prompts", f"{cfg.num_groups:,}"],
+            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts of each"],
+            ["new tokens", f"at most {sampled:,} = {rollouts:,} × sampling.max_tokens {cfg.sampling.max_tokens:,} (a turn)"],
+            ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
+            [
+                "micro-batches",
+                f"at most {rows:,} a rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
+            ],
+            ["optimizer steps", f"{mini} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
+            ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
+            ["staleness", stale],
+        ],
+    )[1:]
+
+
+def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
+    trainer, engine = trainer_memory(cfg), engine_memory(cfg)
+    cpu = cfg.hardware.device == "cpu"
+    where = "in host memory" if trainer.on_host else f"over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else ""
+    lines = [
+        f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}",
+        f"  parameters {size(trainer.parameters)}, gradients {size(trainer.gradients)}, optimizer {size(trainer.optimizer)} {where}".rstrip(),
+        f"  layers while they compute {size(trainer.gathered)}, activations of one row {size(trainer.activations)}",
+    ]
+    if not any(spec.role == "inference" for spec in plan):
+        return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
+    lines.append(
+        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} a token"
+    )
+    if cpu:
+        budget = cfg.inference.kv_cache_gb * 2**30
+        lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
+    else:
+        share = cfg.inference.gpu_memory_utilization
+        least = (engine.weights + engine.kv_longest) / share
+        lines.append(f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization) and needs at least {size(least)} of it in all")
+        if cfg.hardware.shared:
+            lines.append(
+                f"  the trainer shares the card: together at least {size(max(least, engine.weights + engine.kv_longest + trainer.device))}"
+            )
+    lines.append(f"  {size(engine.kv_wanted)} of cache hold all sequences decoded together at full length")
+    return lines

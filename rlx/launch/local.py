@@ -1,0 +1,172 @@
+"""The local launch: the supervisor runs as a submitit job on this machine, and the launcher stays in front of it until it ends.
+
+Knows submitit's LocalExecutor and the signals of a terminal. Knows nothing of what the plan's processes are.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from submitit import LocalExecutor, LocalJob
+
+from rlx.launch.processes import kill_all, start_time
+from rlx.launch.rundir import RunLock
+from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
+from rlx.launch.supervisor import Limits, Supervisor
+from rlx.paths import RunPaths
+
+POLL = 0.1  # seconds between two looks at the job
+UPDATE = 0.2  # seconds between two calls of the observer
+MARGIN = 3.0  # seconds beyond `grace` that the supervisor gets to stop everything, before it is taken for stuck
+YEAR = 366 * 24 * 60  # minutes; submitit's local jobs end after two by default
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Observer(Protocol):
+    """Who shows the run while it lives."""
+
+    def update(self) -> None:
+        """Called about five times a second."""
+
+    def close(self, exit_code: int) -> None:
+        """Called once, when nothing of the run is left."""
+
+
+def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None = None) -> int:
+    """Run the plan in `paths.plan` and return the run's exit code: 0, 1 or 130. Call it on the main thread.
+
+    While it waits, SIGINT, SIGTERM and SIGHUP stop the run; a second one kills it at once.
+    Whatever ends this process ends the run too.
+    """
+    status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
+    status.write(paths)
+    token = secrets.token_hex(16)
+    executor = LocalExecutor(paths.root / ".submitit")
+    executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
+    launcher = (os.getpid(), start_time(os.getpid()))
+    requests: list[int] = []
+    # A Ctrl-C goes to all processes of the terminal's foreground group; submitit's would kill the supervisor one second later.
+    # They inherit that it is ignored, and the launcher alone acts on it.
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
+    try:
+        job: LocalJob[int] = executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher)  # type: ignore[assignment]
+        for signum in STOP_SIGNALS:
+            if signum != signal.SIGHUP or before[signum] is not signal.SIG_IGN:  # nohup asks to survive the terminal
+                signal.signal(signum, lambda number, frame: requests.append(number))
+        try:
+            _follow(limits, job, token, requests, observer)
+        except BaseException:  # of the observer: a run without its launcher is no run
+            requests.append(signal.SIGTERM)
+            _follow(limits, job, token, requests, None)
+            raise
+        finally:
+            _end(paths, limits, job, token)
+            lock.wait_until_alone(timeout=10)
+        status = _close(paths, limits, job, interrupted=bool(requests))
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert status.exit_code is not None
+    if observer is not None:
+        observer.close(status.exit_code)
+    return status.exit_code
+
+
+def new_attempt(paths: RunPaths) -> int:
+    """Create the next folder of log files, point `logs/latest` to it, and return its number."""
+    number = 0
+    while paths.logs(number).exists():
+        number += 1
+    paths.logs(number).mkdir(parents=True)
+    link = paths.latest_logs.with_name(".latest")
+    link.unlink(missing_ok=True)
+    link.symlink_to(paths.logs(number).name)
+    os.replace(link, paths.latest_logs)
+    return number
+
+
+def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None]) -> int:
+    """What the submitit job does."""
+    paths = RunPaths(Path(run_dir))
+    lock = RunLock(paths)
+    lock.share()
+    log = os.open(paths.log(attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    parent = os.getppid()
+    watched = {f"the launcher (process {launcher[0]})": launcher, f"submitit's process {parent}": (parent, start_time(parent))}
+    return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
+
+
+def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
+    """Wait for the job's end; pass on requests to stop, and give up when the job does not stop."""
+    updated = asked = 0.0
+    deadline = float("inf")
+    while not job.done():
+        now = time.monotonic()
+        if requests and now - asked > 0.5:  # repeated: a job that is just starting may miss the first
+            if not asked:
+                print("stopping the run; once more kills it at once", file=sys.stderr, flush=True)
+                deadline = now + limits.grace + MARGIN
+            asked = now
+            os.kill(int(job.job_id), signal.SIGTERM)
+        if len(requests) > 1:
+            kill_all([], token)
+        if now > deadline:
+            return
+        if observer is not None and now - updated > UPDATE:
+            updated = now
+            observer.update()
+        time.sleep(POLL)
+
+
+def _end(paths: RunPaths, limits: Limits, job: LocalJob[int], token: str) -> None:
+    """Leave nothing of the job behind, whether it ended, is stuck, or lost one of its own processes."""
+    status = read_status(paths)
+    assert status is not None
+    supervisor = status.supervisor["pid"] if status.supervisor is not None else None
+    if job.done() and supervisor is not None:
+        # submitit's process may have died alone; then the supervisor is about to stop everything by itself.
+        deadline = time.monotonic() + limits.grace + MARGIN
+        while start_time(supervisor) is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for pid in (supervisor, None if job.done() else int(job.job_id)):
+        if pid is not None and start_time(pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+    status = read_status(paths) or status
+    kill_all([] if status.state in FINAL else [process["pid"] for process in status.processes], token)
+
+
+def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: bool) -> Status:
+    """The final status; written here where the supervisor did not live to write it."""
+    status = read_status(paths)
+    assert status is not None
+    if interrupted and status.state == "failed" and status.cause is not None and status.cause.role == "supervisor":
+        status.finish("interrupted")  # it was stuck and had to be killed
+        status.write(paths)
+    if status.state in FINAL:
+        return status
+    if interrupted:
+        status.finish("interrupted")
+    else:
+        log = paths.log(status.attempt, "launcher")
+        if not log.exists() or not log.stat().st_size:
+            log = Path(job.paths.stdout)
+        cause = Cause(
+            role="supervisor",
+            replica=0,
+            returncode=None,
+            reason="the supervisor died before it started anything",
+            log=os.path.relpath(log, paths.root),
+            last_lines=last_lines(log, limits.last_lines),
+        )
+        status.finish("failed", cause)
+    status.write(paths)
+    return status

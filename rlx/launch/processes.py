@@ -1,0 +1,86 @@
+"""Finding and ending every process that a run has started, however it was started.
+
+Knows `/proc` and signals. A process belongs to a run when its group or session was started by the supervisor, or when it
+carries the run's token in its environment: torchrun gives its workers sessions of their own, and vLLM's engine overwrites
+its environment with its title, so neither mark finds all alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+TOKEN = "RLX_RUN_TOKEN"  # environment variable with a random value, the same in all processes of one attempt
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with its pid it names a process for good. None: it does not live."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def find(groups: Iterable[int], token: str | None) -> list[int]:
+    """The living processes (zombies are not) whose group or session is one of `groups` or that carry `token`."""
+    wanted = {str(group) for group in groups}
+    mark = f"{TOKEN}={token}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or (pid := int(name)) == os.getpid():
+            continue
+        fields = _stat(pid)
+        if fields is None or fields[0] in "ZX":
+            continue
+        if fields[2] in wanted or fields[3] in wanted or (token is not None and mark in _environment(pid)):
+            found.append(pid)
+    return found
+
+
+def kill_all(groups: Iterable[int], token: str | None, timeout: float = 5.0) -> list[int]:
+    """SIGKILL all processes that `find` names until two looks in a row see none; return those that still live after `timeout` seconds."""
+    groups = list(groups)
+    deadline = time.monotonic() + timeout
+    quiet = 0
+    while quiet < 2:
+        found = find(groups, token)
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if found and time.monotonic() > deadline:
+            return found
+        quiet = 0 if found else quiet + 1
+        time.sleep(0.02)
+    return []
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """What a child does between fork and exec so that it dies with the process `parent`, which calls this before it forks."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def before_exec() -> None:
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of `/proc/PID/stat` from the state on: state, parent, group, session, …"""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
+        return []

@@ -1,0 +1,114 @@
+"""Where a run came from: commit, uncommitted changes, packages, machine, command; and the script that runs it again.
+
+Knows git, `/proc` and the installed packages. Nothing here may stop a run: what cannot be found out is recorded as null.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rlx
+from rlx.config.schema import Config
+from rlx.paths import RunPaths, write_text
+
+SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
+DIFF = "uncommitted.diff"
+
+
+def write_provenance(paths: RunPaths, cfg: Config) -> None:
+    """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`."""
+    source = source_state()
+    if source["diff"]:
+        write_text(paths.root / DIFF, source["diff"])
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "cwd": os.getcwd(),
+        "user": os.environ.get("USER"),
+        "rlx": rlx.__version__,
+        "source": {**source, "diff": DIFF if source["diff"] else None},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "packages": dict(sorted((d.name, d.version) for d in importlib.metadata.distributions())),
+        "machine": machine(gpus=cfg.hardware.device != "cpu"),
+        "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES"
+        },
+    }
+    write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_text(paths.reproduce, reproduce_script(source["commit"]))
+    paths.reproduce.chmod(0o755)
+
+
+def source_state() -> dict[str, Any]:
+    """The commit the code was at, the uncommitted changes to tracked files, and the names of untracked ones; null outside a checkout."""
+    # An installed copy may lie inside somebody's checkout (`.venv/`): only one that tracks this code counts.
+    if _git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
+        return {"folder": str(SOURCE), "commit": None, "diff": None, "untracked": None}
+    untracked = _git("ls-files", "--others", "--exclude-standard") or ""
+    commit = (_git("rev-parse", "HEAD") or "").strip() or None
+    return {"folder": str(SOURCE), "commit": commit, "diff": _git("diff", "HEAD"), "untracked": untracked.splitlines()}
+
+
+def machine(*, gpus: bool) -> dict[str, Any]:
+    """Host, system, processors, memory in GiB, and the GPUs when asked for."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": models[0] if models else platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+    }
+    if gpus and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        found["gpus"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    return found
+
+
+def reproduce_script(commit: str | None) -> str:
+    """`reproduce.sh`: the saved configuration, again, in a new directory. RLX_SOURCE and PYTHON name another checkout or interpreter."""
+    return f"""#!/bin/sh
+# Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+source=${{RLX_SOURCE:-{shlex.quote(str(SOURCE))}}}
+python=${{PYTHON:-{shlex.quote(sys.executable)}}}
+recorded={commit or "none"}
+now=$(git -C "$source" rev-parse HEAD 2>/dev/null || echo none)
+if [ "$now" != "$recorded" ]; then
+    echo "reproduce: the run was made by commit $recorded, but $source is at $now" >&2
+fi
+if [ -f "$here/{DIFF}" ]; then
+    echo "reproduce: the run was made with uncommitted changes, kept in $here/{DIFF}" >&2
+fi
+new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
+cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the folder the run was started in is gone; starting here" >&2
+PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli train \\
+    --config-dir "$here" --config-name config run.name=null "run.dir='$new'" clean=false dry_run=false "$@"
+"""
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says in the source folder; None when it is not a checkout or git is not there."""
+    if shutil.which("git") is None:
+        return None
+    result = subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True, errors="replace", check=False)
+    return result.stdout if result.returncode == 0 else None

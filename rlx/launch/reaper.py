@@ -1,0 +1,52 @@
+"""The guardian of a run: a tiny process that outlives the supervisor by a moment and leaves nothing behind.
+
+It reads `+GROUP` and `-GROUP` lines from its standard input, a pipe whose other end only the supervisor holds. When the pipe
+ends, because the supervisor did, in whatever way, it kills what the supervisor had started and closes the run's status.
+Knows nothing of roles; imports the standard library and floor 1 only.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from rlx.launch.processes import kill_all
+from rlx.launch.status import FINAL, Cause, last_lines, read_status
+from rlx.paths import RunPaths
+
+
+def main(run_dir: str, token: str, num_lines: int) -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        group = int(line[1:])
+        if line[0] == "+":
+            groups.add(group)
+        else:
+            groups.discard(group)
+    kill_all(groups, token)
+    close_status(RunPaths(Path(run_dir)), num_lines)
+
+
+def close_status(paths: RunPaths, num_lines: int) -> None:
+    """Where the run's status is not final, the supervisor died before it could say so: say it."""
+    status = read_status(paths)
+    if status is None or status.state in FINAL:
+        return
+    log = paths.log(status.attempt, "launcher")
+    cause = Cause(
+        role="supervisor",
+        replica=0,
+        returncode=None,
+        reason="the supervisor died (killed, or out of memory); everything it had started was killed too",
+        log=str(log.relative_to(paths.root)),
+        last_lines=last_lines(log, num_lines),
+    )
+    status.finish("failed", cause)
+    status.write(paths)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

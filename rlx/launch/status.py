@@ -1,0 +1,98 @@
+"""`status.json`: what a run is doing, for people, scripts and checkers.
+
+Knows the file's format and how to say in words why a process ended. Knows nothing of how processes are started or watched.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlx.paths import RunPaths, write_text
+
+FINAL = ("completed", "failed", "interrupted", "preempted")
+"""States that a run does not leave."""
+
+EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 75}
+"""The exit code of a run by its final state; 2 is a wrong configuration, and then there is no run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a run failed: the first process that did, and what it said last."""
+
+    role: str  # of the plan, or "supervisor" or "launcher"
+    replica: int
+    returncode: int | None  # negative: the signal that killed it; null: it was not seen to end
+    reason: str  # the same in words
+    log: str  # path of its log file, relative to the run directory
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Status:
+    """The contents of `status.json`. `started` and `updated` are seconds since the epoch."""
+
+    state: str = "starting"  # starting | running | completed | failed | interrupted | preempted
+    step: int = 0  # training steps done
+    max_steps: int = 0
+    attempt: int = 0
+    exit_code: int | None = None
+    cause: Cause | None = None
+    processes: list[dict[str, Any]] = field(default_factory=list)  # role, replica, host, pid
+    supervisor: dict[str, Any] | None = None  # host, pid
+    launcher: dict[str, Any] | None = None  # host, pid
+    started: float = field(default_factory=time.time)
+    updated: float = 0.0
+
+    def finish(self, state: str, cause: Cause | None = None) -> None:
+        """Enter a final state, with the exit code that belongs to it."""
+        self.state, self.exit_code, self.cause = state, EXIT_CODES[state], cause
+
+    def write(self, paths: RunPaths) -> None:
+        self.updated = time.time()
+        write_text(paths.status, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_status(paths: RunPaths) -> Status | None:
+    """The status of a run, or None where the directory holds none."""
+    try:
+        record = json.loads(paths.status.read_text())
+    except FileNotFoundError:
+        return None
+    if record["cause"] is not None:
+        record["cause"] = Cause(**{**record["cause"], "last_lines": tuple(record["cause"]["last_lines"])})
+    return Status(**record)
+
+
+def describe_returncode(returncode: int, service: bool = False) -> str:
+    """Say in words how a process ended, with the usual suspect where there is one."""
+    if returncode >= 0:
+        return "left although it is to serve until the run ends (exit code 0)" if service and returncode == 0 else f"exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = {
+        "SIGKILL": " (by hand, or by the kernel for want of memory: see `dmesg`, or the memory estimate of `dry_run=true`)",
+        "SIGSEGV": " (a crash in native code)",
+        "SIGBUS": " (a crash in native code, or no room left in /dev/shm)",
+        "SIGABRT": " (a native library gave up; its message is in the log)",
+    }.get(name, "")
+    return f"killed by {name}{hint}"
+
+
+def last_lines(log: Path, count: int) -> tuple[str, ...]:
+    """The last non-empty lines of a log file, at most `count`; of a line redrawn by a progress bar, its last state."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return tuple([line for line in lines if line][-count:]) if count > 0 else ()

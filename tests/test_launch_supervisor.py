@@ -1,0 +1,386 @@
+"""The real local launch (launcher, submitit, supervisor, reaper) on toy processes: who dies, who is blamed, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlx.launch.plan import write_plan
+from rlx.launch.processes import start_time
+from rlx.launch.status import Status, read_status
+from rlx.paths import RunPaths
+from rlx.types import ProcessSpec
+
+# The launcher, as the command line uses it, on a plan that is already in the directory.
+LAUNCHER = """
+import sys
+from pathlib import Path
+from rlx.launch.local import launch
+from rlx.launch.rundir import RunLock
+from rlx.launch.supervisor import Limits
+from rlx.paths import RunPaths
+
+paths = RunPaths(Path(sys.argv[1]))
+lock = RunLock(paths)
+assert lock.share(timeout=0)
+limits = Limits(grace=float(sys.argv[2]), heartbeat_timeout=float(sys.argv[3]), last_lines=5, max_steps=3)
+sys.exit(launch(paths, limits, lock))
+"""
+FOREVER = "import time\nprint('working', flush=True)\nwhile True: time.sleep(0.05)"
+
+
+RUN_DIR = "@run_dir@"  # stands for the run directory in a toy's arguments
+
+
+def toy(role: str, code: str, *, service: bool = False, arguments: tuple[str, ...] = ()) -> ProcessSpec:
+    return ProcessSpec(
+        role=role, replica=0, node=0, gpus=(), argv=(sys.executable, "-c", textwrap.dedent(code), *arguments), service=service
+    )
+
+
+class Run:
+    """A launcher in front of toy processes."""
+
+    def __init__(self, root: Path, plan: list[ProcessSpec], *, grace: float = 2.0, heartbeat_timeout: float = 60.0) -> None:
+        self.paths = RunPaths(root)
+        root.mkdir(exist_ok=True)
+        self.plan = [replace(spec, argv=tuple(part.replace(RUN_DIR, str(root)) for part in spec.argv)) for spec in plan]
+        write_plan(self.paths.plan, self.plan)
+        self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout)],
+            env={**os.environ, "RLX_TEST_MARK": self.mark},
+            start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def status(self) -> Status:
+        status = read_status(self.paths)
+        assert status is not None
+        return status
+
+    def wait(self, timeout: float = 20.0) -> Status:
+        """The launcher's end."""
+        self.launcher.wait(timeout)
+        status = self.status()
+        assert status.exit_code == self.launcher.returncode
+        return status
+
+    def until(self, probe: Callable[[], object], timeout: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not probe():
+            assert time.monotonic() < deadline, f"not in {timeout} s; log:\n{self.log('launcher')}"
+            time.sleep(0.02)
+
+    def until_started(self) -> None:
+        """Every process has written its first line."""
+        self.until(lambda: all(self.log(spec.name) for spec in self.plan))
+
+    def log(self, name: str) -> str:
+        path = self.paths.log(0, name)
+        return path.read_text() if path.exists() else ""
+
+    def pid(self, role: str) -> int:
+        return next(process["pid"] for process in self.status().processes if process["role"] == role)
+
+    def left(self) -> list[str]:
+        """Command lines of living processes that this run started, of whatever kind."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or start_time(int(entry.name)) is None or int(entry.name) == self.launcher.pid:
+                continue
+            try:
+                if f"RLX_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def assert_nothing_left(self, timeout: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.left() == []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(plan: list[ProcessSpec], name: str = "run", **limits: float) -> Run:
+        runs.append(Run(tmp_path / name, plan, **limits))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        if run.launcher.poll() is None:
+            run.launcher.kill()
+            run.launcher.wait()
+        assert run.launcher.stderr is not None
+        run.launcher.stderr.close()
+
+
+def test_a_run_is_completed_when_all_but_the_services_are_done_and_the_services_are_stopped(start: Callable[..., Run]) -> None:
+    run = start([toy("inference", FOREVER, service=True), toy("orchestrator", "print('batches')"), toy("trainer", "print('steps')")])
+    status = run.wait()
+    assert (status.state, status.exit_code, status.cause) == ("completed", 0, None)
+    assert [process["role"] for process in status.processes] == ["inference", "orchestrator", "trainer"]
+    assert run.log("trainer") == "steps\n"
+    assert (run.paths.latest_logs / "trainer.log").read_text() == "steps\n"
+    run.assert_nothing_left()
+
+
+def test_when_one_process_fails_the_others_are_stopped_and_its_last_lines_are_kept(start: Callable[..., Run]) -> None:
+    plan = [
+        toy("inference", FOREVER, service=True),
+        toy("orchestrator", FOREVER),
+        toy("trainer", "import sys\nfor i in range(9): print('line', i)\nsys.exit(7)"),
+    ]
+    run = start(plan)
+    status = run.wait()
+    assert (status.state, run.launcher.returncode) == ("failed", 1)
+    assert status.cause is not None
+    assert (status.cause.role, status.cause.returncode, status.cause.reason) == ("trainer", 7, "exit code 7")
+    assert status.cause.last_lines == tuple(f"line {i}" for i in range(4, 9))
+    assert (run.paths.root / status.cause.log).read_text().startswith("line 0")
+    run.assert_nothing_left()
+
+
+def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER), toy("orchestrator", FOREVER)])
+    run.until_started()
+    os.kill(run.pid("trainer"), signal.SIGKILL)
+    killed = time.monotonic()
+    cause = run.wait().cause
+    assert time.monotonic() - killed < 5
+    assert cause is not None
+    assert (cause.role, cause.returncode) == ("trainer", -9)
+    assert "killed by SIGKILL" in cause.reason
+    assert "memory" in cause.reason
+    run.assert_nothing_left()
+
+
+def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
+    # As with vLLM's engine: the request in flight fails at once, the server is gone a moment later.
+    dying = "import sys, time; print('engine died', flush=True); time.sleep(0.6); sys.exit(1)"
+    run = start([toy("inference", dying, service=True), toy("orchestrator", "import sys; sys.exit('request failed')")])
+    cause = run.wait().cause
+    assert cause is not None
+    assert (cause.role, cause.last_lines) == ("inference", ("engine died",))
+
+
+def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
+    first = "import sys, time; print('cause', flush=True); time.sleep(0.5); sys.exit(3)"
+    follower = "import sys, time; print('consequence', flush=True); time.sleep(0.7); sys.exit(4)"
+    run = start([toy("orchestrator", follower), toy("trainer", first)])
+    cause = run.wait().cause
+    assert cause is not None
+    assert (cause.role, cause.returncode) == ("trainer", 3)
+
+
+def test_a_service_that_leaves_early_is_a_failure_even_with_exit_code_0(start: Callable[..., Run]) -> None:
+    run = start([toy("inference", "print('bye')", service=True), toy("trainer", FOREVER)])
+    cause = run.wait().cause
+    assert cause is not None
+    assert (cause.role, cause.returncode) == ("inference", 0)
+    assert "serve" in cause.reason
+
+
+def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run]) -> None:
+    missing = ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=("/nowhere/python",))
+    run = start([toy("orchestrator", FOREVER), missing])
+    cause = run.wait().cause
+    assert cause is not None
+    assert cause.role == "trainer"
+    assert "/nowhere/python" in cause.reason
+    run.assert_nothing_left()
+
+
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Callable[..., Run]) -> None:
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+    run = start([toy("orchestrator", stubborn), toy("trainer", FOREVER)], grace=0.5)
+    run.until_started()
+    os.kill(run.pid("trainer"), signal.SIGKILL)
+    assert run.wait().state == "failed"
+    assert "killing orchestrator" in run.log("launcher")
+    run.assert_nothing_left()
+
+
+def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[..., Run]) -> None:
+    # As torchrun's workers: another session, so no signal to the group reaches them.
+    nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
+    run = start([toy("trainer", nested), toy("orchestrator", FOREVER)])
+    run.until(lambda: run.log("trainer").count("working") == 2)
+    os.kill(run.pid("trainer"), signal.SIGKILL)
+    run.wait()
+    run.assert_nothing_left(timeout=1)
+
+
+def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
+    # As vLLM's engine, which overwrites its environment with its title: found by its process group.
+    nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], env={{'RLX_TEST_MARK': __import__('os').environ['RLX_TEST_MARK']}})\n"
+    run = start([toy("trainer", nested + FOREVER)])
+    run.until(lambda: run.log("trainer").count("working") == 2)
+    os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
+    run.wait()
+    run.assert_nothing_left(timeout=1)
+
+
+def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
+    nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
+    run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])
+    run.until(lambda: run.log("trainer").count("working") == 2)
+    os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
+    status = run.wait(timeout=8)
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert status.cause is not None
+    assert status.cause.role == "supervisor"
+    run.assert_nothing_left(timeout=1)
+
+
+def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
+    run = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)])
+    run.until_started()
+    run.launcher.kill()
+    run.launcher.wait()
+    run.assert_nothing_left()
+    status = run.status()
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert status.cause is not None
+    assert status.cause.role == "launcher"
+
+
+def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)])
+    run.until(lambda: run.paths.status.exists())
+    run.launcher.kill()
+    run.launcher.wait()
+    run.assert_nothing_left()
+    assert run.status().state in ("failed", "starting")
+
+
+def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)])
+    run.until_started()
+    supervisor = run.status().supervisor
+    assert supervisor is not None
+    parent = int(Path(f"/proc/{supervisor['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent != run.launcher.pid
+    os.kill(parent, signal.SIGKILL)
+    status = run.wait(timeout=8)
+    assert (status.state, status.exit_code) == ("failed", 1)
+    run.assert_nothing_left(timeout=1)
+
+
+def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)])
+    run.until_started()
+    os.killpg(run.launcher.pid, signal.SIGKILL)  # launcher, submitit and supervisor share the terminal's group
+    run.launcher.wait()
+    run.assert_nothing_left()
+    assert run.status().state == "failed"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.Signals) -> None:
+    clean = (
+        "import signal, sys, time\ndef stop(*_): print('saved', flush=True); sys.exit(143)\nsignal.signal(signal.SIGTERM, stop)\n" + FOREVER
+    )
+    run = start([toy("inference", FOREVER, service=True), toy("trainer", clean)])
+    run.until_started()
+    asked = time.monotonic()
+    os.killpg(run.launcher.pid, signum)
+    status = run.wait(timeout=10)
+    assert time.monotonic() - asked < 5
+    assert (status.state, status.exit_code, status.cause) == ("interrupted", 130, None)
+    assert run.log("trainer") == "working\nsaved\n"
+    run.assert_nothing_left(timeout=1)
+
+
+def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)])
+    run.until(lambda: run.paths.status.exists())
+    time.sleep(0.1)
+    os.killpg(run.launcher.pid, signal.SIGINT)
+    status = run.wait(timeout=10)
+    assert (status.state, status.exit_code) == ("interrupted", 130)
+    run.assert_nothing_left(timeout=1)
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+    run = start([toy("trainer", stubborn)], grace=30)
+    run.until_started()
+    run.launcher.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.wait(timeout=5).state == "interrupted"
+    run.assert_nothing_left(timeout=1)
+
+
+def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)], grace=0.5)
+    run.until_started()
+    os.kill(run.status().supervisor["pid"], signal.SIGSTOP)  # type: ignore[index]
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.wait(timeout=10).state == "interrupted"
+    run.assert_nothing_left(timeout=1)
+
+
+def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run]) -> None:
+    beating = """
+        import sys, time
+        from pathlib import Path
+                from rlx.paths import RunPaths
+        heart = Heartbeat(RunPaths(Path(sys.argv[1])), sys.argv[2])
+        start = time.time()
+        while sys.argv[2] == "orchestrator" or time.time() - start < 1:
+            heart.beat("loading model")
+            time.sleep(0.1)
+        time.sleep(60)
+        """
+    run = start([toy(role, beating, arguments=(RUN_DIR, role)) for role in ("orchestrator", "trainer")], heartbeat_timeout=1.5)
+    status = run.wait()
+    assert status.cause is not None
+    assert (status.cause.role, status.cause.returncode) == ("trainer", None)
+    assert "loading model" in status.cause.reason
+    run.assert_nothing_left()
+
+
+def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> None:
+    training = """
+        import sys, time
+        from pathlib import Path
+                writer = MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "trainer")
+        writer.write(0, {}); writer.write(1, {})
+        print("two steps", flush=True)
+        while not (Path(sys.argv[1]) / "go").exists(): time.sleep(0.02)
+        writer.write(2, {})
+        """
+    run = start([toy("trainer", training, arguments=(RUN_DIR,))])
+    run.until(lambda: run.status().step == 2)
+    assert (run.status().state, run.status().max_steps, run.status().exit_code) == ("running", 3, None)
+    (run.paths.root / "go").touch()
+    status = run.wait()
+    assert (status.state, status.step) == ("completed", 3)
+
+
+def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
+    one = start([toy("trainer", FOREVER)], name="one")
+    two = start([toy("trainer", "import time; time.sleep(2); print('done')")], name="two")
+    one.until_started()
+    os.kill(one.pid("trainer"), signal.SIGKILL)
+    assert one.wait().state == "failed"
+    assert two.wait().state == "completed"
+    one.assert_nothing_left()
+    two.assert_nothing_left()
