@@ -1,0 +1,110 @@
+"""The attention function that Hugging Face models call while we train: exact segment boundaries without a dense mask.
+
+Registered in transformers' `AttentionInterface` as `rlx`. The models hand it their queries, keys and values for the whole packed row;
+the `Layout` comes with each call as a keyword argument. Knows shapes and layouts, no model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rlx.models.layout import Bucket, Layout
+
+NAME = "rlx"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    layout: Layout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment: query [1, H, K, d], key [1, H_kv, K, d], value [1, H_kv, K, d_v] → ([1, K, H, d_v], None).
+
+    `sliding_window` tokens back (itself included), `softcap` on the scores (Gemma 2), `s_aux` [H] attention sinks (GPT-OSS).
+    Raises ValueError when the model did not pass the layout on.
+    """
+    if layout is None:
+        raise ValueError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention; set model.attention=rows for this model"
+        )
+    assert attention_mask is None, "a packed row has no attention mask"
+    assert dropout == 0.0, "the policy is trained without dropout"
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
+    if layout.kind == "varlen":
+        if softcap is not None or s_aux is not None:
+            raise ValueError(
+                f"{type(module).__name__} bounds its scores or has sinks, which FlashAttention does not do; set model.attention=sdpa"
+            )
+        return _varlen(q, k, v, layout, scaling, sliding_window)[None], None
+    outputs = [_bucket(q, k, v, bucket, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    assert layout.order is not None
+    return flat.index_select(0, layout.order).view(1, len(q), q.shape[1], -1), None
+
+
+def _bucket(
+    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float | None, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[K, heads, d] each → [S·Q, H·d_v]: gather the blocks into one padded batch and attend."""
+    q, k, v = _take(q, bucket.queries), _take(k, bucket.keys), _take(v, bucket.keys)  # [S, heads, length, d]
+    if softcap is not None or sinks is not None:
+        visible = bucket.visible(window)
+        out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
+    else:
+        mask = bucket.visible(window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x [K, heads, d], index [S, L] → [S, heads, L, d]."""
+    heads = x.shape[1]
+    return x.reshape(len(x), -1).index_select(0, index.flatten()).view(*index.shape, heads, -1).transpose(1, 2)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Attention written out, for what sdpa cannot do. q [S, H, Q, d], mask [S, 1, Q, L] → [S, H, Q, d_v]."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.where(mask, scores, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1]).to(v.dtype) @ v
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+    """torch's own FlashAttention with segment boundaries (CUDA, 16 bit): [K, heads, d] → [K, H, d]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert layout.cu_seqlens is not None
+    n = layout.max_length
+    back = -1 if window is None else window - 1
+    out = varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.cu_seqlens, n, n,
+        scale=scaling, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,242 @@
+"""Which tokens of a packed row the model computes, and which of them attend to which.
+
+A micro-batch is samples end to end. Three ways to run it, all with the same result:
+- `shared`: positions after a sample's last trainable token are left out, and neighbours that begin alike (the rollouts of one prompt)
+  have their common beginning computed once: a *trunk* with *branches*. Exact, because a causal model's state depends on the past only.
+- `varlen`: the same without sharing, for torch's FlashAttention with segment boundaries.
+- `rows`: one padded row a sample, for models whose layers are not all attention (a recurrent layer cannot be told about boundaries).
+
+Knows numpy and index tensors; knows no model. Shapes: T tokens of the micro-batch, K tokens computed, S blocks of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Kind = Literal["shared", "varlen", "rows"]
+
+MIN_SHARED = 4  # shortest common beginning worth a trunk, tokens
+TREE_TOKENS = 64  # a trunk with branches of together at most so many tokens is one attention block
+BRANCH_TOKENS = 32  # branches are attended together up to so many tokens: fewer, larger products
+FILL = 0.75  # a block joins a bucket when it fills at least this share of its sides; what is missing is padding
+SLACK = 4  # tokens by which it may always fall short
+
+TRUNK = -1  # branch number of a trunk's tokens
+PADDING = -2  # branch number of padded keys
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Attention blocks of similar size, padded to one batch."""
+
+    queries: Tensor  # [S, Q] int64 positions in the computed row, padded by repeating the last
+    keys: Tensor  # [S, L] int64, likewise
+    mask: Tensor | None  # [S, 1, Q, L] bool, True where the query sees the key; None: plain causal with Q = L
+    distance: Tensor  # [S, Q, L] int32 position of the query − position of the key, for sliding windows
+    longest: int  # largest distance + 1
+    _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def visible(self, window: int | None) -> Tensor | None:
+        """The mask for a layer that sees only the last `window` tokens; None: plain causal."""
+        if window is None or self.longest <= window:
+            return self.mask
+        if window not in self._windows:
+            mask = (self.distance >= 0)[:, None] if self.mask is None else self.mask
+            self._windows[window] = mask & (self.distance < window)[:, None]
+        return self._windows[window]
+
+    def causal(self) -> Tensor:
+        """The mask as a tensor even where it is plain causal."""
+        return (self.distance >= 0)[:, None] if self.mask is None else self.mask
+
+
+@dataclass(slots=True)
+class Layout:
+    """How one micro-batch is run. `token_ids` and `position_ids` are [1, K], or [S, L] for `rows`."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    where: np.ndarray  # [T] index of each token of the micro-batch in the flattened computed tokens; -1: not computed
+    kind: Kind
+    buckets: tuple[Bucket, ...] = ()
+    order: Tensor | None = None  # [K] where each computed token's result lies in the concatenated, flattened outputs of the buckets
+    cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` only
+    max_length: int = 0  # longest segment, `varlen` only
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return self.token_ids.numel()
+
+
+@dataclass(slots=True)
+class _Tree:
+    """Samples that share their first `trunk` tokens; each sample is (start in the micro-batch, tokens that matter)."""
+
+    samples: list[tuple[int, int]]
+    trunk: int
+
+
+def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray, kind: Kind, device: torch.device | str) -> Layout:
+    """Plan a micro-batch: token_ids [T], cu_seqlens [S+1], loss_mask [T] (position t predicts a trainable token)."""
+    samples = [(int(start), _needed(loss_mask[start:end])) for start, end in pairwise(cu_seqlens)]
+    if kind == "rows":
+        return _rows(token_ids, samples, device)
+    trees = list(_trees(token_ids, samples)) if kind == "shared" else [_Tree([sample], sample[1]) for sample in samples]
+    where = np.full(len(token_ids), -1, dtype=np.int64)
+    source: list[np.ndarray] = []  # positions in the micro-batch of the computed tokens
+    position: list[np.ndarray] = []
+    blocks: list[_Block] = []
+    count = 0
+    for tree in trees:
+        first = tree.samples[0][0]
+        trunk = np.arange(count, count + tree.trunk)
+        source.append(np.arange(first, first + tree.trunk))
+        position.append(np.arange(tree.trunk))
+        count += tree.trunk
+        branches = []
+        for start, length in tree.samples:
+            shared = min(length, tree.trunk)
+            where[start : start + shared] = trunk[:shared]
+            if length > tree.trunk:
+                branch = np.arange(count, count + length - tree.trunk)
+                where[start + tree.trunk : start + length] = branch
+                source.append(np.arange(start + tree.trunk, start + length))
+                position.append(np.arange(tree.trunk, length))
+                branches.append(branch)
+                count += len(branch)
+        blocks.extend(_blocks(trunk, branches))
+    rows, positions = np.concatenate(source), np.concatenate(position)
+    layout = Layout(
+        token_ids=_tensor(token_ids[rows].astype(np.int64), device)[None],
+        position_ids=_tensor(positions, device)[None],
+        where=where,
+        kind=kind,
+    )
+    if kind == "varlen":
+        lengths = [length for _, length in samples]
+        layout.cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+        layout.max_length = max(lengths)
+    else:
+        order = np.empty(count, dtype=np.int64)
+        layout.buckets = tuple(_buckets(blocks, positions, order, device))
+        layout.order = _tensor(order, device)
+    return layout
+
+
+def _needed(loss_mask: np.ndarray) -> int:
+    """Tokens of a sample up to the last position that predicts a trainable token; at least one."""
+    trainable = np.flatnonzero(loss_mask)
+    return int(trainable[-1]) + 1 if len(trainable) else 1
+
+
+def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterator[_Tree]:
+    """Runs of neighbours that begin alike: a sample joins while that saves at least as many tokens as closing the run would."""
+    tree: _Tree | None = None
+    for start, length in samples:
+        if tree is not None:
+            first = tree.samples[0][0]
+            limit = min(tree.trunk, length)
+            differs = np.flatnonzero(token_ids[first : first + limit] != token_ids[start : start + limit])
+            common = int(differs[0]) if len(differs) else limit
+            members = len(tree.samples)
+            if common >= MIN_SHARED and members * common >= (members - 1) * tree.trunk:
+                tree.samples.append((start, length))
+                tree.trunk = common
+                continue
+            yield tree
+        tree = _Tree([(start, length)], length)
+    if tree is not None:
+        yield tree
+
+
+def _rows(token_ids: np.ndarray, samples: Sequence[tuple[int, int]], device: torch.device | str) -> Layout:
+    longest = max(length for _, length in samples)
+    rows = np.zeros((len(samples), longest), dtype=np.int64)
+    where = np.full(len(token_ids), -1, dtype=np.int64)
+    for i, (start, length) in enumerate(samples):
+        rows[i, :length] = token_ids[start : start + length]
+        where[start : start + length] = np.arange(i * longest, i * longest + length)
+    positions = torch.arange(longest, device=device).expand(len(samples), longest)
+    return Layout(token_ids=_tensor(rows, device), position_ids=positions, where=where, kind="rows")
+
+
+@dataclass(slots=True)
+class _Block:
+    """Computed tokens that attend together: the last len(queries) of `keys` are the queries."""
+
+    queries: np.ndarray  # [Q]
+    keys: np.ndarray  # [L]
+    branch: np.ndarray  # [L] branch of each key, TRUNK for the trunk
+    plain: bool  # one sequence, nothing but causality
+
+
+def _blocks(trunk: np.ndarray, branches: list[np.ndarray]) -> Iterator[_Block]:
+    if not branches:
+        yield _Block(trunk, trunk, np.full(len(trunk), TRUNK), True)
+    elif len(trunk) + sum(map(len, branches)) <= TREE_TOKENS:
+        yield _joined(trunk, branches, with_trunk=True)
+    else:
+        yield _Block(trunk, trunk, np.full(len(trunk), TRUNK), True)
+        together: list[np.ndarray] = []
+        for branch in branches:
+            if together and sum(map(len, together)) + len(branch) > BRANCH_TOKENS:
+                yield _joined(trunk, together, with_trunk=False)
+                together = []
+            together.append(branch)
+        yield _joined(trunk, together, with_trunk=False)
+
+
+def _joined(trunk: np.ndarray, branches: list[np.ndarray], *, with_trunk: bool) -> _Block:
+    keys = np.concatenate([trunk, *branches])
+    branch = np.concatenate([np.full(len(trunk), TRUNK), *(np.full(len(b), i) for i, b in enumerate(branches))])
+    return _Block(keys if with_trunk else keys[len(trunk) :], keys, branch, False)
+
+
+def _buckets(blocks: list[_Block], positions: np.ndarray, order: np.ndarray, device: torch.device | str) -> Iterator[Bucket]:
+    """Group blocks of similar size and pad them; fills `order` [K] along the way."""
+    done = 0
+    for plain in (True, False):
+        todo = sorted((b for b in blocks if b.plain == plain), key=lambda b: (len(b.queries), len(b.keys)), reverse=True)
+        while todo:
+            q, k = len(todo[0].queries), len(todo[0].keys)
+            take = [b for b in todo if len(b.queries) >= FILL * q - SLACK and FILL * k - SLACK <= len(b.keys) <= k]
+            taken = set(map(id, take))
+            todo = [b for b in todo if id(b) not in taken]
+            for i, block in enumerate(take):
+                order[block.queries] = done + i * q + np.arange(len(block.queries))
+            done += len(take) * q
+            yield _bucket(take, q, k, positions, device)
+
+
+def _bucket(blocks: list[_Block], q: int, k: int, positions: np.ndarray, device: torch.device | str) -> Bucket:
+    queries = np.stack([np.pad(b.queries, (0, q - len(b.queries)), mode="edge") for b in blocks])
+    keys = np.stack([np.pad(b.keys, (0, k - len(b.keys)), mode="edge") for b in blocks])
+    plain = blocks[0].plain
+    if plain:  # by place, not by position, so that padded keys lie in the future of every real query
+        distance = np.broadcast_to(np.arange(q)[:, None] - np.arange(k), (len(blocks), q, k))
+        mask = None
+    else:
+        distance = positions[queries][:, :, None] - positions[keys][:, None, :]
+        key_branch = np.stack([np.pad(b.branch, (0, k - len(b.branch)), constant_values=PADDING) for b in blocks])
+        query_branch = np.stack([np.pad(b.branch[-len(b.queries) :], (0, q - len(b.queries)), mode="edge") for b in blocks])
+        same = (key_branch[:, None, :] == query_branch[:, :, None]) | (key_branch[:, None, :] == TRUNK)
+        mask = _tensor((same & (distance >= 0))[:, None], device)
+    return Bucket(
+        queries=_tensor(queries, device),
+        keys=_tensor(keys, device),
+        mask=mask,
+        distance=_tensor(np.ascontiguousarray(distance, dtype=np.int32), device),
+        longest=int(distance.max()) + 1,
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,85 @@
+"""The policy as the trainer sees it: a packed micro-batch in, log-probability and entropy of its trainable tokens out.
+
+Wraps any Hugging Face causal language model: its backbone gives hidden states, its head goes into the fused op, logits are never made.
+Knows nothing of objectives, optimizers or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlx.kernels.logprob import logprob
+from rlx.models.attention import NAME
+from rlx.models.layout import Kind, Layout
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can be told where a segment ends
+
+
+class PolicyModel(nn.Module):
+    """A causal language model without dropout, run on packed rows."""
+
+    def __init__(self, hf: Any, *, attention: str = "auto", compute_dtype: torch.dtype | None = None) -> None:
+        """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
+
+        `compute_dtype` is what sharding will cast parameters to; null: their own dtype.
+
+        Raises ValueError for a head that is more than a matrix.
+        """
+        super().__init__()
+        self.hf = hf
+        hf.eval()  # no dropout: the trainer must compute what the inference engine computes
+        self.attention = attention
+        self.compute_dtype = compute_dtype or hf.dtype
+        head = hf.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(f"{type(hf).__name__}: its output head has a bias, which the log-probability op does not have")
+        self.head = [head]  # in a list, so that it is not registered twice
+        config = hf.config
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3
+        # A factor on the logits is one over the temperature: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`.
+        self.logit_divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(getattr(config, "logit_scale", None) or 1.0)
+        self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
+        hf.set_attn_implementation("sdpa" if self.padded else NAME)
+
+    def layout_kind(self, device: torch.device) -> Kind:
+        """How micro-batches are run on this device. Raises ValueError for `varlen` without CUDA."""
+        if self.attention == "varlen" and device.type != "cuda":
+            raise ValueError(f"model.attention=varlen needs CUDA, and this is {device.type}; set model.attention=auto or sdpa")
+        if self.padded:
+            return "rows"
+        if self.attention == "sdpa" or device.type != "cuda":
+            return "shared"
+        config = self.hf.config
+        bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
+        sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
+        return "varlen" if self.attention == "varlen" or (sixteen_bit and not bounded) else "shared"
+
+    def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the trainable tokens of one micro-batch.
+
+        index [N] into the flattened computed tokens, labels [N], temperature [N] → (logp [N], entropy [N]), float32.
+        """
+        extra = {} if layout.kind == "rows" else {"layout": layout}
+        hidden = self.hf.base_model(
+            input_ids=layout.token_ids, attention_mask=None, position_ids=layout.position_ids, use_cache=False, **extra
+        ).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, index)
+        return logprob(hidden, self.head[0].weight, labels, temperature * self.logit_divisor, softcap=self.softcap)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers: the list of modules that holds the most parameters."""
+        lists = [module for module in self.hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by their Hugging Face names, tied ones once; sharded ones as DTensors."""
+        seen: set[int] = set()
+        for name, tensor in self.hf.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor.detach()

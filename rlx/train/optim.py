@@ -1,0 +1,65 @@
+"""The optimizer's side of a step: learning-rate schedule, clipping, and the refusal of a gradient that is not finite.
+
+The optimizer itself is any `torch.optim` class, given by the configuration's `_target_`. Knows no model and no objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.config.schema import SchedulerConfig
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or the gradient is NaN or infinite; training cannot go on."""
+
+
+def learning_rate(update: int, peak: float, schedule: SchedulerConfig, total: int) -> float:
+    """Learning rate of optimizer step `update` (0, 1, … total-1).
+
+    Linear warm-up reaches `peak` at step `warmup_steps`-1. Then constant, or `linear` or `cosine` decay to `min_lr` over the last
+    `decay_steps` steps (null: all after warm-up). Raises ValueError for an unknown type.
+    """
+    if schedule.type not in ("constant", "linear", "cosine"):
+        raise ValueError(f"scheduler.type is `{schedule.type}`; it must be constant, linear or cosine")
+    if update < schedule.warmup_steps:
+        return peak * (update + 1) / schedule.warmup_steps
+    if schedule.type == "constant":
+        return peak
+    after_warmup = max(total - schedule.warmup_steps, 1)
+    decay = after_warmup if schedule.decay_steps is None else min(schedule.decay_steps, after_warmup)
+    progress = min(max((update + 1 - (total - decay)) / decay, 0.0), 1.0)
+    left = 1 - progress if schedule.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return schedule.min_lr + (peak - schedule.min_lr) * left
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Set every group to its initial rate times `factor`; returns the first group's."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * factor
+    return optimizer.param_groups[0]["lr"]
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
+    """Global 2-norm of all gradients, over all shards; 0 where there are none."""
+    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None, where: str) -> float:
+    """Scale gradients down to `max_norm` (null: leave them) and return their norm before. Raises NotFiniteError, saying `where`."""
+    norm = gradient_norm(parameters)
+    value = float(norm)
+    if not math.isfinite(value):
+        raise NotFiniteError(f"{where}: the gradient norm is {value}; lower optim.lr or set optim.max_norm, and look at the last metrics")
+    if max_norm is not None and value > max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return value
