@@ -37,11 +37,12 @@ from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.schema import MISSING, Config
-from rlx.config.tree import Origins, Problem, closest
+from rlx.config.shipped import PRIMARY, conf_directory
+from rlx.config.tree import Origins, Problem, closest, show
 
-PRIMARY = "train"
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
+MAY_BE_ABSENT = ("experiment", "logger")  # groups that may be set to null
 OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
 
 
@@ -55,18 +56,6 @@ class Tree:
     overrides: list[str]  # the command line's, as they were written
     notes: list[str]  # what the user should be told
     problems: list[Problem] = field(default_factory=list)
-
-
-def conf_directory() -> Path:
-    """The shipped `conf/`: at the top of a checkout, or installed as the package `rlx.conf`."""
-    package = Path(__file__).resolve().parents[1]
-    candidates = (package / "conf", package.parent / "conf")
-    for directory in candidates:
-        if (directory / f"{PRIMARY}.yaml").is_file():
-            return directory
-    raise ConfigError(
-        f"the shipped configuration was not found: no {PRIMARY}.yaml in {candidates[0]} or {candidates[1]}. Install rlx again."
-    )
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
@@ -91,8 +80,10 @@ def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
     problems += _forbidden(loader, parsed)
     if problems:
         raise ConfigError(problems)
+    absent = [o.key_or_group for o in parsed if _is_choice(loader, o) and _value_of(o) is None and not o.is_delete()]
     kept = [o for o in parsed if _is_choice(loader, o) or o.is_hydra_override() or o.is_delete()]
-    lines = [_line(o) if o in kept else "++" + _line(o).lstrip("+") for o in parsed]
+    lines = [_line(o) if o in kept else "++" + _line(o).lstrip("+") for o in parsed if o.key_or_group not in absent]
+    lines += [f"~{group}" for group in absent]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hydra's notice on a missing `_self_`; the file's own values then come last, as is meant
@@ -222,12 +213,12 @@ def _wrong_options(loader: ConfigLoaderImpl, groups: list[str], chosen: Iterable
             continue
         options = loader.get_group_options(group, ObjectType.CONFIG)
         for option in value if isinstance(value, list) else [value]:
-            if option is None or str(option) in options:
+            if str(option) in options or (option is None and group in MAY_BE_ABSENT):
                 continue
             near = closest(str(option), options, 1)
             origin = f" ({variable})" if variable else ""
             problems.append(
-                f"there is no {group}={option}{origin}."
+                f"there is no {group}={show(option)}{origin}."
                 + (f" Did you mean {group}={near[0]}?" if near else "")
                 + f"\nChoices: {', '.join(options)}."
             )
