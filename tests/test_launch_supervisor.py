@@ -65,6 +65,7 @@ class Run:
         )
 
     def status(self) -> Status:
+        self.until(self.paths.status.exists)
         status = read_status(self.paths)
         assert status is not None
         return status
@@ -228,8 +229,12 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
 
 def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
     # As vLLM's engine, which overwrites its environment with its title: found by its process group.
-    nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], env={{'RLX_TEST_MARK': __import__('os').environ['RLX_TEST_MARK']}})\n"
-    run = start([toy("trainer", nested + FOREVER)])
+    nested = f"""
+        import os, subprocess, sys
+        subprocess.Popen([sys.executable, "-c", {FOREVER!r}], env={{"RLX_TEST_MARK": os.environ["RLX_TEST_MARK"]}})
+        subprocess.Popen([sys.executable, "-c", {FOREVER!r}]).wait()
+        """
+    run = start([toy("trainer", nested)])
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     run.wait()
@@ -341,7 +346,8 @@ def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run
     beating = """
         import sys, time
         from pathlib import Path
-                from rlx.paths import RunPaths
+        from rlx.heartbeat import Heartbeat
+        from rlx.paths import RunPaths
         heart = Heartbeat(RunPaths(Path(sys.argv[1])), sys.argv[2])
         start = time.time()
         while sys.argv[2] == "orchestrator" or time.time() - start < 1:
@@ -361,7 +367,8 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
     training = """
         import sys, time
         from pathlib import Path
-                writer = MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "trainer")
+        from rlx.metrics import MetricsWriter
+        writer = MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "trainer")
         writer.write(0, {}); writer.write(1, {})
         print("two steps", flush=True)
         while not (Path(sys.argv[1]) / "go").exists(): time.sleep(0.02)

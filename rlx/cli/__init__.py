@@ -1,0 +1,95 @@
+"""The command line: finds the command, imports its file alone, and turns problems into a few lines and an exit code.
+
+One file per command, each with `SUMMARY`, `help_text()` and `run(argv) -> exit code`. Nothing heavy is imported here:
+`rlx --help` and `rlx COMMAND --help` answer in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+COMMANDS = {  # in the order of the help text; the words are in the command's own file
+    "train": "rlx.cli.train",
+    "prepare": "rlx.cli.prepare",
+    "inference": "rlx.cli.inference",
+    "orchestrator": "rlx.cli.orchestrator",
+    "trainer": "rlx.cli.trainer",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 a role failed, 2 nothing was started, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from rlx import __version__
+
+        print(f"rlx {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(_unknown(name, rest), file=sys.stderr)
+        return 2
+    command = importlib.import_module(COMMANDS[name])
+    if "-h" in rest or "--help" in rest:
+        print(command.help_text())
+        return 0
+    from rlx.config.errors import ConfigError
+
+    _let_children_find_the_same_code()
+    try:
+        return command.run(rest)
+    except ConfigError as error:
+        print(format_problems(error.problems), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rlx: interrupted", file=sys.stderr)
+        return 130
+
+
+def format_problems(problems: list[str]) -> str:
+    """The report of a configuration that cannot run."""
+    if len(problems) == 1:
+        return f"rlx: {problems[0]}\nNothing was started."
+    parts = [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
+    return f"rlx: {len(problems)} problems with the configuration\n\n" + "\n\n".join(parts) + "\n\nNothing was started."
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name.ljust(14)}{importlib.import_module(module).SUMMARY}" for name, module in COMMANDS.items())
+    return f"""\
+rlx: reinforcement-learning experiments on language models.
+
+usage: rlx COMMAND [key=value …]
+
+{commands}
+
+rlx COMMAND --help tells more. Begin with:  rlx train dry_run=true"""
+
+
+def _unknown(name: str, rest: list[str]) -> str:
+    import difflib
+
+    if "=" in name:
+        hint = f"Did you mean: rlx train {' '.join([name, *rest])}"
+    else:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"Did you mean: rlx {near[0]}" if near else f"Commands: {', '.join(COMMANDS)}"
+    return f"rlx: there is no command {name!r}. {hint}"
+
+
+def _let_children_find_the_same_code() -> None:
+    """The processes of a run import this copy of rlx, and modules of the working directory, as this process does."""
+    import rlx
+
+    source = Path(rlx.__file__).resolve().parents[1]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if source.name not in ("site-packages", "dist-packages") and str(source) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(source), *paths])
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

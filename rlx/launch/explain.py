@@ -100,7 +100,8 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     where = "in host memory" if trainer.on_host else f"over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else ""
     lines = [
         f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}",
-        f"  parameters {size(trainer.parameters)}, gradients {size(trainer.gradients)}, optimizer {size(trainer.optimizer)} {where}".rstrip(),
+        f"  parameters {size(trainer.parameters)}, gradients {size(trainer.gradients)}, "
+        f"optimizer {size(trainer.optimizer)} {where}".rstrip(),
         f"  layers while they compute {size(trainer.gathered)}, activations of one row {size(trainer.activations)}",
     ]
     if not any(spec.role == "inference" for spec in plan):

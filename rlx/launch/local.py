@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from submitit import LocalExecutor, LocalJob
 
@@ -56,7 +56,7 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     # They inherit that it is ignored, and the launcher alone acts on it.
     before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
     try:
-        job: LocalJob[int] = executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher)  # type: ignore[assignment]
+        job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher))
         for signum in STOP_SIGNALS:
             if signum != signal.SIGHUP or before[signum] is not signal.SIG_IGN:  # nohup asks to survive the terminal
                 signal.signal(signum, lambda number, frame: requests.append(number))

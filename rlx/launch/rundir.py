@@ -13,15 +13,17 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
+from rlx.config.load import load_run, to_yaml
+from rlx.config.schema import Config, RunConfig
 from rlx.launch.plan import write_plan
 from rlx.launch.provenance import write_provenance
 from rlx.paths import RunPaths, write_text
@@ -69,74 +71,74 @@ class RunLock:
         return True
 
 
-def default_name(cfg: Config, choices: Mapping[str, str]) -> str:
-    """`<env>-<model>-<loss>-<short id>`."""
-    parts = [
-        "+".join(cfg.envs),
-        choices.get("model", cfg.model.name),
-        choices.get("loss", str(cfg.loss.get("_target_", "loss")).rpartition(".")[2]),
-    ]
-    return "-".join(re.sub(r"[^\w.+]+", "_", part) for part in [*parts, secrets.token_hex(3)])
-
-
-def choose(cfg: Config, choices: Mapping[str, str]) -> tuple[str, Path]:
-    """Name and directory of a run, from `run.name` and `run.dir` or their defaults."""
-    if cfg.run.dir:
-        directory = Path(cfg.run.dir).expanduser().absolute()
-        return cfg.run.name or directory.name, directory
-    name = cfg.run.name or default_name(cfg, choices)
-    if "/" in name or name in (".", ".."):
+def settle(cfg: Config, label: str) -> Config:
+    """The configuration with `run.name` and an absolute `run.dir` filled in: `outputs/<label>-<short id>` by default."""
+    directory = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir else None
+    name = cfg.run.name or (directory.name if directory else re.sub(r"[^\w.+-]+", "_", label) + f"-{secrets.token_hex(3)}")
+    if Path(name).name != name:
         raise ConfigError(
             f"run.name={name} is not the name of one folder.\n  fix: name the folder only, or give the whole path as run.dir="
         )
-    return name, Path("outputs").absolute() / name
+    return replace(cfg, run=RunConfig(name=name, dir=str(directory or Path("outputs").absolute() / name)))
 
 
-def create(
-    cfg: Config, text: str, overrides: Sequence[str], plan: Sequence[ProcessSpec], name: str, directory: Path
-) -> tuple[RunPaths, RunLock]:
-    """Make the run directory and write what a run has before it starts; the lock is held shared.
+def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
+    """Make the run directory of a settled configuration, with what a run has before it starts; the lock is held shared.
 
-    `text` is the resolved configuration as YAML; `run.name` and `run.dir` are filled in.
     Raises ConfigError when the directory is taken, in use, or cannot be written.
     """
-    paths = RunPaths(directory)
-    with writing(directory):
+    paths = _paths(cfg)
+    with writing(paths.root):
         lock = _claim(paths, clean=cfg.clean)
-        _fill(paths, cfg, text, overrides, plan, name)
+        _fill(paths, cfg, overrides, plan)
     lock.share()
     return paths, lock
 
 
-def join(
-    cfg: Config, text: str, overrides: Sequence[str], plan: Sequence[ProcessSpec], name: str, directory: Path
-) -> tuple[RunPaths, RunLock]:
+def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
     """Enter the run directory of other roles of the same run, or make it if it is not there; the lock is held shared.
 
     Raises ConfigError when it holds a run of another configuration.
     """
-    paths = RunPaths(directory)
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+    paths = _paths(cfg)
+    with writing(paths.root):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        if paths.status.exists():
+            raise ConfigError(f"{paths.root} belongs to `rlx train`; a role of its own cannot join it.\n  fix: give another run.dir=")
+        if not paths.lock.exists():
+            _refuse_taken(paths, clean=False)
         lock = RunLock(paths)
-        # Of several roles that start at once, one makes the directory and the others wait for it.
 
+        # Of several roles that start at once, one makes the directory and the others wait for it.
         def ready() -> bool:
             if not paths.config.exists() and lock.exclusive() and not paths.config.exists():
-                _refuse_strangers(paths)
-                _fill(paths, cfg, text, overrides, plan, name)
+                _fill(paths, cfg, overrides, plan)
             return paths.config.exists()
 
         wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
         lock.share()
-    here, there = yaml.safe_load(text), yaml.safe_load(paths.config.read_text())
-    differences = [line for line in _differences(there, here) if line.split(".")[0].split(":")[0] not in NOT_COMPARED]
+    here, there = asdict(cfg), asdict(load_run(paths.root))
+    differences = [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
-            f"run.dir={directory} holds a run with another configuration (there ≠ here):{shown}\n  fix: give the same overrides, or another run.dir="
+            f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{shown}\n"
+            "  fix: give the same overrides, or another run.dir="
         )
     return paths, lock
+
+
+def describe(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> RunPaths:
+    """What a dry run leaves in a directory that was asked for by name: configuration, overrides and plan. A run may follow there.
+
+    Raises ConfigError when the directory is taken or cannot be written.
+    """
+    paths = _paths(cfg)
+    with writing(paths.root):
+        if paths.root.exists() and not _is_free(paths):
+            raise ConfigError(f"the run directory {paths.root} is taken.\n  fix: give another run.name= or run.dir=")
+        _describe(paths, cfg, overrides, plan)
+    return paths
 
 
 @contextmanager
@@ -166,20 +168,22 @@ def looks_like_run(paths: RunPaths) -> bool:
     return paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))
 
 
+def _is_free(paths: RunPaths) -> bool:
+    """Whether a directory is empty, or holds a dry run's files only."""
+    entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
+    return entries in (set(), {paths.config.name, paths.overrides.name, paths.plan.name})
+
+
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     """Make the directory, or empty it when it is an old run's and `clean`; the lock is held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
-    if any(entry != paths.lock for entry in root.iterdir()):
-        if not clean:
-            what = "holds a run already" if looks_like_run(paths) else "is not empty"
-            fix = "clean=true deletes it first" if looks_like_run(paths) else "give another one"
-            raise ConfigError(f"the run directory {root} {what}.\n  fix: give another run.name= or run.dir=; {fix}")
-        _refuse_strangers(paths)
+    _refuse_taken(paths, clean=clean)
     lock = RunLock(paths)
     if not lock.exclusive():
         lock.close()
         raise ConfigError(f"a run is alive in {root}.\n  fix: stop it, or give another run.name= or run.dir=")
+    _refuse_taken(paths, clean=clean)  # now that nobody else can change it
     for entry in root.iterdir():
         if entry == paths.lock:
             continue
@@ -190,27 +194,37 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     return lock
 
 
-def _refuse_strangers(paths: RunPaths) -> None:
-    root = paths.root
-    strangers = [entry.name for entry in root.iterdir() if entry != paths.lock]
-    if strangers and not looks_like_run(paths):
+def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
+    if _is_free(paths):
+        return
+    if not looks_like_run(paths):
+        names = sorted(entry.name for entry in paths.root.iterdir())
         raise ConfigError(
-            f"the directory {root} is not a run's (it holds {', '.join(sorted(strangers)[:3])}{', …' if len(strangers) > 3 else ''}), "
-            "so nothing in it is touched, with clean=true neither.\n  fix: give another run.name= or run.dir="
+            f"{paths.root} holds something else than a run ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}); "
+            "clean=true does not delete that either.\n  fix: give another run.name= or run.dir="
         )
+    if not clean:
+        raise ConfigError(f"{paths.root} holds a run already.\n  fix: give another run.name= or run.dir=; or clean=true, which deletes it")
 
 
-def _fill(paths: RunPaths, cfg: Config, text: str, overrides: Sequence[str], plan: Sequence[ProcessSpec], name: str) -> None:
-    config: dict[str, Any] = yaml.safe_load(text)
-    config["run"] = {**config["run"], "name": name, "dir": str(paths.root)}
-    write_text(paths.overrides, yaml.safe_dump(list(overrides), allow_unicode=True))
-    write_plan(paths.plan, plan)
+def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
     if cfg.model.warm_start is None:
         # A folder is named absolutely: the roles need not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")
-    write_text(paths.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=140))  # last: who joins waits for it
+    _describe(paths, cfg, overrides, plan)
+
+
+def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
+    write_text(paths.overrides, yaml.safe_dump(list(overrides), allow_unicode=True))
+    write_plan(paths.plan, plan)
+    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last: who joins waits for it
+
+
+def _paths(cfg: Config) -> RunPaths:
+    assert cfg.run.dir is not None, "the configuration is not settled"
+    return RunPaths(Path(cfg.run.dir))
 
 
 def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:

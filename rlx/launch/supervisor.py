@@ -97,7 +97,7 @@ class Supervisor:
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 4096))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM):  # a hang-up of the terminal is for the launcher to judge
             signal.signal(signum, self._interrupt)
 
     def _interrupt(self, signum: int, frame: object) -> None:

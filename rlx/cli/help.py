@@ -1,0 +1,58 @@
+"""Help texts made from the shipped configuration and the schema, without hydra."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import fields
+
+from rlx.config.schema import Config
+from rlx.config.shipped import conf_directory
+from rlx.config.tree import type_at
+
+MAIN_KEYS = (
+    "max_steps",
+    "seed",
+    "max_async_level",
+    "seq_len",
+    "sampling.max_tokens",
+    "sampling.temperature",
+    "orchestrator.batch_size",
+    "orchestrator.rollouts_per_example",
+    "trainer.num_minibatches",
+    "inference.base_url",
+    "hardware.inference_replicas",
+    "hardware.trainer_ranks",
+    "run.name",
+    "run.dir",
+    "dry_run",
+    "clean",
+)
+WIDTH = 120
+
+
+def groups() -> str:
+    """A line for each group of the configuration with its options."""
+    found = {}
+    for folder in sorted(conf_directory().iterdir()):
+        if folder.is_dir() and (options := sorted(path.stem for path in folder.glob("*.yaml"))):
+            found[folder.name] = ", ".join(options)
+    return _columns(found)
+
+
+def keys() -> str:
+    """A line for each of the keys that are set most often."""
+    found = {}
+    for key in MAIN_KEYS:
+        section, _, name = key.rpartition(".")
+        cls = type_at(Config, section) if section else Config
+        found[key] = next(field.metadata["doc"] for field in fields(cls) if field.name == name)
+    return _columns(found)
+
+
+def _columns(entries: dict[str, str]) -> str:
+    width = max(map(len, entries)) + 2
+    indent = " " * (width + 2)
+    lines = [
+        textwrap.fill(text, WIDTH, initial_indent=f"  {name.ljust(width)}", subsequent_indent=indent) for name, text in entries.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,15 @@
+"""`rlx prepare`: one role alone, in the foreground."""
+
+from __future__ import annotations
+
+from rlx.cli import role
+
+SUMMARY = "make the run's initial model, where the configuration says how (warm start)"
+
+
+def help_text() -> str:
+    return role.help_text("prepare", SUMMARY)
+
+
+def run(argv: list[str]) -> int:
+    return role.run("prepare", argv)

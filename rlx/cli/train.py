@@ -1,0 +1,83 @@
+"""`rlx train`: compose, check, plan, launch, and stay in front of the run until it ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+SUMMARY = "train a policy: all roles, on this machine"
+
+
+def help_text() -> str:
+    from rlx.cli.help import groups, keys
+
+    return f"""\
+rlx train: {SUMMARY}.
+
+usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python train.py …
+
+  rlx train                                             the default: a tiny model learns to reverse words, on a CPU
+  rlx train loss=gspo env=math seed=1                   another objective, environment and seed
+  rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
+  rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
+                                                        what would run where, and what it needs; nothing is started
+  rlx train --config-dir DIR --config-name config       the saved configuration of another run
+
+groups (from `conf/`, and from your own directory with --config-dir)
+{groups()}
+
+some keys (all of them: docs/configuration.md)
+{keys()}
+
+exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing was started; 130 interrupted"""
+
+
+def run(argv: list[str]) -> int:
+    from rlx.config.load import compose
+    from rlx.launch.plan import make_plan, visible_gpus
+    from rlx.launch.rundir import create, describe, settle
+
+    composed = compose(argv)
+    cfg = settle(composed.cfg, composed.label)
+    assert cfg.run.dir is not None
+    plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
+    if cfg.dry_run:
+        from rlx.config.load import to_yaml
+        from rlx.launch.explain import explain
+
+        print(to_yaml(cfg), end="\n")
+        print(explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir))
+        if composed.cfg.run.dir or composed.cfg.run.name:
+            paths = describe(cfg, composed.overrides, plan)
+            print(f"\nwritten: {paths.config}, {paths.plan}")
+        print("\ndry run: nothing was started")
+        return 0
+    for note in composed.notes:
+        print(note, flush=True)
+    paths, lock = create(cfg, composed.overrides, plan)
+
+    from rlx.cli.console import Console
+    from rlx.launch.local import launch
+    from rlx.launch.status import read_status
+    from rlx.launch.supervisor import Limits
+
+    launcher = cfg.launcher
+    limits = Limits(
+        grace=launcher.grace, heartbeat_timeout=launcher.heartbeat_timeout, last_lines=launcher.last_lines, max_steps=cfg.max_steps
+    )
+    exit_code = launch(paths, limits, lock, Console(paths.root, cfg))
+    status = read_status(paths)
+    if status is not None and status.cause is not None:
+        print(failure(status.cause, paths.root), file=sys.stderr)
+    return exit_code
+
+
+def failure(cause, root: Path) -> str:
+    """What failed, in words, with its last lines."""
+    name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
+    lines = [f"{name} failed: {cause.reason}"]
+    if cause.last_lines:
+        lines += [f"the end of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
+    else:
+        lines.append(f"its log {root / cause.log} is empty")
+    return "\n".join([*lines, "everything else was stopped"])

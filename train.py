@@ -1,0 +1,8 @@
+"""`python train.py key=value …` is `rlx train key=value …`: compose a configuration, check it, plan it, run it. Try `--help`."""
+
+import sys
+
+from rlx.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
