@@ -109,15 +109,15 @@ def cache_root() -> Path:
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary file name in the folder of `path`; rename it to `path` when the block ends well."""
+def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """Yield a temporary file name in the folder of `path`; rename it to `path` when the block ends well, with permissions `mode`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
