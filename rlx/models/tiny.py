@@ -81,6 +81,7 @@ def build_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
+        additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         model_max_length=context_length,
         clean_up_tokenization_spaces=False,

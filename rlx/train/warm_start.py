@@ -1,0 +1,72 @@
+"""Supervised training of the tiny model on demonstrations, with the trainer's own packing, forward, objective and optimizer step.
+
+One process, float32. Knows nothing of environments, files or the cache. Where the answers come from a teacher that errs with
+probability p, the model samples right answers with probability below 1 - p: a start that reinforcement learning can improve.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlx.config.schema import LossTerms, SchedulerConfig, WarmStartConfig
+from rlx.data.demonstrations import Demonstration, to_sample
+from rlx.data.packing import pack
+from rlx.losses.base import Objective
+from rlx.losses.sft import sft
+from rlx.models.policy import PolicyModel
+from rlx.models.tiny import build_model
+from rlx.train.step import PolicyTrainer
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+WARMUP_STEPS = 20
+BETAS = (0.9, 0.95)
+MAX_NORM = 1.0
+ROW_TOKENS = 4096  # of a packed row; a step of default size fits one
+
+Report = Callable[[int, float], None]
+"""Called after every optimizer step with the steps done and the step's loss in nats per answer token."""
+
+
+def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration], context_length: int, report: Report) -> Qwen3ForCausalLM:
+    """Make the tiny model: weights from `config.seed`, then `config.steps` steps with linear warm-up and cosine decay to 0.
+
+    The same arguments give the same weights on the same machine at the same number of threads.
+    Raises ValueError where a demonstration is longer than `context_length`.
+    """
+    longest = max(len(d.prompt_ids) + len(d.answer_ids) for d in demonstrations)
+    if longest > context_length:
+        raise ValueError(f"a demonstration has {longest} tokens and model.context_length={context_length}; raise it or leave that one out")
+    model = build_model(config, context_length).to("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = PolicyTrainer(
+        PolicyModel(model),
+        Objective(sft, LossTerms(aggregate="token_mean")),
+        torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=0.0, fused=True),
+        schedule=SchedulerConfig(type="cosine", warmup_steps=min(WARMUP_STEPS, config.steps)),
+        total_updates=config.steps,
+        max_norm=MAX_NORM,
+    )
+    batches = shuffled_batches(len(demonstrations), config.batch_size, config.seed)
+    for step in range(config.steps):
+        samples = [to_sample(demonstrations[i], group) for group, i in enumerate(next(batches))]
+        (mini_batch,) = pack(step, [samples], ranks=1, tokens=max(ROW_TOKENS, longest)).mini_batches
+        metrics = trainer.train_minibatch(mini_batch)
+        report(step + 1, metrics["loss/policy"])
+    model.set_attn_implementation("sdpa")  # the packed one knows rows of the trainer only
+    return model.cpu()
+
+
+def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of indices for ever; every example once before any a second time, in an order of its own each time."""
+    state = random.Random(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_size:
+            waiting += state.sample(range(num_examples), num_examples)
+        yield waiting[:batch_size]
+        waiting = waiting[batch_size:]
