@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlx.config.schema import EnvConfig
 from rlx.envs.base import Policy
 from rlx.envs.chat import Chat
 from rlx.models.tiny import build_tokenizer
-from rlx.types import Turn
+from rlx.types import Task, Turn
 
 CONTEXT = 256
 
@@ -65,3 +68,22 @@ def tiny_chat() -> Chat:
 
 def policy_of(generator: Any, seed: int = 0, context_length: int = CONTEXT) -> Policy:
     return Policy(generator=generator, chat=tiny_chat(), context_length=context_length, seed=seed)
+
+
+SAMPLING = {"max_tokens": 96, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}
+
+OUTSIDE = str(Path(__file__).parent / "packages" / "rlx_test_envs")
+
+
+def load(id: str, timeout: float = 30.0, sampling: dict[str, Any] | None = None, name: str = "e", **args: Any) -> Any:
+    """An environment, shipped or of the test package outside the source tree."""
+    from rlx.envs.verifiers_v0 import load_environment
+
+    if OUTSIDE not in sys.path:
+        sys.path.insert(0, OUTSIDE)
+    return load_environment(name, EnvConfig(id=id, args=args), sampling or SAMPLING, timeout)
+
+
+def task_of(env: Any, index: int = 0) -> Task:
+    row = env.rows[index % len(env.rows)]
+    return Task(env=env.name, example_id=row["example_id"], index=index, row=row)

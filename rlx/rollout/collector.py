@@ -165,9 +165,12 @@ class Collector:
         if failure is not None:
             self._count_failure(pending, failure)
         elif self._broken is None:
-            pending.version = min(
-                (int(turn.versions.min()) for r in pending.rollouts for turn in r.turns if len(turn.versions)), default=pending.version
-            )
+            began, turns = pending.version, [turn for rollout in pending.rollouts for turn in rollout.turns]
+            pending.version = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=began)
+            if pending.version < began:
+                self._broken = RuntimeError(
+                    f"a token of version {pending.version} came, although all servers had {began} before its group began"
+                )
             self._finished[task.index] = pending
             self._finished_groups[task.env] += 1
         self._advance()

@@ -1,0 +1,242 @@
+"""Classic verifiers environments, shipped and foreign, played by a stand-in policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
+
+from rlx.envs.base import request_seed
+from rlx.types import Rollout, Turn
+
+
+def play(env: Any, generator: Any, index: int = 0, member: int = 0, context_length: int = 256) -> Rollout:
+    return asyncio.run(env.rollout(task_of(env, index), member, 0, policy_of(generator, context_length=context_length)))
+
+
+def play_many(env: Any, generator: Any, count: int) -> list[Rollout]:
+    async def main() -> list[Rollout]:
+        policy = policy_of(generator)
+        return await asyncio.gather(*(env.rollout(task_of(env, index), 0, 0, policy) for index in range(count)))
+
+    return asyncio.run(main())
+
+
+class Scripted(StandIn):
+    """Answers with the given texts, one a request; `tokens` overrides the ids."""
+
+    def __init__(self, *texts: str, tokens: list[int] | None = None) -> None:
+        super().__init__(tiny_chat(), error=0.0)
+        self.texts = list(texts)
+        self.tokens = tokens
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        self.answer = lambda _: self.texts.pop(0) if self.texts else ""
+        turn = await super().generate(prompt_ids, sampling, request_id, affinity)
+        if self.tokens is None:
+            return turn
+        ids = np.array(self.tokens, dtype=np.int32)
+        zeros = np.zeros(len(ids), dtype=np.int32)
+        return Turn(prompt_ids=turn.prompt_ids, completion_ids=ids, logprobs=-ids.astype(np.float32), versions=zeros, finish_reason="stop")
+
+
+def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
+    env = load("rlx_reverse_text", num_examples=16)
+    stand_in = StandIn(tiny_chat(), error=0.0)
+    stand_in.version = 7
+    rollout = play(env, stand_in)
+    row = env.rows[0]
+    (turn,) = rollout.turns
+    assert rollout.status == "ok"
+    assert rollout.reward == 1.0
+    assert rollout.rewards == {"exact": 1.0}
+    assert rollout.metrics["similarity"] == 1.0
+    assert rollout.prompt == row["prompt"]
+    assert rollout.completion == [{"role": "assistant", "content": row["answer"]}]
+    assert tiny_chat().tokenizer.decode(turn.prompt_ids) == f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_chat().tokenizer.decode(turn.completion_ids) == f"{row['answer']}<|im_end|>"
+    assert len(turn.logprobs) == len(turn.versions) == len(turn.completion_ids)
+    assert set(turn.versions.tolist()) == {7}
+
+
+def test_an_answer_that_ends_at_once_is_a_sample_with_reward_0() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    rollout = play(env, Scripted(""))
+    assert (rollout.status, rollout.reward) == ("ok", 0.0)
+    assert rollout.turns[0].completion_ids.tolist() == tiny_chat().stop_token_ids
+
+
+def test_members_and_turns_get_different_seeds_and_repeat_in_a_second_run() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    seeds = []
+    for _ in range(2):
+        stand_in = StandIn(tiny_chat())
+        for member in range(4):
+            play(env, stand_in, member=member)
+        seeds.append([request["sampling"]["seed"] for request in stand_in.requests])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4
+    task = task_of(env)
+    assert seeds[0][2] == request_seed(0, task, 2, 0, 0)
+    others = [(1, 2, 0, 0), (0, 3, 0, 0), (0, 2, 1, 0), (0, 2, 0, 1)]
+    assert all(request_seed(seed, task, *rest) != seeds[0][2] for seed, *rest in others)
+    assert all(0 <= seed < 2**63 for seed in seeds[0])
+
+
+def test_sampling_parameters_of_the_environment_are_merged_under_those_of_the_run() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    env.env.sampling_args = {"n": 1, "extra_body": {"repetition_penalty": 1.5}, "temperature": 0.1, "stop": ["!"]}
+    env = type(env)("e", env.env, {"max_tokens": 5, "temperature": 1.0, "min_tokens": 0}, 30.0)
+    stand_in = StandIn(tiny_chat())
+    play(env, stand_in)
+    sampling = stand_in.requests[0]["sampling"]
+    assert sampling["temperature"] == 1.0
+    assert sampling["max_tokens"] == 5
+    assert sampling["stop"] == ["!"]
+    assert sampling["repetition_penalty"] == 1.5
+    assert "n" not in sampling
+    assert "extra_body" not in sampling
+    assert sampling["stop_token_ids"] == tiny_chat().stop_token_ids
+
+
+def test_no_more_tokens_are_asked_for_than_the_context_holds() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    stand_in = StandIn(tiny_chat(), error=0.0)
+    length = len(tiny_chat().render(env.rows[0]["prompt"]))
+    rollout = play(env, stand_in, context_length=length + 2)
+    assert stand_in.requests[0]["sampling"]["max_tokens"] == 2
+    assert rollout.is_truncated
+    assert rollout.num_completion_tokens == 2
+    overlong = play(env, stand_in, context_length=length)
+    assert (overlong.status, overlong.stop) == ("error", "prompt_too_long")
+    assert "seq_len" in (overlong.error or "")
+
+
+def test_a_multi_turn_episode_keeps_every_turn_and_its_prompt_extends_the_last() -> None:
+    env = load("rlx_test_multi", max_turns=3)
+    answer = env.rows[0]["answer"]
+    rollout = play(env, Scripted("no", "nono", answer))
+    assert rollout.stop == "answered"
+    assert rollout.reward == pytest.approx(1 / 3)
+    assert len(rollout.turns) == 3
+    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+        known = [*before.prompt_ids, *before.completion_ids]
+        assert after.prompt_ids[: len(known)].tolist() == known
+    assert [message["role"] for message in rollout.completion] == ["assistant", "user", "assistant", "user", "assistant"]
+
+
+def test_tools_are_offered_called_and_answered() -> None:
+    env = load("rlx_test_tool")
+    row = env.rows[0]
+    call = '<tool_call>\n{"name": "reverse", "arguments": {"text": "WORD"}}\n</tool_call>'.replace("WORD", row["question"])
+    stand_in = Scripted(call, row["answer"])
+    rollout = play(env, stand_in)
+    assert rollout.status == "ok"
+    assert rollout.rewards == {"right": 1.0, "used_tool": 1.0}
+    assert rollout.reward == pytest.approx(1.1)
+    assert rollout.metrics["reverse_calls"] == 1.0
+    assert "reverse(text)" in tiny_chat().tokenizer.decode(stand_in.requests[0]["prompt_ids"])
+    first, second = rollout.turns
+    known = [*first.prompt_ids, *first.completion_ids]
+    assert second.prompt_ids[: len(known)].tolist() == known
+    assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call_0"}
+
+
+def test_a_call_of_an_unknown_tool_is_answered_and_the_episode_goes_on() -> None:
+    env = load("rlx_test_tool", max_turns=2)
+    rollout = play(env, Scripted('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "done"))
+    assert rollout.status == "ok"
+    assert len(rollout.turns) == 2
+
+
+def test_reasoning_gym_environments_of_verifiers_run_and_score() -> None:
+    env = load("rlx_test_gym", gym="chain_sum", num_examples=8)
+    entry = env.env.rg_dataset[int(env.rows[0]["answer"])]
+    rollout = play(env, Scripted(entry["answer"]))
+    assert (rollout.status, rollout.reward) == ("ok", 1.0)
+
+
+def test_rewards_that_compare_a_group_come_with_the_group() -> None:
+    env = load("rlx_test_group")
+    assert env.scores_groups
+
+    async def main() -> list[Rollout]:
+        task = task_of(env)
+        played = [await env.rollout(task, m, 0, policy_of(Scripted(text))) for m, text in enumerate(("aaa", "a", "aa", "b"))]
+        return await env.score_group(played)
+
+    scored = asyncio.run(main())
+    assert [rollout.reward for rollout in scored] == [0.0, 1.0, 0.0, 1.0]
+    assert not env._states, "scored episodes are still kept"
+
+
+def test_a_reward_function_that_raises_scores_0_and_is_counted() -> None:
+    env = load("rlx_test_trouble", kind="sometimes_raising")
+    right, wrong = play(env, Scripted(env.rows[0]["answer"])), play(env, Scripted("wrong"))
+    assert (right.reward, right.metrics["reward_error"], right.error) == (1.0, 0.0, None)
+    assert (wrong.status, wrong.reward, wrong.metrics["reward_error"]) == ("ok", 0.0, 1.0)
+    assert "sometimes_raising raised KeyError" in (wrong.error or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "stop"),
+    [
+        ("vf_error", "error", "sandbox_error"),
+        ("error", "error", "environment_error"),
+        ("not_a_number", "error", "reward_not_finite"),
+        ("slow", "timeout", "timeout"),
+        ("sleepy", "timeout", "timeout"),
+    ],
+)
+def test_what_goes_wrong_in_an_environment_becomes_a_status_with_its_cause(kind: str, status: str, stop: str) -> None:
+    env = load("rlx_test_trouble", kind=kind, timeout=0.3)
+    rollout = play(env, StandIn(tiny_chat()))
+    assert (rollout.status, rollout.stop) == (status, stop)
+    assert rollout.error
+
+
+def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
+    class Broken:
+        async def generate(self, *_: Any) -> Turn:
+            raise ConnectionResetError("the server went away")
+
+    rollout = play(load("rlx_reverse_text", num_examples=4), Broken())
+    assert (rollout.status, rollout.stop) == ("error", "model_error")
+    assert rollout.error == "ModelError ← ConnectionResetError: the server went away"
+
+
+def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.envs.verifiers_v0.CLEANUP_GRACE", 0.2)
+    env = load("rlx_test_trouble", kind="sleepy", seconds=2.0, deaf=True, timeout=0.2)
+    took = []
+
+    async def main() -> Rollout:
+        began = time.monotonic()
+        rollout = await env.rollout(task_of(env), 0, 0, policy_of(StandIn(tiny_chat())))
+        took.append(time.monotonic() - began)
+        return rollout
+
+    assert asyncio.run(main()).status == "timeout"
+    assert took[0] < 1.5
+
+
+def test_loading_leaves_signal_handlers_and_log_handlers_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    load("rlx_reverse_text", num_examples=4)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert logging.getLogger("verifiers").handlers == []
+    assert logging.getLogger("verifiers").propagate
+
+
+def test_concurrent_episodes_do_not_mix_their_tokens() -> None:
+    env = load("rlx_reverse_text", num_examples=32)
+    for index, rollout in enumerate(play_many(env, StandIn(tiny_chat(), error=0.0, delay=0.01), 32)):
+        text = tiny_chat().tokenizer.decode(rollout.turns[0].completion_ids)
+        assert text == env.rows[index]["answer"] + "<|im_end|>"
+        assert rollout.reward == 1.0

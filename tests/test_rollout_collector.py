@@ -1,0 +1,276 @@
+"""Groups in flight: the staleness bound, replacements, failures, order. With environments that are a few lines of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlx.rollout.collector import Collector, RolloutsFailed
+from rlx.rollout.groups import GroupFailed, Tally, play_group
+from rlx.rollout.tasks import TaskSequence
+from rlx.types import Rollout, Task, Turn
+
+Behaviour = Callable[[Task, int, int], Any]  # task, member, attempt -> seconds to take, or a status
+
+
+class FakeEnv:
+    """Plays by `behave`; the version of the tokens is whatever `server.version` is when an episode begins and ends."""
+
+    scores_groups = False
+
+    def __init__(self, behave: Behaviour = lambda *_: 0.0, name: str = "e", size: int = 100) -> None:
+        self.name = name
+        self.rows = [{"example_id": i} for i in range(size)]
+        self.behave = behave
+        self.version = 0
+        self.most_in_flight = self.in_flight = 0
+        self.started: list[tuple[int, int, int]] = []
+        self.forgotten: list[int] = []
+
+    async def rollout(self, task: Task, member: int, attempt: int, policy: Any) -> Rollout:
+        self.started.append((task.index, member, attempt))
+        self.in_flight += 1
+        self.most_in_flight = max(self.in_flight, self.most_in_flight)
+        begin = self.version
+        try:
+            does = self.behave(task, member, attempt)
+            await asyncio.sleep(does if isinstance(does, float) else 0)
+        finally:
+            self.in_flight -= 1
+        ids = np.zeros(2, dtype=np.int32)
+        versions = np.array([begin, self.version], dtype=np.int32)
+        turn = Turn(prompt_ids=ids[:1], completion_ids=ids, logprobs=ids.astype(np.float32), versions=versions, finish_reason="stop")
+        status = does if isinstance(does, str) else "ok"
+        return Rollout(
+            task=task, member=member, turns=(turn,), prompt=[], completion=[], reward=1.0, rewards={}, metrics={}, status=status,
+            stop=status, error=f"because {task.example_id}", timing={"total": 0.0},
+        )  # fmt: skip
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return list(rollouts)
+
+    def forget(self, task: Task) -> None:
+        self.forgotten.append(task.index)
+
+
+def collector(*envs: FakeEnv, seed: int = 0, **settings: int) -> Collector:
+    by_name: dict[str, Any] = {env.name: env for env in envs}
+    values = {"num_groups": 4, "group_size": 2, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 2, **settings}
+    tasks = TaskSequence(by_name, dict.fromkeys(by_name, 1.0), seed)
+    return Collector(envs=by_name, tasks=tasks, policy=None, **values)  # type: ignore[arg-type]
+
+
+def indices(batch: list[list[Rollout]]) -> list[int]:
+    return [rollouts[0].task.index for rollouts in batch]
+
+
+def run(main: Callable[[], Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(main(), 20)
+
+    return asyncio.run(limited())
+
+
+def test_on_policy_batches_are_their_own_groups_in_order_whatever_finishes_first() -> None:
+    rng = random.Random(0)
+    env = FakeEnv(lambda *_: rng.random() * 0.01)
+    groups = collector(env)
+
+    async def main() -> None:
+        for step in range(3):
+            batch = await groups.collect()
+            assert indices(batch) == list(range(4 * step, 4 * step + 4))
+            assert [[rollout.member for rollout in rollouts] for rollouts in batch] == [[0, 1]] * 4
+            await asyncio.sleep(0.02)
+            assert len(env.started) == 8 * (step + 1), "a group of the next batch was started before its weights"
+            assert groups.phase == f"waiting for weights {step + 1}"
+            env.version = step + 1
+            groups.set_version(step + 1)
+        await groups.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(level: int) -> None:
+    rng = random.Random(level)
+    env = FakeEnv(lambda *_: rng.random() * 0.02)
+    groups = collector(env, max_async_level=level)
+
+    async def main() -> None:
+        for step in range(12):
+            batch = await groups.collect()
+            oldest = min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in one.turns)
+            assert step - oldest <= level
+            version = max(0, step - rng.randrange(level))  # the trainer lags behind
+            if version > groups.version:
+                env.version = version
+                groups.set_version(version)
+            begun = len({index for index, _, _ in env.started}) - groups.tally.dropped["off_policy"] // 2
+            assert begun <= 4 * (groups.version + level + 1)
+        await groups.close()
+
+    run(main)
+
+
+def test_a_slow_group_does_not_hold_up_the_batch_and_is_dropped_counted_and_replaced_when_too_old() -> None:
+    env = FakeEnv(lambda task, member, attempt: 3600.0 if task.index == 1 else 0.0)
+    groups = collector(env, max_async_level=1)
+
+    async def main() -> None:
+        first = await groups.collect()
+        assert indices(first) == [0, 2, 3, 4]
+        env.version = 1
+        groups.set_version(1)
+        second = await groups.collect()
+        assert 1 not in indices(second)
+        assert groups.tally.dropped == {"off_policy": 2}
+        env.version = 2
+        groups.set_version(2)
+        third = await groups.collect()
+        assert len({*indices(first), *indices(second), *indices(third)}) == 12
+        assert 1 in env.forgotten, "the dropped group still runs"
+        await groups.close()
+
+    run(main)
+
+
+def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
+    env = FakeEnv()
+    groups = collector(env, max_async_level=1)
+
+    async def main() -> None:
+        await groups.collect()
+        await asyncio.sleep(0.01)  # the groups of batch 1 finish under version 0
+        groups.taken = 2  # as if batch 1 had been made of others
+        env.version = 2
+        groups.set_version(2)
+        batch = await groups.collect()
+        assert min(indices(batch)) >= 8
+        assert groups.tally.dropped["off_policy"] == 8
+        await groups.close()
+
+    run(main)
+
+
+def test_never_more_rollouts_in_flight_than_allowed_but_at_least_one_group() -> None:
+    env = FakeEnv(lambda *_: 0.002)
+    groups = collector(env, max_concurrent=4, num_groups=8)
+    assert len(run(groups.collect)) == 8
+    assert env.most_in_flight == 4
+    small = FakeEnv(lambda *_: 0.002)
+    assert len(run(collector(small, max_concurrent=1).collect)) == 4
+    assert small.most_in_flight == 2
+
+
+def test_nothing_is_started_beyond_the_last_step() -> None:
+    env = FakeEnv()
+    groups = collector(env, max_steps=2, max_async_level=5)
+
+    async def main() -> None:
+        await groups.collect()
+        await groups.collect()
+        await asyncio.sleep(0.01)
+        assert len(env.started) == 16
+
+    run(main)
+
+
+def test_a_failed_member_is_played_again_with_another_attempt() -> None:
+    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
+    groups = collector(env)
+    batch = run(groups.collect)
+    assert indices(batch) == [0, 1, 2, 3]
+    assert [(index, member) for index, member, attempt in env.started if attempt == 2] == [(2, 1)]
+    assert groups.tally.failed == {"error": 2}
+    assert groups.tally.dropped == {}
+    assert [rollout.stop for rollout in groups.tally.failures] == ["error", "error"]
+
+
+def test_a_member_that_ran_out_of_time_costs_its_group_which_is_replaced() -> None:
+    env = FakeEnv(lambda task, member, attempt: "timeout" if task.index == 2 and member == 1 else 0.0)
+    groups = collector(env)
+    assert indices(run(groups.collect)) == [0, 1, 3, 4]
+    assert max(attempt for _, _, attempt in env.started) == 0
+    assert groups.tally.dropped == {"timeout": 2}
+
+
+def test_a_replacement_keeps_the_mix_of_environments() -> None:
+    bad = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 2 else 0.0, name="bad")
+    good = FakeEnv(name="good")
+    groups = collector(bad, good, num_groups=8, max_retries=5)
+
+    async def main() -> None:
+        for step in range(4):
+            batch = await groups.collect()
+            assert sorted(rollouts[0].task.env for rollouts in batch) == ["bad"] * 4 + ["good"] * 4
+            bad.version = good.version = step + 1
+            groups.set_version(step + 1)
+        await groups.close()
+
+    run(main)
+    assert groups.tally.dropped["error"] > 0
+
+
+def test_an_environment_that_always_fails_stops_the_run_with_the_last_failure() -> None:
+    env = FakeEnv(lambda *_: "error")
+    with pytest.raises(RolloutsFailed, match=r"environment e failed 3 groups in a row and finished none.*error: because \d+"):
+        run(collector(env).collect)
+
+
+def test_one_failing_environment_stops_the_run_even_beside_a_working_one() -> None:
+    with pytest.raises(RolloutsFailed, match="environment bad"):
+        run(collector(FakeEnv(lambda *_: "error", name="bad"), FakeEnv(name="good")).collect)
+
+
+def test_a_few_bad_examples_do_not_stop_the_run() -> None:
+    env = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 10 == 0 else 0.001)
+    groups = collector(env, max_retries=3)
+
+    async def main() -> None:
+        for step in range(20):
+            assert len(await groups.collect()) == 4
+            env.version = step + 1
+            groups.set_version(step + 1)
+        await groups.close()
+
+    run(main)
+
+
+def test_tokens_older_than_the_servers_claim_to_be_end_the_run() -> None:
+    groups = collector(FakeEnv())
+
+    async def main() -> None:
+        await groups.collect()
+        groups.set_version(1)  # the environment's policy stays at version 0
+        await groups.collect()
+
+    with pytest.raises(RuntimeError, match="a token of version 0 came, but all servers had 1"):
+        run(main)
+
+
+def test_an_exception_in_our_own_code_ends_the_run_instead_of_vanishing() -> None:
+    def broken(*_: Any) -> float:
+        raise LookupError("a bug")
+
+    with pytest.raises(LookupError, match="a bug"):
+        run(collector(FakeEnv(broken)).collect)
+
+
+def test_a_group_given_up_leaves_nothing_running() -> None:
+    env = FakeEnv(lambda task, member, attempt: "timeout" if member == 0 else 3600.0)
+    task = Task(env="e", example_id=0, index=0, row={})
+
+    async def main() -> None:
+        with pytest.raises(GroupFailed):
+            await play_group(env, task, 4, None, 0, Tally())  # type: ignore[arg-type]
+        assert env.in_flight == 0
+        assert len(asyncio.all_tasks()) == 2  # this one and its timeout
+
+    run(main)
+    assert env.forgotten == [0]

@@ -1,0 +1,119 @@
+"""Turns to training samples: every sampled token trained exactly once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rlx.rollout.samples import samples_of
+from rlx.types import Group, Rollout, Task, TrainingSample, Turn
+
+TASK = Task(env="e", example_id=0, index=5, row={})
+
+
+def turn(prompt: list[int], completion: list[int], version: int = 0, offset: int = 0) -> Turn:
+    return Turn(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        completion_ids=np.array(completion, dtype=np.int32),
+        logprobs=-np.arange(offset + 1, offset + 1 + len(completion), dtype=np.float32),
+        versions=np.full(len(completion), version, dtype=np.int32),
+        finish_reason="stop",
+    )
+
+
+def rollout(*turns: Turn, member: int = 0, truncated: bool = False) -> Rollout:
+    return Rollout(
+        task=TASK, member=member, turns=turns, prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop="",
+        is_truncated=truncated,
+    )  # fmt: skip
+
+
+def samples(*rollouts: Rollout, strategy: str = "interleaved", mask_overlong: bool = False) -> list[TrainingSample]:
+    advantages = np.arange(1, len(rollouts) + 1, dtype=np.float32)
+    group = Group(id=5, task=TASK, rollouts=rollouts, advantages=advantages)
+    return samples_of(group, strategy=strategy, temperature=0.7, mask_overlong=mask_overlong)
+
+
+def test_a_single_turn_is_prompt_and_completion() -> None:
+    (sample,) = samples(rollout(turn([1, 2], [3, 4, 5], version=9)))
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True]
+    assert sample.inference_logprobs.tolist() == [0, 0, -1, -2, -3]
+    assert sample.versions.tolist() == [-1, -1, 9, 9, 9]
+    assert sample.advantages.tolist() == [0, 0, 1, 1, 1]
+    assert (sample.group, sample.rollout, sample.env, sample.temperature) == (5, 0, "e", 0.7)
+    assert [str(a.dtype) for a in (sample.token_ids, sample.advantages, sample.versions)] == ["int32", "float32", "int32"]
+
+
+def test_a_turn_that_extends_the_one_before_joins_its_sample() -> None:
+    (sample,) = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5], version=1, offset=10)))
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert sample.loss_mask.tolist() == [False, True, True, False, True]
+    assert sample.inference_logprobs.tolist() == [0, -1, -2, 0, -11]
+    assert sample.versions.tolist() == [-1, 0, 0, -1, 1]
+
+
+def test_a_turn_whose_prompt_was_rewritten_begins_a_new_sample() -> None:
+    first, second = samples(rollout(turn([1], [2, 3]), turn([1, 2, 9], [5])))
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 3], [1, 2, 9, 5])
+    assert second.loss_mask.tolist() == [False, False, False, True]
+
+
+def test_the_longest_matching_sample_is_extended_and_earlier_ones_stay_open() -> None:
+    turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([9], [8]), turn([1, 2, 3, 4, 5], [6]), turn([9, 8, 7], [6])]
+    first, second = samples(rollout(*turns))
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert first.loss_mask.tolist() == [False, True, False, True, False, True]
+    assert second.token_ids.tolist() == [9, 8, 7, 6]
+
+
+def test_branching_gives_a_sample_a_turn() -> None:
+    made = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5])), strategy="branching")
+    assert [sample.token_ids.tolist() for sample in made] == [[1, 2, 3], [1, 2, 3, 4, 5]]
+    assert made[1].loss_mask.tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+def test_every_sampled_token_is_trained_exactly_once(strategy: str) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        turns, conversations = [], [[1]]
+        for number in range(rng.randint(1, 6)):
+            past = rng.choice(conversations)
+            prompt = [*past, *(rng.randint(0, 2) for _ in range(rng.randint(0, 2)))]
+            if rng.random() < 0.3:
+                prompt[rng.randrange(len(prompt))] = 7
+            completion = [rng.randint(0, 2) for _ in range(rng.randint(1, 4))]
+            turns.append(turn(prompt, completion, version=number, offset=100 * number))
+            conversations.append([*prompt, *completion])
+        made = samples(rollout(*turns), strategy=strategy)
+        trained = sorted(
+            (int(version), float(logprob), int(token))
+            for sample in made
+            for version, logprob, token, on in zip(
+                sample.versions, sample.inference_logprobs, sample.token_ids, sample.loss_mask, strict=True
+            )
+            if on
+        )
+        sampled = sorted(
+            (int(v), float(p), int(t)) for one in turns for v, p, t in zip(one.versions, one.logprobs, one.completion_ids, strict=True)
+        )
+        assert trained == sampled
+        for sample in made:
+            off = ~sample.loss_mask
+            assert not sample.inference_logprobs[off].any()
+            assert not sample.advantages[off].any()
+            assert (sample.versions[off] == -1).all()
+
+
+def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
+    both = [rollout(turn([1], [2])), rollout(turn([1], [3]), member=1, truncated=True)]
+    assert [sample.rollout for sample in samples(*both)] == [0, 1]
+    assert [sample.rollout for sample in samples(*both, mask_overlong=True)] == [0]
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(ValueError, match="trajectory_strategy=tree"):
+        samples(rollout(turn([1], [2])), strategy="tree")
