@@ -115,10 +115,10 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     else:
         share = cfg.inference.gpu_memory_utilization
         least = (engine.weights + engine.kv_longest) / share
-        lines.append(f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization) and needs at least {size(least)} of it in all")
+        lines.append(f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization), in which weights and one sequence must fit")
         if cfg.hardware.shared:
-            lines.append(
-                f"  the trainer shares the card: together at least {size(max(least, engine.weights + engine.kv_longest + trainer.device))}"
-            )
+            least = max(least, trainer.device / (1 - share)) if share < 1 else math.inf
+            lines.append("  the trainer has the rest of the same card")
+        lines.append(f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so nothing is left for the trainer")
     lines.append(f"  {size(engine.kv_wanted)} of cache hold all sequences decoded together at full length")
     return lines

@@ -6,7 +6,6 @@ lock exclusively for a moment, so two runs never meet in one directory. Knows no
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -147,20 +146,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.ENOTDIR,
-            errno.EEXIST,
-            errno.ENAMETOOLONG,
-        ):
-            raise
-        raise ConfigError(
-            f"the run directory {directory} cannot be written: {error.strerror}: {error.filename}\n  fix: give another run.dir="
-        ) from error
+        what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+        raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 
 
 def looks_like_run(paths: RunPaths) -> bool:

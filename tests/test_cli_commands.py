@@ -1,0 +1,136 @@
+"""The command line: help, wrong input, dry runs, and single roles up to the moment they become the role's process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.cli import COMMANDS, main
+from rlx.config.load import load_run
+from rlx.config.shipped import conf_directory
+from rlx.launch.plan import read_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in an empty folder and change this process's environment only for the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: rlx {command} " in capsys.readouterr().out
+
+
+def test_help_of_train_lists_the_shipped_options(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for folder in conf_directory().iterdir():
+        if folder.is_dir():
+            assert folder.name in shown
+            assert all(option.stem in shown for option in folder.glob("*.yaml"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from rlx.cli import main; main(['--help']); main(['train', '--help']); main(['trainer', '--help'])\n"
+        "sys.exit(', '.join({'torch', 'hydra', 'omegaconf', 'submitit', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.stderr == "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"), [(["trian"], "Did you mean: rlx train"), (["loss=gspo"], "Did you mean: rlx train loss=gspo"), (["xyz"], "Commands:")]
+)
+def test_an_unknown_command_gets_a_hint(line: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "trainer"])
+def test_a_wrong_configuration_is_a_short_report_and_exit_code_2(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "max_stepps=3", "seq_len=many"]) == 2
+    shown = capsys.readouterr().err
+    assert "2 problems" in shown
+    assert "max_stepps" in shown
+    assert "seq_len" in shown
+    assert shown.rstrip().endswith("Nothing was started.")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "loss=gspo", "env=math", "model=qwen3_8b", "hardware=node8", "dry_run=true"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("max_steps:", "gspo", "inference_3", "4,5,6,7", "staleness", "GiB", "nothing was started"):
+        assert words in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: Path) -> None:
+    assert main(["train", "dry_run=true", "run.dir=planned", "seed=3"]) == 0
+    assert load_run(tmp_path / "planned").seed == 3
+    assert [spec.name for spec in read_plan(tmp_path / "planned" / "plan.yaml")] == ["prepare", "inference_0", "orchestrator", "trainer"]
+
+
+def test_train_refuses_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert main(["train", f"run.dir={tmp_path}", "clean=true"]) == 2
+    assert "thesis.tex" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_role_makes_the_run_directory_and_becomes_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call) or 0)
+    assert main(["trainer", "run.dir=mine", "seed=3"]) == 0
+    assert main(["inference", "run.dir=mine", "seed=3", "--replica", "1", "hardware.inference_replicas=1"]) == 2
+    assert main(["inference", "run.dir=mine", "seed=3"]) == 0
+    commands = [" ".join(argv[1:]) for _, argv, _ in became]
+    root = tmp_path / "mine"
+    assert commands == [f"-m rlx.roles.trainer --run-dir {root}", f"-m rlx.roles.inference --run-dir {root} --replica 0"]
+    environment = became[0][2]
+    assert (environment["OMP_NUM_THREADS"], environment["RLX_SUPERVISOR_PID"]) == ("1", str(os.getppid()))
+    assert load_run(root).seed == 3
+
+
+def test_a_role_with_another_configuration_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(os, "execve", lambda *call: 0)
+    main(["trainer", "run.dir=mine", "seed=3"])
+    assert main(["orchestrator", "run.dir=mine", "seed=4"]) == 2
+    assert "seed: 3 ≠ 4" in capsys.readouterr().err
+
+
+def test_a_server_that_runs_elsewhere_is_not_started_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inference", "inference.base_url=[http://host:8000]"]) == 2
+    assert "inference.base_url" in capsys.readouterr().err
+
+
+def test_there_is_nothing_to_prepare_for_a_model_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "run.dir=mine", "model=qwen3_0_6b", "hardware=cpu"]) == 0
+    assert "nothing to prepare" in capsys.readouterr().out
+    assert (tmp_path / "mine" / "initial_model.txt").read_text() == "Qwen/Qwen3-0.6B\n"
+
+
+def test_train_py_is_rlx_train_from_any_folder(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, str(ROOT / "train.py"), "seed=x"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "seed" in result.stderr
+    assert "Traceback" not in result.stderr
