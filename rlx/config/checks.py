@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rlx.config.gpus import visible_gpus
 from rlx.config.schema import Config
+from rlx.config.signatures import module_of
 from rlx.config.tree import Origins, Problem, show
 
 GROUP_RELATIVE = ("group_norm", "group_mean", "batch_norm", "leave_one_out", "opo", "max_rl")  # advantages that are 0 in a group of 1
@@ -315,7 +316,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a share of the mix: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        module = env.id.rsplit("/", 1)[-1].replace("-", "_")
+        module = module_of(env.id)
         if not module.isidentifier():
             yield f"{of(f'envs.{name}.id')} names no Python module. Write the name of an installed environment, or owner/name."
         elif not _is_installed(module):

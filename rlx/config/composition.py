@@ -38,7 +38,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.schema import MISSING, Config
 from rlx.config.shipped import PRIMARY, conf_directory
-from rlx.config.tree import Origins, Problem, closest, show
+from rlx.config.tree import Origins, Problem, closest, optional_sections, show
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
@@ -56,14 +56,15 @@ class Tree:
     overrides: list[str]  # the command line's, as they were written
     notes: list[str]  # what the user should be told
     problems: list[Problem] = field(default_factory=list)
+    unresolved: list[str] = field(default_factory=list)  # keys without a value because of a problem that is listed
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
     """Compose what the command line asks for. Raises ConfigError when no tree can be made; other problems are in the result."""
     options = _parse_arguments(argv)
     overrides = options.overrides
-    loader = _make_loader(options, environ)
     parsed = _parse_overrides(overrides)
+    loader = _make_loader(options, environ, parsed)
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     variables, problems = read_variables(environ, groups)
     problems += _store_nodes(variables)
@@ -91,15 +92,17 @@ def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
             defaults = loader.compute_defaults_list(name, lines, run_mode=RunMode.RUN).defaults
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, loader, groups)) from None
-    origins = _find_origins(loader, defaults, variables, [o for o in parsed if not _is_choice(loader, o)])
+    values = [o for o in parsed if not _is_choice(loader, o) and not o.is_hydra_override()]
+    origins = _find_origins(loader, defaults, variables, values)
     with open_dict(cfg):
         del cfg["hydra"]
-    unresolved = _resolve(cfg, origins)
+    unresolved_problems, unresolved = _resolve(cfg, origins)
     data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     assert isinstance(data, dict)
     choices = _find_choices(defaults, groups)
+    off = _sections_off([v for v in variables if not v.is_group], values, origins)
     notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree({str(k): v for k, v in data.items()}, origins, choices, overrides, notes, unresolved)
+    return Tree({str(k): v for k, v in data.items()}, origins, choices, overrides, notes, off + unresolved_problems, unresolved)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,11 +123,13 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _make_loader(options: argparse.Namespace, environ: Mapping[str, str]) -> ConfigLoaderImpl:
+def _make_loader(options: argparse.Namespace, environ: Mapping[str, str], parsed: list[Override]) -> ConfigLoaderImpl:
     """A loader that looks into the user's directories first, then into the shipped one."""
+    search = [str(path).removeprefix("file://") for o in parsed if o.key_or_group == "hydra.searchpath" for path in _value_of(o)]
     asked = [("--config-path", options.config_path)] if options.config_path else []
     asked += [("--config-dir", directory) for directory in options.config_dir]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
+    asked += [("hydra.searchpath", path) for path in search]
     if absent := [(origin, directory) for origin, directory in asked if not Path(directory).is_dir()]:
         raise ConfigError([f"{origin} {directory} is not a directory (seen from {os.getcwd()})." for origin, directory in absent])
     version.setbase("1.3")
@@ -272,23 +277,38 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
 
 def _find_origins(loader: ConfigLoaderImpl, defaults: list[ResultDefault], variables: list[Variable], values: list[Override]) -> Origins:
     """Walk the defaults list in order and note who set each key last."""
-    of_key: dict[str, str] = {}
+    origins = Origins()
     shipped = conf_directory()
     for default in defaults:
         path = default.config_path
-        if path is None or path.startswith("hydra/") or path in (SCHEMA, VARIABLES):
-            of_key.update({v.key: v.name for v in variables if not v.is_group} if path == VARIABLES else {})
-            continue
-        loaded = loader.repository.load_config(path)
-        if loaded is None:
-            continue
-        folder = Path(loaded.path.removeprefix("file://"))
-        label = f"conf/{path}.yaml" if folder == shipped else str(_relative(folder / f"{path}.yaml"))
-        content = OmegaConf.to_container(loaded.config, resolve=False)
-        of_key.update(dict.fromkeys(_flatten(content, default.package or ""), label))
+        if path == VARIABLES:
+            for variable in variables:
+                if not variable.is_group:
+                    origins.note(_flatten(_read_value(variable), variable.key), variable.name)
+        elif path is not None and path != SCHEMA and not path.startswith("hydra/"):
+            loaded = loader.repository.load_config(path)
+            assert loaded is not None  # the defaults list holds what was found
+            folder = Path(loaded.path.removeprefix("file://"))
+            label = f"conf/{path}.yaml" if folder == shipped else str(_relative(folder / f"{path}.yaml"))
+            keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
+            origins.note(keys, label)
+            origins.in_files.update(keys)
     for override in values:
-        of_key.update(dict.fromkeys(_flatten(_value_of(override), override.key_or_group), "command line"))
-    return Origins(of_key)
+        origins.note(_flatten(_value_of(override), override.key_or_group), "command line")
+    return origins
+
+
+def _sections_off(variables: list[Variable], values: list[Override], origins: Origins) -> list[Problem]:
+    """Single keys of a section that is null: setting one must not turn the section on."""
+    problems = []
+    set_keys = [(o.key_or_group, _line(o).lstrip("+")) for o in values] + [(v.key, f"{v.name}={v.text}") for v in variables]
+    for section in optional_sections(Config):
+        for key, line in set_keys:
+            if key.startswith(section + ".") and not any(known.startswith(section + ".") for known in origins.in_files):
+                group = section.partition(".")[0]
+                hint = f"Choose it: {section.replace('.', '=')}." if group == "logger" else f"The chosen {group} has none."
+                problems.append(Problem(f"`{line}` sets a key of {section}, which is null here. {hint}", (section,)))
+    return problems
 
 
 def _relative(path: Path) -> Path:
@@ -303,23 +323,25 @@ def _flatten(value: Any, prefix: str) -> Iterable[str]:
         yield prefix
 
 
-def _resolve(cfg: DictConfig, origins: Origins) -> list[Problem]:
-    """Replace interpolations by their values; one problem for each that has none."""
+def _resolve(cfg: DictConfig, origins: Origins) -> tuple[list[Problem], list[str]]:
+    """Replace interpolations by their values. Those that have none become `???`: one problem for each cause, and all their keys."""
     problems: list[Problem] = []
+    keys: list[str] = []
     while True:
         try:
             OmegaConf.to_container(cfg, resolve=True)
-            return problems
+            return problems, keys
         except (InterpolationResolutionError, InterpolationKeyError) as error:
             key = error.full_key
             if not key:
                 raise
-            text = OmegaConf.to_container(cfg, resolve=False)
+            text: Any = OmegaConf.to_container(cfg, resolve=False)
             for part in key.split("."):
-                text = text[part]  # type: ignore[index,call-overload]
+                text = text[part]
             if not isinstance(error, InterpolationToMissingValueError):  # the value that is missing is a problem of its own
-                cause = str(error).splitlines()[0]
+                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.", (key,)))
+            keys.append(key)
             OmegaConf.update(cfg, key, MISSING)
 
 

@@ -1,7 +1,7 @@
 """The way to a configuration: `compose` from a command line, `load_run` from a run directory, `instantiate` for open nodes.
 
-`compose` answers with a checked configuration or with one ConfigError that lists every problem found. Cheap checks come first;
-only when all pass are the targets of open nodes imported (and torch with them). hydra is imported by `compose` alone.
+`compose` answers with a checked configuration or with one ConfigError that lists every problem found. The arguments of open nodes
+are checked last, when all else is well. hydra is imported by `compose` alone, torch by `instantiate` (and for targets of your own).
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def finish(tree: Tree) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes."""
     builder = Builder(Config, tree.origins)
     cfg = builder.build(Config, tree.data)
-    unresolved = {key for problem in tree.problems for key in problem.keys}
-    problems = tree.problems + [problem for problem in builder.problems if not unresolved & set(problem.keys)]
-    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys))
+    problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
+    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
     if problems:
         raise ConfigError([problem.text for problem in problems])

@@ -1,15 +1,13 @@
 """Open nodes: a dictionary with `_target_`, the dotted path of a function or class, and its keyword arguments.
 
-The target's own signature says which keys exist; there is no registry. Checking or building a node imports the target's module,
-and with it torch. Knows no target by name.
+The target's own signature says which keys exist; there is no registry. Building a node imports the target's module,
+and with it torch; checking one does so only where the signature cannot be read otherwise. Knows no target by name.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import typing
 from collections.abc import Callable
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
@@ -17,46 +15,37 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.signatures import locate, module_of, read_signature, signature_of
 from rlx.config.tree import Builder, Origins, Problem, closest, convert, show
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}
 """The open nodes of the configuration, with the keys that every target of a node shares."""
 
-SPECIAL = ("_target_", "_partial_")
-
-
-def locate(path: str) -> Callable[..., Any]:
-    """The function or class at a dotted path. Raises ConfigError."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"`_target_`: {path} cannot be imported: {error}.") from error
-    if not callable(target := getattr(module, name, None)):
-        near = closest(name, [n for n in vars(module) if not n.startswith("_")])
-        raise ConfigError(f"`_target_`: {module_name} has no function or class {name}." + (f" Did you mean {near[0]}?" if near else ""))
-    return target
-
 
 def instantiate(node: dict[str, Any], **extra: Any) -> Any:
-    """What a node describes, with `extra` arguments added: an object for a class, a `functools.partial` for a function.
+    """What a node describes, with `extra` arguments added.
 
-    The node must hold the target's own keys only; take the shared ones off with `schema.split_terms`. `_partial_` set to true or
-    false overrides the choice between calling and binding. Values that are nodes themselves are built first.
-    Raises ConfigError when the target cannot be imported.
+    A function, and a class that still lacks arguments, becomes a `functools.partial` of what is known; a class that has all
+    its arguments becomes an object. The node must hold the target's own keys only; take the shared ones off with
+    `schema.split_terms`. Values that are nodes themselves are built first. Raises ConfigError when the target cannot be imported.
     """
     target = locate(node["_target_"])
     arguments = {
         name: instantiate(value) if isinstance(value, dict) and "_target_" in value else value
         for name, value in node.items()
-        if name not in SPECIAL
+        if name != "_target_"
     }
-    bind = functools.partial(target, **arguments, **extra)
-    return bind if node.get("_partial_", not inspect.isclass(target)) else bind()
+    bound = functools.partial(target, **arguments, **extra)
+    return bound() if inspect.isclass(target) and not _lacks(target, {*arguments, *extra}) else bound
+
+
+def _lacks(target: Callable[..., Any], given: set[str]) -> bool:
+    required = (p for p in inspect.signature(target).parameters.values() if p.default is p.empty)
+    return any(p.name not in given and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)
 
 
 def check_targets(cfg: Config, origins: Origins) -> list[Problem]:
-    """Import the target of every open node and compare the node's keys with its signature."""
+    """Compare the keys of every open node, and the arguments of every environment, with the signature that will take them."""
     problems: list[Problem] = []
     for name, terms in TERMS.items():
         node, prefix = dict(getattr(cfg, name)), f"{name}."
@@ -66,43 +55,52 @@ def check_targets(cfg: Config, origins: Origins) -> list[Problem]:
             builder.build(terms, {key: value for key, value in node.items() if key in shared}, prefix)
             problems += builder.problems
             node = {key: value for key, value in node.items() if key not in shared}
+        path = node.pop("_target_")
         try:
-            target = locate(node["_target_"])
+            signature = signature_of(path)
         except ConfigError as error:
-            problems.append(Problem(f"{name}: {error} ({origins.find(prefix + '_target_') or 'default'})", (name,)))
+            problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
             continue
-        problems += _check_arguments(prefix, node, target, terms, origins)
+        problems += _check_arguments(prefix, node, path, signature, terms, origins)
+    for name, env in cfg.envs.items():
+        module = module_of(env.id)
+        signature_of_env = read_signature(module, "load_environment")
+        if signature_of_env is not None:
+            problems += _check_arguments(
+                f"envs.{name}.args.", dict(env.args), f"{module}.load_environment of {env.id}", signature_of_env, None, origins
+            )
     return problems
 
 
-def _check_arguments(prefix: str, node: dict[str, Any], target: Callable[..., Any], terms: type | None, origins: Origins) -> list[Problem]:
-    parameters = inspect.signature(target).parameters
+def _check_arguments(
+    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, terms: type | None, origins: Origins
+) -> list[Problem]:
+    parameters = signature.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     # Positional parameters without a default are the caller's: the tokens of a loss, the parameters of an optimizer.
     valid = {
         name: p
         for name, p in parameters.items()
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
     }
+    target = path.rpartition(".")[2]
     problems = []
-    for name in sorted(node.keys() - valid.keys() - set(SPECIAL)):
-        near = closest(name, [*valid, *(f.name for f in fields(terms))] if terms else list(valid))
-        hint = f" Did you mean `{prefix}{near[0]}`?" if near else ""
-        listed = ", ".join(_describe(p) for p in valid.values()) or "no keys of its own"
-        also = f"\nAll of {prefix[:-1]} share: {', '.join(_describe_term(f) for f in fields(terms))}." if terms else ""
-        text = f"unknown key {origins.show(prefix + name, node[name])}.{hint}\n{target.__name__} takes {listed}.{also}"
-        problems.append(Problem(text, (prefix + name,)))
+    if unknown := sorted(node.keys() - valid.keys()):
+        names = [*valid, *(f.name for f in fields(terms))] if terms else list(valid)
+        near = [f"`{prefix}{found}`" for name in unknown for found in closest(name, names, 1)]
+        text = f"unknown key{'s' * (len(unknown) > 1)} " + ", ".join(origins.show(prefix + name, node[name]) for name in unknown)
+        text += f". Did you mean {' and '.join(near)}?" if near else "."
+        text += f"\n{target} takes {', '.join(_describe(p) for p in valid.values()) or 'no keys of its own'}."
+        text += f"\nKeys of every {prefix[:-1]}: {', '.join(_describe_term(f) for f in fields(terms))}." if terms else ""
+        problems.append(Problem(text, tuple(prefix + name for name in unknown)))
     for name, p in valid.items():
         if name not in node:
             if p.default is p.empty:
-                problems.append(
-                    Problem(f"`{prefix}{name}` has no value: {target.__name__} needs it. Set {prefix}{name}=…", (prefix + name,))
-                )
+                problems.append(Problem(f"`{prefix}{name}` has no value: {target} needs it. Set {prefix}{name}=…", (prefix + name,)))
             continue
         try:
-            convert(hints.get(name, Any), node[name])
+            convert(p.annotation, node[name])
         except TypeError as error:
             problems.append(Problem(f"`{prefix}{name}` must be {error}: {origins.show(prefix + name, node[name])}.", (prefix + name,)))
     return problems

@@ -11,7 +11,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING as MISSING_FACTORY
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -34,6 +34,11 @@ class Origins:
     """Where values were set: dotted key to `command line`, `RLX_SEQ_LEN` or a file. A key that is not listed has its default."""
 
     of_key: dict[str, str] = field(default_factory=dict)
+    in_files: set[str] = field(default_factory=set)  # keys that some file sets, whoever set them last
+
+    def note(self, keys: Iterable[str], origin: str) -> None:
+        """`keys` were set by `origin`, after whoever set them before."""
+        self.of_key.update(dict.fromkeys(keys, origin))
 
     def find(self, key: str) -> str:
         """Where `key`, the section around it or a part of it was set last; empty when unknown."""
@@ -91,6 +96,16 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield key
 
 
+def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section that may be null."""
+    for name, kind in types_of(cls).items():
+        kind, optional = split_optional(kind)
+        if is_dataclass(kind):
+            if optional:
+                yield f"{prefix}{name}"
+            yield from optional_sections(typing.cast(type, kind), f"{prefix}{name}.")
+
+
 def type_at(cls: Any, key: str) -> Any:
     """The type at a dotted key; `Any` inside an open node. Raises KeyError for a key that the schema does not have."""
     kind: Any = cls
@@ -112,15 +127,17 @@ def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
 
 def suggest(key: str, section: dict[str, Any], prefix: str, cls: type) -> str:
     """What the unknown `key` could have meant: a neighbour, a key of that name elsewhere, or the list of neighbours."""
-    name = key.removeprefix(prefix)
-    near = [prefix + found for found in closest(name, list(section))]
-    near += [leaf for leaf in leaves(cls) if leaf.rsplit(".", 1)[-1] == name and leaf not in near]
-    if not near:
-        near = closest(key, list(leaves(cls)))
+    known = list(leaves(cls))
+    name, _, rest = key.removeprefix(prefix).partition(".")
+    near = [f"{prefix}{found}.{rest}" if rest else f"{prefix}{found}" for found in closest(name, list(section))]
+    if rest:
+        near = [found for found in near if found in known]
+    near += [leaf for leaf in known if leaf.rsplit(".", 1)[-1] == (rest or name).rsplit(".", 1)[-1] and leaf not in near]
+    near = near or closest(key, known)
     if near:
         return "Did you mean " + " or ".join(f"`{found}`" for found in near[:3]) + "?"
-    where = f"`{prefix[:-1]}`" if prefix else "the configuration"
-    return f"{where} has the keys " + ", ".join(sorted(section)) + "."
+    where = f"`{prefix[:-1]}`" if prefix else "The configuration"
+    return f"{where} has the keys {', '.join(sorted(section))}."
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -131,6 +148,8 @@ def convert(kind: Any, value: Any) -> Any:
             return None
         raise TypeError(NAMES.get(kind, getattr(kind, "__name__", str(kind))) + ", not null")
     origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_to_any_of([arg for arg in typing.get_args(kind) if arg is not type(None)], value)
     if origin is list:
         if not isinstance(value, (list, tuple)):
             raise TypeError("a list, like [a,b]")
@@ -140,6 +159,15 @@ def convert(kind: Any, value: Any) -> Any:
         if not isinstance(value, dict):
             raise TypeError("a section of keys")
         return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError("a list, like [a,b]")
+        kinds = typing.get_args(kind)
+        if Ellipsis in kinds:
+            return [convert(kinds[0], each) for each in value]
+        if len(kinds) != len(value):
+            raise TypeError(f"a list of {len(kinds)} values")
+        return [convert(each, item) for each, item in zip(kinds, value, strict=True)]
     if kind not in NAMES:
         return value
     or_null = " or null" if optional else ""
@@ -165,6 +193,20 @@ def convert(kind: Any, value: Any) -> Any:
     if not number.is_integer():
         raise TypeError(NAMES[int] + or_null)
     return int(value) if isinstance(value, int) or (isinstance(value, str) and value.lstrip("+-").isdigit()) else int(number)
+
+
+def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
+    """`value` as the first type of a union that takes it. Types that a file cannot hold (a tensor) are passed over."""
+    kinds = [kind for kind in kinds if kind in NAMES or typing.get_origin(kind) is not None]
+    expected = []
+    for kind in kinds:
+        try:
+            return convert(kind, value)
+        except TypeError as error:
+            expected.append(str(error))
+    if expected:
+        raise TypeError(" or ".join(expected))
+    return value
 
 
 def range_of(metadata: typing.Mapping[str, Any]) -> str:
@@ -206,7 +248,7 @@ class Builder:
         if not isinstance(data, dict):
             section = prefix[:-1]
             self.problems.append(Problem(f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.", (section,)))
-            data = {}
+            return cls()
         known = {f.name: f for f in fields(cls)}
         for name in data:
             if name not in known:
@@ -216,9 +258,13 @@ class Builder:
         )
 
     def _unknown(self, key: str, known: dict[str, Any], prefix: str) -> None:
-        origin = self.origins.find(key)
-        where = f" ({origin})" if origin else ""
-        self.problems.append(Problem(f"unknown key `{key}`{where}. {suggest(key, known, prefix, self.root)}", (key,)))
+        """Name the whole key that was written, also where already its first part is unknown."""
+        written = next((k for k in self.origins.of_key if k.startswith(key + ".")), key)
+        origin = self.origins.find(written)
+        text = f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {suggest(written, known, prefix, self.root)}"
+        if key == "env" and origin.endswith(".yaml"):
+            text += "\nA file of the group env begins with the line `# @package envs.NAME`."
+        self.problems.append(Problem(text, (key,)))
 
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
         plain, optional = split_optional(kind)

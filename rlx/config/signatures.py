@@ -1,0 +1,170 @@
+"""The signature of a `_target_`, without importing torch where that can be helped.
+
+A target that ships with rlx or torch is read from its source, which takes milliseconds; importing torch takes seconds, and a wrong
+key should be answered at once. Any other target is imported, so that a mistake in a user's own module shows before a run starts.
+The tests import every shipped target and compare both ways.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Union
+
+from rlx.config.errors import ConfigError
+from rlx.config.tree import closest
+
+READABLE = ("rlx", "torch")  # packages whose source is read
+SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """The function or class at a dotted path, imported. Raises ConfigError."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{module_name} cannot be imported: {error}.") from error
+    target = getattr(module, name, None)
+    if not callable(target):
+        raise ConfigError(_no_such(module_name, name, [n for n in vars(module) if not n.startswith("_")]))
+    return target
+
+
+def signature_of(path: str) -> inspect.Signature:
+    """Parameters of a target with types and defaults; `self` left out. Raises ConfigError when there is no such target."""
+    if path.partition(".")[0] in READABLE:
+        module, _, name = path.rpartition(".")
+        if (found := _read(module, name)) is not None:
+            return found
+    target = locate(path)
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    signature = inspect.signature(target)
+    return signature.replace(parameters=[p.replace(annotation=hints.get(p.name, Any)) for p in signature.parameters.values()])
+
+
+def module_of(environment: str) -> str:
+    """The module of a verifiers environment: `owner/my-env` is `my_env`."""
+    return environment.rsplit("/", 1)[-1].replace("-", "_")
+
+
+def read_signature(module: str, name: str) -> inspect.Signature | None:
+    """The signature of a function from the source of its module, or None where the source does not say. Imports nothing."""
+    try:
+        return _read(module, name)
+    except ConfigError:  # made in a way that cannot be read; whoever calls it will tell
+        return None
+
+
+def _no_such(module: str, name: str, names: list[str]) -> str:
+    near = closest(name, names, 1)
+    return f"{module} has no function or class {name}." + (f" Did you mean {module}.{near[0]}?" if near else "")
+
+
+def _source(module: str) -> Path:
+    """The file of a module, found without importing its packages. Raises ConfigError."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is not None and not rest and spec.origin and spec.origin.endswith(".py"):
+        return Path(spec.origin)
+    for location in (spec.submodule_search_locations or []) if spec and rest else []:
+        base = Path(location, *rest)
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return file
+    raise ConfigError(f"there is no module {module}.")
+
+
+def _read(module: str, name: str) -> inspect.Signature | None:
+    """The signature of `name` from the source of its module; None where the source does not say (decorated, inherited, made elsewhere).
+
+    Raises ConfigError when there is no such module or name.
+    """
+    file = _source(module)
+    names = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _read(_imported(node, module, file), alias.name)
+        if isinstance(node, FunctionNode | ast.ClassDef):
+            names.append(node.name)
+            if node.name == name:
+                return _signature(node)
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return None
+    raise ConfigError(_no_such(module, name, names))
+
+
+def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:
+    """The module that a `from … import` names, relative ones made absolute."""
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    base = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> inspect.Signature | None:
+    if isinstance(node, ast.ClassDef):
+        constructor = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        if constructor is None or node.decorator_list:
+            return None
+        whole = _signature(constructor)
+        return whole and whole.replace(parameters=list(whole.parameters.values())[1:])
+    if node.decorator_list:
+        return None
+    P, a = inspect.Parameter, node.args
+    plain = [*a.posonlyargs, *a.args]
+    defaults = [None] * (len(plain) - len(a.defaults)) + list(a.defaults)
+    parameters = [
+        _parameter(arg, P.POSITIONAL_ONLY if arg in a.posonlyargs else P.POSITIONAL_OR_KEYWORD, default)
+        for arg, default in zip(plain, defaults, strict=True)
+    ]
+    parameters += [_parameter(a.vararg, P.VAR_POSITIONAL, None)] if a.vararg else []
+    parameters += [_parameter(arg, P.KEYWORD_ONLY, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    parameters += [_parameter(a.kwarg, P.VAR_KEYWORD, None)] if a.kwarg else []
+    return inspect.Signature(parameters)
+
+
+def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    if default is None:
+        return inspect.Parameter(arg.arg, kind, annotation=_type(arg.annotation))
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        value = ast.unparse(default)  # for people to read
+    return inspect.Parameter(arg.arg, kind, default=value, annotation=_type(arg.annotation))
+
+
+def _type(node: ast.expr | None) -> Any:
+    """The type that an annotation spells, as far as a configuration value can have it; Any for the rest."""
+    if isinstance(node, ast.Constant):
+        if node.value is None:
+            return type(None)
+        return _type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else Any
+    if isinstance(node, ast.Name):
+        return SIMPLE.get(node.id, Any)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _union([node.left, node.right])
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if node.value.id == "Union":
+            return _union(inner)
+        if node.value.id == "Optional":
+            return _union([*inner, ast.Constant(None)])
+        if node.value.id in ("list", "List"):
+            return list[_type(inner[0])]  # type: ignore[misc]
+        if node.value.id in ("tuple", "Tuple"):
+            return tuple[tuple(_type(each) for each in inner)]  # type: ignore[misc]
+    return Any
+
+
+def _union(nodes: list[ast.expr]) -> Any:
+    """A union; types that a configuration cannot hold, like a tensor, are left out beside others."""
+    kinds = [kind for kind in map(_type, nodes) if kind is not Any]
+    return Union[tuple(kinds)] if any(kind is not type(None) for kind in kinds) else Any  # noqa: UP007
