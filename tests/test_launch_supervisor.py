@@ -157,6 +157,7 @@ def test_when_one_process_fails_the_others_are_stopped_and_its_last_lines_are_ke
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER), toy("orchestrator", FOREVER)])
     run.until_started()
@@ -180,6 +181,7 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
     assert (cause.role, cause.last_lines) == ("inference", ("engine died",))
 
 
+@pytest.mark.slow
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     first = "import sys, time; print('cause', flush=True); time.sleep(0.5); sys.exit(3)"
     follower = "import sys, time; print('consequence', flush=True); time.sleep(0.7); sys.exit(4)"
@@ -189,6 +191,7 @@ def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     assert (cause.role, cause.returncode) == ("trainer", 3)
 
 
+@pytest.mark.slow
 def test_a_service_that_leaves_early_is_a_failure_even_with_exit_code_0(start: Callable[..., Run]) -> None:
     run = start([toy("inference", "print('bye')", service=True), toy("trainer", FOREVER)])
     cause = run.wait().cause
@@ -197,6 +200,7 @@ def test_a_service_that_leaves_early_is_a_failure_even_with_exit_code_0(start: C
     assert "serve" in cause.reason
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run]) -> None:
     missing = ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=("/nowhere/python",))
     run = start([toy("orchestrator", FOREVER), missing])
@@ -207,6 +211,7 @@ def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
     run = start([toy("orchestrator", stubborn), toy("trainer", FOREVER)], grace=0.5)
@@ -217,6 +222,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Ca
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[..., Run]) -> None:
     # As torchrun's workers: another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
@@ -227,6 +233,7 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
     # As vLLM's engine, which overwrites its environment with its title: found by its process group.
     nested = f"""
@@ -265,6 +272,7 @@ def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable
     assert status.cause.role == "launcher"
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until(lambda: run.paths.status.exists())
@@ -274,6 +282,7 @@ def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(star
     assert run.status().state in ("failed", "starting")
 
 
+@pytest.mark.slow
 def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until_started()
@@ -287,6 +296,7 @@ def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Cal
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until_started()
@@ -312,6 +322,7 @@ def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.S
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until(lambda: run.paths.status.exists())
@@ -322,6 +333,7 @@ def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[...
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
     run = start([toy("trainer", stubborn)], grace=30)
@@ -333,6 +345,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], grace=0.5)
     run.until_started()
@@ -342,6 +355,7 @@ def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Call
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run]) -> None:
     beating = """
         import sys, time
@@ -363,6 +377,7 @@ def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> None:
     training = """
         import sys, time
@@ -382,6 +397,7 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
     assert (status.state, status.step) == ("completed", 3)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     one = start([toy("trainer", FOREVER)], name="one")
     two = start([toy("trainer", "import time; time.sleep(2); print('done')")], name="two")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.launch.status import Cause
 
 SUMMARY = "train a policy: all roles, on this machine"
 
@@ -72,7 +76,7 @@ def run(argv: list[str]) -> int:
     return exit_code
 
 
-def failure(cause, root: Path) -> str:
+def failure(cause: Cause, root: Path) -> str:
     """What failed, in words, with its last lines."""
     name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
     lines = [f"{name} failed: {cause.reason}"]

@@ -95,4 +95,13 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple([line for line in lines if line][-count:]) if count > 0 else ()
+    return tuple(_without_torchrun([line for line in lines if line])[-count:]) if count > 0 else ()
+
+
+def _without_torchrun(lines: list[str]) -> list[str]:
+    """torchrun follows a rank's own last words with some forty lines about itself; of those, which rank failed is kept."""
+    for number, line in enumerate(lines):
+        if "torch/distributed/elastic/" in line and ("closing signal" in line or "failed (exitcode" in line):
+            verdicts = [f"torchrun: {line[line.index('failed (') :]}" for line in lines[number:] if "failed (exitcode" in line]
+            return lines[:number] + verdicts[:1]
+    return lines
