@@ -43,7 +43,8 @@ class PolicyModel(nn.Module):
         # A factor on the logits is one over the temperature: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`.
         self.logit_divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(getattr(config, "logit_scale", None) or 1.0)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
-        hf.set_attn_implementation("sdpa" if self.padded else NAME)
+        if not self.padded:
+            hf.set_attn_implementation(NAME)
 
     def layout_kind(self, device: torch.device) -> Kind:
         """How micro-batches are run on this device. Raises ValueError for `varlen` without CUDA."""

@@ -50,13 +50,17 @@ class PolicyTrainer:
         schedule: SchedulerConfig | None = None,
         total_updates: int = 0,
         max_norm: float | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`total_updates` is the number of optimizer steps of the whole run, for decaying schedules. `schedule` null: constant."""
+        """`device` is where the model computes; null: where its parameters are (they are elsewhere when offloaded).
+
+        `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. `schedule` null: constant.
+        """
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.updates = 0  # optimizer steps done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.device = self.parameters[0].device if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+        self.device = device or self.parameters[0].device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.peak_lr = optimizer.param_groups[0]["lr"]
 

@@ -1,0 +1,143 @@
+"""From a folder or hub name to a policy that can be trained, on one process or sharded over many.
+
+Rank 0 reads the checkpoint and proves on a few tokens that the packed forward equals the model's own; the other ranks start empty and
+receive their shards. Knows transformers and `rlx.models`; knows no configuration tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlx.models.layout import build_layout
+from rlx.models.policy import PolicyModel
+from rlx.models.shard import checkpoint_activations, shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Largest difference of log-probabilities between packed and plain forward, as a share of their standard deviation.
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.2}
+
+
+def load_policy(
+    source: str,
+    device: torch.device,
+    *,
+    dtype: str,
+    optimization_dtype: str = "float32",
+    reduce_dtype: str = "float32",
+    attention: str = "auto",
+    ac_freq: int = 0,
+    cpu_offload: bool = False,
+    compile: bool = False,
+    trust_remote_code: bool = False,
+) -> PolicyModel:
+    """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
+
+    Shards over all ranks of the default process group. Without one, it must be that `dtype` equals `optimization_dtype`.
+    Raises ValueError for a dtype that is not known, or a model whose packed forward differs from its own.
+    """
+    for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
+        if name not in DTYPES:
+            raise ValueError(f"{key} is `{name}`; it must be one of {', '.join(DTYPES)}")
+    sharded = dist.is_initialized()
+    first = not sharded or dist.get_rank() == 0
+    master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
+    if not sharded and master != compute:
+        raise ValueError(
+            f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
+        )
+    full = None
+    if first:
+        hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
+        full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
+        check_packed_forward(full)
+        if not sharded:
+            return _finished(full, attention, compute, ac_freq, compile).to(device)
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
+    model = _finished(PolicyModel(empty, attention=attention), attention, compute, ac_freq, compile)
+    shard(model, device, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
+    tied = _tied(model.hf)
+    offloaded = cpu_offload and device.type == "cuda"
+    model.to_empty(device="cpu" if offloaded else device)
+    for module, name, parameter_of in tied:  # to_empty makes one tensor of each name
+        setattr(module, name, getattr(*parameter_of))
+    _scatter(full.hf if full else None, model.hf, device)
+    return model
+
+
+def _finished(model: PolicyModel, attention: str, compute: torch.dtype, ac_freq: int, compile: bool) -> PolicyModel:
+    model.attention, model.compute_dtype = attention, compute
+    checkpoint_activations(model, ac_freq)
+    if compile:
+        for layer in model.layers:
+            layer.compile(dynamic=True)
+    return model
+
+
+def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
+    """(module, name, (module, name) of its first appearance) of every parameter that appears twice."""
+    seen: dict[int, tuple[nn.Module, str]] = {}
+    again = []
+    for module in hf.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                again.append((module, name, seen[id(parameter)]))
+            seen.setdefault(id(parameter), (module, name))
+    return again
+
+
+def _scatter(source: Any | None, target: nn.Module, device: torch.device) -> None:
+    """Give every rank its shards of rank 0's parameters, and a copy of all buffers (rotary tables are in no checkpoint)."""
+    state = source.state_dict() if source is not None else {}
+    set_model_state_dict(
+        target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=False)
+    )
+    values = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in target.named_buffers():
+        value = values[name].to(device) if source is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        dist.broadcast(value, src=0)
+        module, _, attribute = name.rpartition(".")
+        setattr(target.get_submodule(module), attribute, value)
+
+
+@torch.no_grad()
+def check_packed_forward(model: PolicyModel) -> None:
+    """Raise ValueError unless log-probabilities of two packed sequences equal those of the model's own forward, one at a time.
+
+    This catches what no list of architectures could: factors on the logits, layers that ignore segment boundaries, masks of their own.
+    """
+    vocabulary = model.hf.get_output_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    prompt, one, two = (torch.randint(0, vocabulary, (n,), generator=generator) for n in (5, 4, 3))
+    sequences = [torch.cat([prompt, one]), torch.cat([prompt, two])]
+    ids = torch.cat(sequences)
+    boundaries = [0, *itertools.accumulate(map(len, sequences))]
+    trainable = torch.ones(len(ids), dtype=torch.bool)
+    trainable[[end - 1 for end in boundaries[1:]]] = False  # nothing follows a sequence's last token
+    layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), model.layout_kind(ids.device), ids.device)
+    labels = torch.cat([ids[1:], ids[:1]])[trainable]
+    packed, _ = model(layout, torch.from_numpy(layout.where)[trainable], labels, torch.ones(len(labels)))
+    own = torch.cat([_own_log_probabilities(model.hf, sequence) for sequence in sequences])
+    difference, spread = float((packed - own).abs().max()), float(own.std())
+    if not difference <= TOLERANCE[model.hf.dtype] * spread:
+        raise ValueError(
+            f"{type(model.hf).__name__} cannot be trained like this: its packed forward and its own differ by {difference:.3g} nats where "
+            f"log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it has that already, its head is not supported"
+        )
+
+
+def _own_log_probabilities(hf: Any, sequence: Tensor) -> Tensor:
+    """[L-1] log-probability of each next token by the model's own forward with plain attention."""
+    implementation = hf.config._attn_implementation
+    hf.set_attn_implementation("eager")
+    logits = hf(input_ids=sequence[None], use_cache=False).logits[0, :-1].float()
+    hf.set_attn_implementation(implementation)
+    return logits.log_softmax(-1).gather(1, sequence[1:, None])[:, 0]

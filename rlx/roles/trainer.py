@@ -1,0 +1,207 @@
+"""The trainer: waits for the batch of each step, trains on it, publishes the new policy version.
+
+    batch n (made by versions ≥ n − max_async_level)  →  version n  →  metrics of step n  →  weights/step_{n+1}
+
+Started as `python -m rlx.roles.trainer --run-dir D` for one rank, or under `python -m torch.distributed.run` for several.
+Ends with 0 after `max_steps` steps; any other end is an error. Knows files, not the orchestrator or the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rlx.config.load import instantiate, load_run
+from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.heartbeat import Heartbeat
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.process import die_with_parent, set_cpu_threads
+from rlx.transport.files import BatchReader
+from rlx.types import StepBatch
+from rlx.waiting import wait_for
+
+log = logging.getLogger("rlx.trainer")
+
+INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
+COLLECTIVE_MARGIN = 600.0  # seconds by which collectives outwait the batch, so that the wait itself is what times out
+
+
+class Trainer:
+    """One rank's objects, built from the run's configuration."""
+
+    def __init__(self, cfg: Config, paths: RunPaths, rank: int, local_rank: int, world_size: int) -> None:
+        import torch
+
+        from rlx.losses.base import Objective
+        from rlx.models.load import DTYPES, load_policy
+        from rlx.models.shard import start_process_group
+        from rlx.train.step import PolicyTrainer
+        from rlx.weights.files import ModelFiles
+
+        self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
+        self.heartbeat = Heartbeat(paths, "trainer") if rank == 0 else None
+        device = torch.device("cuda", local_rank) if cfg.hardware.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.manual_seed(cfg.seed)
+        mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and device.type == "cuda")
+        if world_size > 1 or mixed:
+            timeout = cfg.trainer.batch_timeout + COLLECTIVE_MARGIN
+            start_process_group(device, rank=rank, world_size=world_size, timeout=timeout)
+
+        self.beat("waiting for the initial model")
+        path = paths.initial_model
+        wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=self.tick)
+        source = path.read_text().strip()
+        self.beat("loading the model")
+        self.model = load_policy(
+            source,
+            device,
+            dtype=cfg.model.dtype,
+            optimization_dtype=cfg.trainer.optimization_dtype,
+            reduce_dtype=cfg.trainer.reduce_dtype,
+            attention=cfg.model.attention,
+            ac_freq=cfg.trainer.ac.freq,
+            cpu_offload=cfg.trainer.fsdp_cpu_offload,
+            compile=cfg.trainer.compile,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+        loss_terms, loss = split_terms(cfg.loss, LossTerms)
+        optim_terms, optim = split_terms(cfg.optim, OptimTerms)
+        self.step_trainer = PolicyTrainer(
+            self.model,
+            Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
+            instantiate(optim, params=[p for p in self.model.parameters() if p.requires_grad]),
+            schedule=cfg.scheduler,
+            total_updates=cfg.max_steps * cfg.trainer.num_minibatches,
+            max_norm=optim_terms.max_norm,
+            device=device,
+        )
+        self.device = device
+        self.batches = BatchReader(paths)
+        self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
+        self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+        self.save_dtype = DTYPES[cfg.model.dtype]
+
+    def run(self) -> None:
+        """Train `max_steps` steps, from version 0 to version `max_steps`."""
+        for step in range(self.cfg.max_steps):
+            started = time.perf_counter()
+            batch = self.receive(step)
+            waited = time.perf_counter() - started
+            values = self.train(batch)
+            values["time/wait_batch"] = waited
+            self.publish(step, values, started)
+        self.beat("done")
+
+    def receive(self, step: int) -> StepBatch:
+        """The batch of this step, on every rank; its file is gone afterwards."""
+        self.beat(f"waiting for batch {step}", step)
+        batch = self.batches.receive(step, self.cfg.trainer.batch_timeout, tick=self.tick)
+        self.barrier()
+        if self.rank == 0:
+            self.batches.done(step)
+        ranks = {len(mini_batch.micro_batches) for mini_batch in batch.mini_batches}
+        if ranks != {self.world_size}:
+            raise ValueError(
+                f"batch {step} was packed for {ranks} ranks and this trainer has {self.world_size}; hardware.trainer_ranks differs"
+            )
+        return batch
+
+    def train(self, batch: StepBatch) -> dict[str, float]:
+        """One optimizer step for each mini-batch; the step's metrics."""
+        from rlx.train.step import merge_metrics
+
+        records = []
+        for number, mini_batch in enumerate(batch.mini_batches):
+            self.beat(f"training step {batch.step}, mini-batch {number + 1} of {len(batch.mini_batches)}", batch.step)
+            records.append(self.step_trainer.train_minibatch(mini_batch, step=batch.step))
+        values = merge_metrics(records)
+        seconds = values["time/forward_backward"] + values["time/optimizer"]
+        tokens = sum(len(m.token_ids) for mini in batch.mini_batches for rank in mini.micro_batches for m in rank)
+        return values | {"perf/tokens_per_second": tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
+
+    def publish(self, step: int, values: dict[str, float], started: float) -> None:
+        """Write the metrics of step n, then version n+1, in this order; then delete versions nobody needs.
+
+        The orchestrator goes on when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
+        The time of writing is therefore that of the version before.
+        """
+        from rlx.weights.files import prune, save_weights
+
+        version = step + 1
+        if self.metrics is not None:
+            values |= {"time/broadcast": self.broadcast_seconds, "time/step": time.perf_counter() - started}
+            self.metrics.write(step, values)
+        self.beat(f"writing version {version}", step)
+        began = time.perf_counter()
+        save_weights(self.model, self.paths, version, self.static, self.save_dtype)
+        self.broadcast_seconds = time.perf_counter() - began
+        if self.rank == 0:
+            # Servers may still be reading the version that is max_async_level + 1 behind this one.
+            prune(self.paths, keep_last=max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2))
+        log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
+
+    broadcast_seconds = 0.0  # of the version before
+
+    def peak_memory(self) -> float:
+        """Largest memory of the device since the last call, GiB; 0 on CPU."""
+        import torch
+
+        if self.device.type != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        if self.world_size > 1:
+            dist.barrier()
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.beat(phase, step)
+
+    def tick(self) -> None:
+        """While waiting: still alive, still the same phase."""
+        if self.heartbeat is not None:
+            self.heartbeat.beat(self.heartbeat.phase)
+
+
+def main() -> None:
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy: files appear whole or not at all
+    parser = argparse.ArgumentParser(prog="python -m rlx.roles.trainer", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    paths = RunPaths(parser.parse_args().run_dir)
+    cfg = load_run(paths.root)
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
+    set_cpu_threads(cfg.hardware.cpu_threads)
+    if world_size != cfg.hardware.trainer_ranks:
+        raise ValueError(f"hardware.trainer_ranks is {cfg.hardware.trainer_ranks} and {world_size} processes were started; start as many")
+
+    import torch
+
+    set_cpu_threads(cfg.hardware.cpu_threads)  # torch is loaded now
+    if cfg.hardware.device == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    Trainer(cfg, paths, rank, local_rank, world_size).run()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
