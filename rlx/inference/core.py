@@ -1,0 +1,201 @@
+"""vLLM's engine core behind `AsyncLLM`, with the tokens of policy requests taken out on the way, each stamped with its policy version.
+
+Two homes of the same core: in a thread of this process (CPU: no second process, no sockets, nothing to serialise) and in a process of
+its own (GPU: the event loop never waits for the engine's Python). `AsyncLLM` works with either and serves `/v1/…` beside us.
+
+A token's version is the value of `version` when it arrives here. That is exact because whoever changes `version` first pauses the
+core and then calls `settle`: by then every token that the old weights sampled has passed through `_take`.
+
+Knows vLLM's engine core. Knows nothing of HTTP, files, or when a version changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+FINISH_REASONS = {0: "stop", 1: "length", 2: "abort", 3: "error", 4: "stop"}  # vllm.v1.engine.FinishReason
+
+
+class Sink:
+    """What one policy request has sampled so far."""
+
+    __slots__ = ("done", "finish_reason", "logprobs", "token_ids", "versions")
+
+    def __init__(self, done: asyncio.Future[None]) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[list[int]] = []  # runs [version, tokens]
+        self.finish_reason = ""
+        self.done = done
+
+
+class PolicyOutputs:
+    """Takes the outputs of requests in `sinks` and counts what the scheduler reports. Mixed into both cores."""
+
+    sinks: dict[str, Sink]
+    version: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    preemptions: int
+
+    def _open(self) -> None:
+        self.sinks = {}
+        self.version = 0
+        self.running = self.waiting = self.preemptions = 0
+        self.kv_cache_usage = 0.0
+
+    def _take(self, outputs: EngineCoreOutputs) -> bool:
+        """Move our requests' tokens into their sinks; True where something is left for `AsyncLLM`."""
+        others = []
+        version = self.version
+        for output in outputs.outputs:
+            if output.events:
+                self.preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
+            sink = self.sinks.get(output.request_id)
+            if sink is None:
+                others.append(output)
+                continue
+            tokens = output.new_token_ids
+            if tokens:
+                assert output.new_logprobs is not None
+                sink.token_ids += tokens
+                sink.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                if sink.versions and sink.versions[-1][0] == version:
+                    sink.versions[-1][1] += len(tokens)
+                else:
+                    sink.versions.append([version, len(tokens)])
+            if output.finish_reason is not None:
+                del self.sinks[output.request_id]
+                sink.finish_reason = FINISH_REASONS[output.finish_reason]
+                if not sink.done.done():
+                    sink.done.set_result(None)
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self.running, self.waiting, self.kv_cache_usage = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
+        outputs.outputs = others
+        return bool(others)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine is dead: every open request ends with it."""
+        for sink in self.sinks.values():
+            if not sink.done.done():
+                sink.done.set_exception(EngineDeadError())
+        self.sinks.clear()
+
+
+class SeparateCore(PolicyOutputs, AsyncMPClient):
+    """The engine in a process of its own, over vLLM's sockets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open()
+        super().__init__(*args, **kwargs)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while True:
+            try:
+                outputs = await super().get_output_async()
+            except Exception as error:
+                self._fail(error)
+                raise
+            if self._take(outputs):
+                return outputs
+
+    async def settle(self) -> None:
+        """Return when everything that the paused core has sent was taken.
+
+        The answer to the pause comes through the same socket behind the last tokens, and a queue is empty only after its reader
+        has taken the last item, which it then hands to `_take` without another wait.
+        """
+        while not self.outputs_queue.empty():
+            await asyncio.sleep(0)
+
+
+class InProcessCore(PolicyOutputs, AsyncMPClient):
+    """The engine in one thread of this process. Steps run when `AsyncLLM` asks for outputs; calls run between steps."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        client_addresses: dict[str, Any] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> None:
+        """The base class's own constructor is left out: it would start the process and its sockets."""
+        self._open()
+        self.vllm_config = vllm_config
+        self.resources: Any = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+        self.client_count, self.client_index = client_count, client_index
+        self.engines_running = False
+        self._inbox: deque[EngineCoreRequest | list[str]] = deque()
+        self._work = asyncio.Event()
+        # OpenMP keeps its thread count per thread: the engine must be made by the thread that runs it.
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self.engine: EngineCore = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if not self.resources.engine_dead:
+            self.resources.engine_dead = True
+            self._thread.submit(self.engine.shutdown).result()
+            self._thread.shutdown()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.ensure_alive()
+        self._inbox.append(request)
+        self._work.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.resources.engine_dead:
+            self._inbox.append(request_ids)
+            self._work.set()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self.ensure_alive()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: getattr(self.engine, method)(*args))
+        finally:
+            self._work.set()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                while not self._inbox and not self.engine.scheduler.has_requests():
+                    self._work.clear()
+                    await self._work.wait()
+                outputs = await loop.run_in_executor(self._thread, self._step)
+                if outputs is not None and self._take(outputs):
+                    return outputs
+        except Exception as error:
+            self.resources.engine_dead = True
+            self._fail(error)
+            raise
+
+    def _step(self) -> EngineCoreOutputs | None:
+        """Take in what was asked meanwhile, then one step of the engine. Runs in the engine's thread."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, list):
+                self.engine.abort_requests(item)
+            else:
+                self.engine.add_request(*self.engine.preprocess_add_request(item))
+        outputs, executed = self.engine.step_fn()
+        self.engine.post_step(executed)
+        return outputs.get(self.client_index) if outputs else None
+
+    async def settle(self) -> None:
+        """Nothing to do: a step's tokens are taken before the call that follows it in the engine's thread is answered."""

@@ -1,0 +1,86 @@
+"""Where a run's servers are: one small file per server, written by the process that bound the port.
+
+Knows the run directory and sockets. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlx.paths import RunPaths, atomic
+from rlx.waiting import wait_for
+
+BACKLOG = 4096  # connections the kernel keeps for us: a run opens one per rollout in flight
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on `host`:`port`; port 0 takes any free one. Raises OSError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        sock.bind((host, port))
+        sock.listen(BACKLOG)  # from here on nobody else can have it
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server. `file` is where a server that is started again says its new address; None: the address stays."""
+
+    url: str  # `http://host:port`
+    api_key: str
+    file: Path | None = None
+
+    def refreshed(self) -> Endpoint:
+        """The endpoint as its file says now; itself where there is no file, or none at this moment."""
+        return (self.file is not None and read_endpoint(self.file)) or self
+
+
+def endpoint_file(paths: RunPaths, replica: int) -> Path:
+    return paths.endpoints / f"inference_{replica}.json"
+
+
+def publish_endpoint(file: Path, sock: socket.socket, api_key: str) -> str:
+    """Say where this process serves, readable by the user alone; returns the URL.
+
+    A server that listens on all addresses is published under the host's name.
+    """
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    record = {"url": url, "api_key": api_key, "pid": os.getpid(), "host": socket.gethostname()}
+    with atomic(file, 0o600) as temporary:
+        temporary.write_text(json.dumps(record))
+    return url
+
+
+def read_endpoint(file: Path) -> Endpoint | None:
+    """The endpoint that a file holds; None while there is no file."""
+    try:
+        record = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    return Endpoint(record["url"], record["api_key"], file)
+
+
+def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Callable[[], None] | None = None) -> list[Endpoint]:
+    """The endpoints of replicas 0 … count - 1, waiting up to `timeout` seconds for those that are not there yet.
+
+    Raises WaitTimeout naming the first that is missing.
+    """
+    found = []
+    for replica in range(count):
+        file = endpoint_file(paths, replica)
+        found.append(wait_for(lambda file=file: read_endpoint(file), f"inference server {replica} ({file})", timeout, tick=tick))  # type: ignore[misc]
+    return found

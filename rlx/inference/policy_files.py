@@ -1,0 +1,79 @@
+"""Whether a folder of weights can become the served policy, decided from the files alone, before anything is touched.
+
+Knows safetensors headers and the `COMPLETE` marker. Knows neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from rlx.weights.files import verify
+
+Shapes = dict[str, tuple[int, ...]]
+TIED_HEAD = "lm_head.weight"
+SHOWN = 5  # names listed of a difference
+
+
+def tensor_shapes(folder: Path) -> Shapes:
+    """Name and shape of every tensor in the `*.safetensors` of a folder, from the files' headers.
+
+    Raises ValueError where there is none, where a file is no safetensors file or not as long as its header says, or where a name is twice.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no *.safetensors")
+    shapes: Shapes = {}
+    for path in paths:
+        for name, shape in _header(path).items():
+            if name in shapes:
+                raise ValueError(f"{folder} holds {name} twice, once in {path.name}")
+            shapes[name] = shape
+    return shapes
+
+
+def _header(path: Path) -> Shapes:
+    """A safetensors file begins with the length of its header (8 bytes, little endian) and the header, JSON; offsets count from its end."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else path.stat().st_size
+        text = file.read(size) if size < path.stat().st_size else b""
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file, or was cut short") from error
+    if end != path.stat().st_size:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {end}")
+    return shapes
+
+
+def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None:
+    """Raise ValueError unless the folder is complete, undamaged, of this version, and has the names and shapes of the served model.
+
+    With `tied` embeddings the head may be there or not.
+    """
+    manifest = verify(folder)
+    if manifest.get("version") != version:
+        raise ValueError(f"{folder} holds version {manifest.get('version')}, not {version}")
+    for path in folder.glob("*.safetensors"):
+        if path.name not in manifest["files"]:
+            raise ValueError(f"{path} is not in the manifest: it is no part of version {version}")
+    given = tensor_shapes(folder)
+    allowed = {TIED_HEAD} if tied else set()
+    missing = sorted(served.keys() - given.keys() - allowed)
+    unknown = sorted(given.keys() - served.keys() - allowed)
+    wrong = [
+        f"{name} {list(given[name])} instead of {list(served[name])}"
+        for name in sorted(given.keys() & served.keys())
+        if given[name] != served[name]
+    ]
+    problems = [f"{what}: {_list(names)}" for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if names]
+    if problems:
+        raise ValueError(f"{folder} is not this model; " + "; ".join(problems))
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

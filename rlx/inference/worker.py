@@ -1,0 +1,51 @@
+"""What is added to vLLM's worker so that a policy version can be loaded inside the engine.
+
+vLLM mixes `PolicyWorker` into its worker class by name (`worker_extension_cls`), in whatever process the worker lives.
+Knows safetensors and vLLM's model runner. It trusts its caller: the files were checked, the engine is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the `*.safetensors` of a folder, in the files' own order."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+class PolicyWorker:
+    """Methods for `collective_rpc`. vLLM's own names (`update_weights`, `reload_weights`) are taken."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def load_policy(self, folder: str) -> None:
+        """Replace the model's weights by those in a Hugging Face folder.
+
+        Anything that raises here leaves a model of two halves: the caller must let no request see it.
+        """
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
+        self._repack_tied_head()
+
+    def _repack_tied_head(self) -> None:
+        """On CPU the head multiplies with a packed copy that vLLM leaves as it was when it shares the embedding's weight."""
+        model = self.model_runner.get_model()
+        head = getattr(model, "lm_head", None)
+        if (
+            self.vllm_config.device_config.device_type == "cpu"
+            and head is not None
+            and self.vllm_config.model_config.hf_config.tie_word_embeddings
+        ):
+            head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,145 @@
+"""The inference role: one vLLM server of the policy.
+
+    bind the port → import vLLM → wait for the initial model → start the engine → publish the endpoint → serve until told to stop
+
+Importing takes longer than anything else, so it overlaps with the making of the initial model. The order of the lines below matters:
+environment variables are read when vllm is imported, and a port that is taken should be said at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlx.config.load import load_run
+from rlx.config.schema import Config
+from rlx.heartbeat import Heartbeat
+from rlx.inference.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
+from rlx.paths import RunPaths
+from rlx.process import die_with_parent
+from rlx.waiting import wait_for
+
+if TYPE_CHECKING:
+    from rlx.inference.engine import PolicyEngine
+
+log = logging.getLogger("rlx.inference")
+ALIVE = 2.0  # seconds between two heartbeats while serving
+
+
+def main() -> int:
+    """Serve; returns the exit code: 1 when the engine or the port failed, 143 or 130 when told to stop."""
+    die_with_parent()
+    os.register_at_fork(after_in_child=die_with_parent)  # vLLM's engine processes
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the engine is there
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--replica", type=int, default=0)
+    options = parser.parse_args()
+    paths, config, replica = RunPaths(options.run_dir), load_run(options.run_dir), options.replica
+    heartbeat = Heartbeat(paths, f"inference_{replica}")
+
+    try:
+        sock = listen(config, replica)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+    endpoint_file(paths, replica).unlink(missing_ok=True)  # of an earlier server
+
+    heartbeat.beat("importing vLLM")
+    os.environ |= environment(config, os.environ)
+    import uvloop
+
+    import rlx.inference.server  # noqa: F401  (the heavy imports)
+
+    heartbeat.beat("waiting for the initial model")
+    wait_for(
+        paths.initial_model.exists,
+        f"the initial model ({paths.initial_model})",
+        config.inference.startup_timeout,
+        tick=lambda: heartbeat.beat("waiting for the initial model"),
+    )
+    model = find_model(paths.initial_model.read_text().strip())
+    return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
+
+
+def listen(config: Config, replica: int) -> socket.socket:
+    """The server's socket. Raises OSError with a text for the user when the port is taken."""
+    host, port = config.inference.host, config.inference.port and config.inference.port + replica
+    try:
+        return bind(host, port)
+    except OSError as error:
+        remedy = "free it, choose another inference.port, or inference.port=0 for any free one" if port else "check inference.host"
+        raise OSError(f"inference server {replica} cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
+
+
+def find_model(name: str) -> Path:
+    """The folder of a local path or a hub name; the hub's files are fetched if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]))
+
+
+async def serve(config: Config, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
+    """Start the engine, publish the endpoint, serve until a signal or a broken engine; returns the exit code."""
+    from rlx.inference.engine import PolicyEngine
+    from rlx.inference.server import PolicyApp, Server
+
+    heartbeat.beat(f"loading {model}")
+    arguments = engine_arguments(config, str(model), replica)
+    engine = await PolicyEngine.start(arguments, in_process=runs_in_process(config), fork=config.hardware.device == "cpu")
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def stop(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+    api_key = config.inference.api_key or secrets.token_urlsafe(24)
+    server = Server(PolicyApp(engine, api_key, arguments))
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    log.info("serving version 0 at %s", publish_endpoint(endpoint_file(paths, replica), sock, api_key))
+    try:
+        return await watch(engine, stopped, serving, heartbeat)
+    finally:
+        server.should_exit = server.force_exit = True
+        await asyncio.wait([serving], timeout=2)
+        engine.shutdown()
+
+
+async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat) -> int:
+    """Beat until there is a reason to end, and say it."""
+    while True:
+        heartbeat.beat("serving", step=engine.version)
+        await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return stopped.result()
+        if engine.broken.done():
+            await asyncio.sleep(0.1)  # whoever asked for the update reads the answer first
+            print(f"{engine.broken.result()}\nThe model is not whole any more, so this server ends.", file=sys.stderr)
+            return 1
+        if engine.llm.errored or serving.done():
+            print("the engine died; its own message is above", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif __name__ == "__mp_main__":  # an engine process that vLLM spawned, where it could not fork
+    die_with_parent()
