@@ -222,12 +222,6 @@ class LoggerConfig:
 
 
 @dataclass
-class KlConfig:
-    beta: float = key(0.0, "weight of the KL term against the reference model; needs a reference (not yet available) when above 0", low=0)
-    estimator: str = key("k2", "`k1`, `k2` or `k3`", choices=("k1", "k2", "k3"))
-
-
-@dataclass
 class LossTerms:
     """Keys that every objective shares, beside the objective's own under `loss`."""
 
@@ -256,13 +250,13 @@ class Config:
     clean: bool = key(False, "delete an existing run directory of this name first")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
-    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of LossTerms")
+    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix by name")
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of OptimTerms")
+    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer")
     scheduler: SchedulerConfig = section(SchedulerConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)

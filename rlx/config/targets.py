@@ -67,26 +67,32 @@ def check_targets(cfg: Config, origins: Origins) -> list[Problem]:
         signature_of_env = read_signature(module, "load_environment")
         if signature_of_env is not None:
             problems += _check_arguments(
-                f"envs.{name}.args.", dict(env.args), f"{module}.load_environment of {env.id}", signature_of_env, None, origins
+                f"envs.{name}.args.",
+                dict(env.args),
+                f"{module}.load_environment of {env.id}",
+                signature_of_env,
+                None,
+                origins,
+                by_name=True,
             )
     return problems
 
 
 def _check_arguments(
-    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, terms: type | None, origins: Origins
+    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, terms: type | None, origins: Origins, by_name: bool = False
 ) -> list[Problem]:
     parameters = signature.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
-    # Positional parameters without a default are the caller's: the tokens of a loss, the parameters of an optimizer.
+    # Without `by_name`, positional parameters without a default are the caller's: the tokens of a loss, the parameters of an optimizer.
     valid = {
         name: p
         for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and (by_name or p.default is not p.empty))
     }
     target = path.rpartition(".")[2]
     problems = []
-    if unknown := sorted(node.keys() - valid.keys()):
+    if unknown := sorted(node.keys() - parameters.keys()):
         names = [*valid, *(f.name for f in fields(terms))] if terms else list(valid)
         near = [f"`{prefix}{found}`" for name in unknown for found in closest(name, names, 1)]
         text = f"unknown key{'s' * (len(unknown) > 1)} " + ", ".join(origins.show(prefix + name, node[name]) for name in unknown)

@@ -1,0 +1,151 @@
+"""Writes `docs/configuration.md` from the schema and the presets: `python -m rlx.config.docs`.
+
+The page's own words are in this file; every key, type, default and meaning is taken from `schema.py`, every option from `conf/`.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.config.environment import RESERVED
+from rlx.config.schema import MISSING, Config, LossTerms, OptimTerms
+from rlx.config.shipped import conf_directory
+from rlx.config.tree import range_of, show, split_optional, types_of
+
+GROUPS = {
+    "model": "the policy, with lengths and a learning rate that suit it",
+    "env": "what is learnt; a list mixes several",
+    "loss": "the objective; it chooses an advantage",
+    "advantage": "how rewards become advantages",
+    "optim": "the optimizer",
+    "hardware": "which roles run on which GPUs",
+    "launcher": "where processes are started",
+    "logger": "where metrics go, beside `metrics.jsonl`; a list takes several",
+    "experiment": "the differences that make an experiment",
+}
+
+HEAD = """\
+# Configuration
+
+Generated from `rlx/config/schema.py` and `conf/` by `python -m rlx.config.docs`.
+
+```
+python train.py loss=gspo env=[math,reverse_text] model=qwen3_8b optim.lr=1e-6 dry_run=true
+```
+
+`group=option` chooses a file of `conf/`, `key=value` sets a key. Everything is checked before anything starts; all problems are
+listed at once, with the keys, where their values come from, and what to do. The exit code is then 2.
+
+## Where values come from
+
+Weakest first:
+
+1. the defaults below
+2. the values in `conf/train.yaml` and in the chosen options of the groups
+3. environment variables: `RLX_SEQ_LEN=128` sets `seq_len`, `RLX_MODEL__DTYPE=float32` sets `model.dtype` (two underscores separate
+   levels), `RLX_LOSS=gspo` chooses the option of a group. Values are written as on the command line
+4. `experiment=NAME`, or a file of your own
+5. the command line
+
+Further forms: `env.KEY=VALUE` is short for `envs.<name>.KEY=VALUE` when the run has one environment, and `env.id=MODULE` runs any
+installed verifiers environment. `~envs.math` removes a key of `loss`, `advantage`, `optim`, `envs` or `inference.vllm`.
+
+## Files of your own
+
+A directory with the same groups adds options to them, without touching this repository; its files win over shipped ones of the
+same name. Name it with `--config-dir DIR` or `RLX_CONFIG_DIR=DIR`.
+
+```
+my_conf/env/riddles.yaml          # @package envs.riddles      →  --config-dir my_conf env=riddles
+my_conf/experiment/first.yaml     # @package _global_          →  --config-dir my_conf experiment=first
+my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir my_conf --config-name mine
+```
+
+A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Groups\n", *_groups(), "## Keys\n", "A default of `???` must be given; the presets do.\n"]
+    parts += _table("Top level", Config, "")
+    for f in fields(Config):
+        kind, _ = split_optional(types_of(Config)[f.name])
+        if is_dataclass(kind):
+            parts += _section(f.name, typing.cast(type, kind))
+        elif f.name == "envs":
+            parts += _section("envs.<name>", typing.get_args(kind)[1])
+    parts += [
+        "## Open nodes\n",
+        "`loss`, `advantage` and `optim` name a function or class by `_target_`; their other keys are its arguments.\n",
+    ]
+    parts += _table("Keys of every `loss`", LossTerms, "loss.") + _table("Keys of every `optim`", OptimTerms, "optim.")
+    parts += ["## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
+    parts += [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _groups() -> Iterator[str]:
+    for group, meaning in GROUPS.items():
+        yield f"### `{group}=`\n\n{meaning[0].upper()}{meaning[1:]}.\n\n| option | |\n| --- | --- |"
+        for file in sorted((conf_directory() / group).glob("*.yaml")):
+            yield f"| `{file.stem}` | {_comment(file)} |"
+        yield ""
+
+
+def _comment(file: Path) -> str:
+    """The comment at the head of a preset, without the package line; commands in it as code."""
+    lines = []
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.removeprefix("#").strip()
+        if not text.startswith("@package"):
+            lines.append(f"`{text}`:" if text.startswith("python ") else text)
+    return " ".join(lines).replace("|", "\\|")
+
+
+def _section(name: str, cls: type) -> list[str]:
+    """The table of a section and, behind it, those of the sections inside."""
+    parts = _table(f"`{name}`", cls, name + ".")
+    for f in fields(cls):
+        kind, optional = split_optional(types_of(cls)[f.name])
+        if is_dataclass(kind):
+            parts += _section(f"{name}.{f.name}", typing.cast(type, kind))
+            if optional:
+                parts += [f"`{name}.{f.name}` is null unless a preset sets it: {f.metadata['doc']}.\n"]
+    return parts
+
+
+def _table(title: str, cls: type, prefix: str) -> list[str]:
+    rows = []
+    for f in fields(cls):
+        kind, optional = split_optional(types_of(cls)[f.name])
+        if is_dataclass(kind) or f.name == "envs":
+            continue
+        limits = "" if f.metadata["choices"] else range_of(f.metadata)
+        doc = f.metadata["doc"] + (f" ({limits})" if limits else "")
+        rows.append(f"| `{prefix}{f.name}` | {_type_name(kind, optional)} | {_default(f)} | {doc.replace('|', chr(92) + '|')} |")
+    return [f"### {title}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |", *rows, ""] if rows else []
+
+
+def _type_name(kind: Any, optional: bool) -> str:
+    name = {"list": "list of texts", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
+    name = name or {int: "integer", float: "number", bool: "true or false", str: "text"}[kind]
+    return f"{name} or null" if optional else name
+
+
+def _default(f: Field) -> str:
+    value = f.default_factory() if f.default_factory is not NO_DEFAULT else f.default
+    return "`???`" if value == MISSING and isinstance(value, str) else f"`{show(value)}`"
+
+
+if __name__ == "__main__":
+    page = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+    page.write_text(render())
+    print(f"wrote {page}")

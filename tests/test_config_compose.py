@@ -1,0 +1,206 @@
+"""Where a configuration's values come from: the command line, files, environment variables, group defaults, a run directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, load_run
+
+MINE = """\
+defaults:
+  - train
+  - override /loss: cispo
+max_steps: 11
+seq_len: 81
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A configuration directory of a user's own."""
+    write(tmp_path / "env" / "riddles.yaml", "# @package envs.riddles\nid: rlx-math\nargs: {level: 2}\n")
+    write(
+        tmp_path / "experiment" / "first.yaml",
+        "# @package _global_\ndefaults:\n  - override /loss: gspo\nmax_steps: 3\nseq_len: 83\nsampling: {max_tokens: 13}\n",
+    )
+    write(tmp_path / "mine.yaml", MINE)
+    return tmp_path
+
+
+def test_the_command_line_beats_files_which_beat_variables_which_beat_group_defaults(mine: Path):
+    argv = ["--config-dir", str(mine), "experiment=first", "max_steps=2"]
+    environ = {
+        "RLX_MAX_STEPS": "4",
+        "RLX_SEQ_LEN": "84",
+        "RLX_MODEL__DTYPE": "bfloat16",
+        "RLX_LOSS": "cispo",
+        "RLX_ADVANTAGE": "group_mean",
+    }
+    composed = compose(argv, environ)
+    cfg = composed.cfg
+    assert cfg.max_steps == 2, "set in all four places: the command line wins"
+    assert cfg.seq_len == 83, "set by the experiment, a variable and model=tiny: the experiment wins"
+    assert cfg.model.dtype == "bfloat16", "set by a variable and model=tiny: the variable wins"
+    assert cfg.sampling.max_tokens == 13
+    assert cfg.model.context_length == 256, "set by model=tiny alone"
+    assert composed.choices["loss"] == "gspo", "chosen by the experiment, a variable and train.yaml: the experiment wins"
+    assert composed.choices["advantage"] == "group_mean", "chosen by a variable and by the loss: the variable wins"
+    assert compose([*argv, "loss=reinforce"], environ).choices["loss"] == "reinforce"
+    origins = [composed.origins.find(key) for key in ("max_steps", "seq_len", "model.dtype", "model.context_length")]
+    assert origins == ["command line", str(mine / "experiment/first.yaml"), "RLX_MODEL__DTYPE", "conf/model/tiny.yaml"]
+
+
+def test_a_file_of_the_users_own_beats_variables(mine: Path):
+    cfg = compose(["--config-dir", str(mine), "--config-name", "mine"], {"RLX_MAX_STEPS": "4", "RLX_LOSS": "gspo", "RLX_SEED": "5"})
+    assert (cfg.cfg.max_steps, cfg.cfg.seq_len, cfg.cfg.seed, cfg.choices["loss"]) == (11, 81, 5, "cispo")
+
+
+def test_a_variable_chooses_an_experiment_and_a_list_of_options(mine: Path):
+    environ = {"RLX_EXPERIMENT": "first", "RLX_ENV": "[math,reverse_text]", "RLX_CONFIG_DIR": str(mine), "RLX_RUN__NAME": "a b=c"}
+    composed = compose([], environ)
+    assert (composed.cfg.seq_len, list(composed.cfg.envs), composed.cfg.run.name) == (83, ["math", "reverse_text"], "a b=c")
+    assert compose(["experiment=null"], environ).cfg.seq_len == 64
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "hydra"])
+def test_a_users_directory_adds_options_to_any_group(mine: Path, how: str):
+    argv = {"option": ["--config-dir", str(mine)], "variable": [], "hydra": [f"hydra.searchpath=[file://{mine}]"]}[how]
+    environ = {"RLX_CONFIG_DIR": str(mine)} if how == "variable" else {}
+    composed = compose([*argv, "env=[riddles,reverse_text]"], environ)
+    assert [env.id for env in composed.cfg.envs.values()] == ["rlx-math", "rlx-reverse-text"]
+    assert composed.label == "riddles+reverse_text-tiny-grpo"
+
+
+def test_environments_merge_into_one_mix():
+    cfg = compose(["env=[math,reverse_text]", "envs.math.weight=3", "envs.math.args.level=2"], {}).cfg
+    assert {name: (env.id, env.weight) for name, env in cfg.envs.items()} == {
+        "math": ("rlx-math", 3.0),
+        "reverse_text": ("rlx-reverse-text", 1.0),
+    }
+    assert cfg.envs["math"].args == {"level": 2}
+
+
+def test_env_dot_key_means_the_only_environment():
+    assert compose(["env=math", "env.args.level=3"], {}).cfg.envs["math"].args == {"level": 3}
+    assert compose(["env.id=rlx_math", "env.args.level=3"], {}).cfg.envs["custom"].args == {"level": 3}
+    with pytest.raises(ConfigError, match=r"envs\.<name>\.weight=2"):
+        compose(["env=[math,reverse_text]", "env.weight=2"], {})
+
+
+def test_two_loggers():
+    cfg = compose(["logger=[wandb_offline,tensorboard]", "logger.wandb.project=p", "dry_run=true"], {}).cfg
+    assert cfg.logger.wandb is not None
+    assert cfg.logger.tensorboard is not None
+    assert (cfg.logger.wandb.project, cfg.logger.wandb.mode) == ("p", "offline")
+    assert compose([], {}).cfg.logger.wandb is None
+
+
+def test_a_loss_chooses_its_advantage_and_the_command_line_another():
+    assert compose(["loss=reinforce"], {}).choices["advantage"] == "none"
+    assert compose(["loss=reinforce", "advantage=leave_one_out"], {}).choices["advantage"] == "leave_one_out"
+
+
+def test_keys_of_open_nodes_are_added_and_removed_without_ceremony():
+    cfg = compose(["loss.entropy_coef=0.01", "~loss.eps_low", "inference.vllm.block_size=16"], {}).cfg
+    assert cfg.loss["entropy_coef"] == 0.01
+    assert "eps_low" not in cfg.loss
+    assert cfg.inference.vllm == {"block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_build", "layout", "text"),
+    [
+        (0, True, "cpu", "no GPU visible, chose cpu"),
+        (1, True, "gpu1_shared", "1 GPU visible, chose gpu1_shared"),
+        (2, True, "gpu2", "2 GPUs visible, chose gpu2"),
+        (3, True, "gpu2", "3 GPUs visible, chose gpu2, which uses 2"),
+        (8, True, "node8", "8 GPUs visible, chose node8"),
+        (1, False, "cpu", "1 GPU visible, but the CPU build of vLLM is installed (extra `gpu` has the other), chose cpu"),
+    ],
+)
+def test_auto_hardware_takes_the_layout_that_fits_and_says_so(monkeypatch, gpus: int, has_build: bool, layout: str, text: str):
+    monkeypatch.setattr("rlx.config.gpus.installed_gpus", lambda: gpus)
+    monkeypatch.setattr("rlx.config.gpus.has_gpu_build", lambda: has_build)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    composed = compose(["inference.gpu_memory_utilization=0.3", "hardware.cpu_threads=2"], {})
+    assert composed.cfg.hardware.name == layout
+    assert composed.notes == [f"hardware=auto: {text}"]
+    assert composed.cfg.inference.gpu_memory_utilization == 0.3, "what the user sets is kept"
+    assert composed.cfg.hardware.cpu_threads == 2
+
+
+@pytest.mark.parametrize(("chosen", "count"), [("", 0), ("0", 1), ("1,3", 2), ("0,9,1", 1), ("-1", 0), ("GPU-8f1,GPU-8f2", 2)])
+def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: int):
+    from rlx.config import gpus
+
+    monkeypatch.setattr(gpus, "installed_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert gpus.visible_gpus() == count
+
+
+def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):
+    first = compose(["env=[math,reverse_text]", "loss=gspo", "logger=wandb_offline", "optim.lr=1e-5", "seed=3", "dry_run=true"], {})
+    write(tmp_path / "config.yaml", first.yaml)
+    assert load_run(tmp_path) == first.cfg
+    argv = ["--config-dir", str(tmp_path), "--config-name", "config"]
+    again = compose(argv, {"RLX_SEED": "9", "RLX_LOSS": "grpo"})
+    assert again.cfg == first.cfg, "variables do not reach into a resolved configuration"
+    assert again.label == "math+reverse_text-tiny-gspo"
+    assert compose([*argv, "seed=4", "loss.eps_low=0.1"], {}).cfg.loss["eps_low"] == 0.1
+
+
+def test_a_run_directory_with_a_wrong_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no run directory"):
+        load_run(tmp_path)
+    write(tmp_path / "config.yaml", "seed: 1\nmax_steps: many\nmodel: {nme: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(tmp_path)
+    text = str(caught.value)
+    for part in (
+        "`max_steps` must be an integer: max_steps=many",
+        "unknown key `model.nme`",
+        "`model.name` has no value",
+        "`seq_len` has no value",
+    ):
+        assert part in text
+
+
+def test_composing_writes_nothing_and_stays_where_it_is(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose(["loss=gspo"], {})
+    assert list(tmp_path.iterdir()) == []
+    assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import rlx.config.schema, rlx.config.tree, rlx.config.checks", ("hydra", "omegaconf", "torch", "vllm", "verifiers")),
+        ("import rlx.config.load as load; load.load_run(sys.argv[1])", ("hydra", "omegaconf", "torch", "vllm", "verifiers")),
+        ("import rlx.config.load as load; load.compose(['loss=gspo', 'env=math'], {})", ("torch", "vllm", "verifiers")),
+    ],
+    ids=["rules", "load_run", "compose"],
+)
+def test_heavy_packages_stay_out(tmp_path: Path, code: str, absent: tuple[str, ...]):
+    write(tmp_path / "config.yaml", compose([], {}).yaml)
+    check = f"import sys; {code}; print([name for name in {absent!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", check, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_configuration_page_is_up_to_date():
+    from rlx.config.docs import render
+
+    page = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+    assert page.read_text() == render(), "run `python -m rlx.config.docs`"

@@ -1,0 +1,82 @@
+"""Every preset that ships composes, passes the checks, can be built and can be planned."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from rlx.config.gpus import LAYOUTS
+from rlx.config.load import compose, instantiate
+from rlx.config.schema import LossTerms, OptimTerms, split_terms
+from rlx.config.shipped import conf_directory
+from rlx.config.signatures import locate, signature_of
+from rlx.launch.plan import make_plan
+
+GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "logger", "experiment")
+PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((conf_directory() / group).glob("*.yaml"))]
+NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
+
+
+@pytest.mark.parametrize(("group", "option"), PRESETS, ids=[f"{group}={option}" for group, option in PRESETS])
+def test_preset_composes_checks_and_plans(group: str, option: str, tmp_path: Path):
+    more = ["env.id=rlx_math"] if option == "custom" else []
+    composed = compose([f"{group}={option}", "dry_run=true", *more], {})
+    plan = make_plan(composed.cfg, tmp_path)
+    assert {"inference", "orchestrator", "trainer"} <= {spec.role for spec in plan}
+    assert option in composed.choices[group].split("+")
+
+
+def test_the_tests_see_every_group():
+    folders = {path.name for path in conf_directory().iterdir() if path.is_dir() and not path.name.startswith("_")}
+    assert folders == set(GROUPS)
+
+
+def test_every_preset_says_what_it_is():
+    silent = [f"{g}/{o}" for g, o in PRESETS if not any(line.startswith("# ") and "@package" not in line for line in head(g, o))]
+    assert silent == []
+
+
+def head(group: str, option: str) -> list[str]:
+    return (conf_directory() / group / f"{option}.yaml").read_text().splitlines()[:3]
+
+
+def test_every_experiment_shows_its_command():
+    for group, option in PRESETS:
+        if group == "experiment":
+            assert f"# python train.py experiment={option}" in head(group, option)
+
+
+def test_auto_chooses_among_layouts_that_ship():
+    shipped = {option for group, option in PRESETS if group == "hardware"}
+    assert {name for _, name in LAYOUTS} | {"cpu"} <= shipped
+
+
+@pytest.mark.parametrize(("group", "option"), NODES, ids=[f"{group}={option}" for group, option in NODES])
+def test_target_can_be_built_and_its_signature_was_read_right(group: str, option: str):
+    node = dict(getattr(compose([f"{group}={option}"], {}).cfg, group))
+    if group != "advantage":
+        terms, node = split_terms(node, LossTerms if group == "loss" else OptimTerms)
+        assert all(value != "???" for value in vars(terms).values())
+    built = instantiate(node)
+    assert callable(built)
+    real = inspect.signature(locate(node["_target_"]))
+    read = signature_of(node["_target_"])
+    assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
+        (p.name, p.kind, p.default) for p in real.parameters.values()
+    ]
+
+
+def test_the_default_run_is_the_tiny_one():
+    cfg = compose([], {}).cfg
+    assert (cfg.max_steps, cfg.max_async_level, cfg.seq_len, cfg.sampling.max_tokens, cfg.num_groups) == (60, 1, 64, 12, 32)
+    assert (cfg.optim["lr"], cfg.optim["betas"], cfg.optim["weight_decay"], cfg.scheduler.warmup_steps) == (3e-4, [0.9, 0.95], 0.0, 5)
+    assert cfg.model.warm_start is not None
+    assert cfg.model.dtype == "float32"
+
+
+def test_the_command_of_the_readme_composes(tmp_path: Path):
+    composed = compose(["loss=gspo", "env=math", "model=qwen3_8b", "hardware=node8", "dry_run=true"], {})
+    plan = make_plan(composed.cfg, tmp_path)
+    assert sorted(gpu for spec in plan for gpu in spec.gpus) == list(range(8))
