@@ -1,0 +1,29 @@
+"""Fixtures of the tests that run the real stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from main_job import MainJob
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Warm-started models are made once for all tests of a session, and never taken from the user's cache."""
+    return tmp_path_factory.mktemp("rlx_cache")
+
+
+@pytest.fixture
+def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]:
+    """`start("name", *overrides)` starts a main job; whatever is left of it at the test's end is killed."""
+    jobs: list[MainJob] = []
+
+    def begin(name: str, *overrides: str, env: dict[str, str] | None = None) -> MainJob:
+        jobs.append(MainJob(tmp_path / name, *overrides, env={"RLX_CACHE": str(model_cache)} | (env or {})))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.destroy()

@@ -1,0 +1,137 @@
+"""The main job end to end on the real stack: vLLM, verifiers environments, trainer, launched as a user launches it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from main_job import reproducible_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+SHORT = ("orchestrator.batch_size=64", "max_steps=4")
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
+    job = start("run")
+    assert job.wait(timeout=500) == 0, job.text()
+    rewards = [r["reward/mean"] for r in job.metrics("orchestrator")]
+    assert len(rewards) == 60
+    assert mean(rewards[:3]) < 0.6
+    assert mean(rewards[-5:]) >= 0.9
+    assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
+    assert max(r["mismatch/kl"] for r in job.metrics("trainer")) < 1e-2
+    written = {p.name for p in job.run_dir.iterdir()}
+    assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}
+    assert (job.run_dir / "weights" / "step_60" / "COMPLETE").exists()
+    assert (job.run_dir / "logs" / "latest" / "trainer.log").exists()
+    status = job.status()
+    assert (status["state"], status["step"], status["exit_code"], status["cause"]) == ("completed", 60, 0, None)
+    rollout = job.rollouts(10)[0]
+    assert rollout.keys() >= {
+        "env", "example_id", "group", "prompt", "completion", "reward", "rewards", "advantage", "versions", "num_tokens", "stop", "error"
+    }  # fmt: skip
+    assert len(job.rollouts(10)) == 256
+    job.wait_until_nothing_is_left(timeout=5)
+
+
+def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
+    first = start("first", "max_async_level=0", *SHORT)
+    assert first.wait() == 0, first.text()
+    second = start("second", "max_async_level=0", *SHORT)
+    assert second.wait() == 0, second.text()
+    assert first.reproducible_lines() == second.reproducible_lines()
+    for record in first.metrics("trainer"):
+        assert record["mismatch/kl"] <= 1e-6
+        assert record["off_policy/lag_max"] == 0
+    other = start("other", "max_async_level=0", *SHORT, "seed=1")
+    assert other.wait() == 0, other.text()
+    assert other.reproducible_lines() != first.reproducible_lines()
+
+
+def test_the_script_of_a_run_reproduces_it_bit_for_bit(start, model_cache):
+    job = start("run", "max_async_level=0", *SHORT)
+    assert job.wait() == 0, job.text()
+    again = job.run_dir.parent / "again"
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "RLX_CACHE": str(model_cache), "RLX_NEW_DIR": str(again)}
+    done = subprocess.run(["sh", job.run_dir / "reproduce.sh"], check=False, timeout=200, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert reproducible_lines(again) == job.reproducible_lines()
+
+
+def test_two_trainer_processes_train_like_one(start):
+    overrides = ("max_async_level=0", "orchestrator.batch_size=64", "max_steps=3")
+    one, two = start("one", *overrides), None
+    assert one.wait() == 0, one.text()
+    two = start("two", *overrides, "hardware.trainer_ranks=2")
+    assert two.wait() == 0, two.text()
+    for a, b in zip(one.metrics("trainer"), two.metrics("trainer"), strict=True):
+        assert b["optim/grad_norm"] == pytest.approx(a["optim/grad_norm"], rel=1e-3)
+        assert b["loss/total"] == pytest.approx(a["loss/total"], rel=1e-3, abs=1e-5)
+    # the first step starts from the same weights: equal up to the order of sums
+    assert two.metrics("trainer")[0]["optim/grad_norm"] == pytest.approx(one.metrics("trainer")[0]["optim/grad_norm"], rel=1e-5)
+
+
+def test_environments_of_others_train_together_by_their_ids(start):
+    packages = str(ROOT / "tests" / "packages" / "rlx_test_envs")
+    names = ["single", "multi", "tool", "gym"]
+    envs = [f"+envs.{name}.id=rlx-test-{name}" for name in names]
+    job = start("run", "env=[]", *envs, "max_steps=3", "orchestrator.batch_size=64", "seq_len=256", env={"PYTHONPATH": packages})
+    assert job.wait() == 0, job.text()
+    records = job.metrics("orchestrator")
+    for name in names:
+        assert any(f"reward/{name}/mean" in record for record in records), name
+    multi = [rollout for step in range(3) for rollout in job.rollouts(step) if rollout["env"] == "multi"]
+    assert any(len(rollout["completion"]) > 1 for rollout in multi)
+
+
+def test_math_and_the_mix_improve(start):
+    job = start("run", "env=[math,reverse_text]", "max_steps=30")
+    assert job.wait(timeout=400) == 0, job.text()
+    records = job.metrics("orchestrator")
+    for name in ("math", "reverse_text"):
+        rewards = [r[f"reward/{name}/mean"] for r in records if f"reward/{name}/mean" in r]
+        assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, name
+
+
+def test_two_runs_side_by_side_do_not_meet(start):
+    jobs = [start(name, *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "two"))]
+    codes = [job.wait() for job in jobs]
+    assert codes == [0, 0], "\n".join(job.text() for job in jobs)
+    assert all(len(job.metrics("trainer")) == 4 for job in jobs)
+
+
+def test_an_installed_package_finds_its_configuration(tmp_path):
+    """A wheel in an environment of its own: `rlx train dry_run=true` from an empty directory."""
+    uv = Path(sys.executable).parent / "uv"
+    subprocess.run(
+        [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--out-dir", tmp_path / "dist", ROOT], check=True, cwd=tmp_path
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel], check=True)
+    site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    # The dependencies come from this environment; its own editable rlx does not: .pth files of a .pth folder are not read.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    where = subprocess.run(
+        [python, "-c", "import rlx; print(rlx.__file__)"], cwd=empty, check=True, capture_output=True, text=True, env=env
+    )
+    assert str(site) in where.stdout
+    done = subprocess.run(
+        [tmp_path / "env" / "bin" / "rlx", "train", "env=[math,reverse_text]", "dry_run=true"],
+        cwd=empty, check=False, capture_output=True, text=True, env=env, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "prepare" in done.stdout
