@@ -91,17 +91,15 @@ def test_members_and_turns_get_different_seeds_and_repeat_in_a_second_run() -> N
 
 def test_sampling_parameters_of_the_environment_are_merged_under_those_of_the_run() -> None:
     env = load("rlx_reverse_text", num_examples=4)
-    env.env.sampling_args = {"n": 1, "extra_body": {"repetition_penalty": 1.5}, "temperature": 0.1, "stop": ["!"]}
+    env.env.sampling_args = {"n": 1, "extra_body": {"min_p": 0.2, "repetition_penalty": 1.5}, "temperature": 0.1, "top_k": 5}
     env = type(env)("e", env.env, {"max_tokens": 5, "temperature": 1.0, "min_tokens": 0}, 30.0)
     stand_in = StandIn(tiny_chat())
     play(env, stand_in)
     sampling = stand_in.requests[0]["sampling"]
     assert sampling["temperature"] == 1.0
     assert sampling["max_tokens"] == 5
-    assert sampling["stop"] == ["!"]
-    assert sampling["repetition_penalty"] == 1.5
-    assert "n" not in sampling
-    assert "extra_body" not in sampling
+    assert (sampling["top_k"], sampling["min_p"]) == (5, 0.2)
+    assert not {"n", "extra_body", "repetition_penalty"} & sampling.keys()
     assert sampling["stop_token_ids"] == tiny_chat().stop_token_ids
 
 

@@ -57,6 +57,10 @@ class Environment(Protocol):
         """The group of `task` was given up; drop what is kept for scoring it."""
         ...
 
+    async def close(self) -> None:
+        """The run is over; put away what is held."""
+        ...
+
 
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:
     """The sampling seed of one request, 0 … 2^63 - 1: a hash of run seed, environment, example, task, member, attempt and turn.

@@ -14,6 +14,7 @@ from verifiers.types import AssistantMessage, Response, ResponseMessage, Tool, T
 
 from rlx.envs.base import Policy, request_seed
 from rlx.envs.chat import Message, Reply
+from rlx.inference.protocol import Sampling
 from rlx.types import Task, Turn
 
 
@@ -53,7 +54,7 @@ class EpisodeClient(Client):
         room = policy.context_length - len(ids)
         if room <= 0:
             raise OverlongPromptError(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
-        sampling = {key: value for key, value in sampling_args.items() if key not in ("n", "extra_body", "max_completion_tokens")}
+        sampling = {key: value for key, value in sampling_args.items() if key in Sampling.__struct_fields__}
         sampling["max_tokens"] = min(sampling_args.get("max_completion_tokens") or sampling["max_tokens"], room)
         sampling["min_tokens"] = min(sampling.get("min_tokens", 0), sampling["max_tokens"])
         sampling["stop_token_ids"] = [*policy.chat.stop_token_ids, *(sampling.get("stop_token_ids") or [])]

@@ -28,6 +28,7 @@ from rlx.config.schema import EnvConfig
 from rlx.envs.base import Policy
 from rlx.envs.chat import Message
 from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.inference.protocol import Sampling
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,13 @@ class VerifiersEnvironment:
         self.timeout = timeout
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
         self.scores_groups = env.requires_group_rollouts
-        # run_rollout ignores what the environment itself asks for (stop strings, say); the run's own keys win.
-        extra = dict(env.sampling_args.get("extra_body") or {})
-        own = {key: value for key, value in env.sampling_args.items() if key not in ("n", "extra_body") and value is not None}
-        self.sampling = {**extra, **own, **sampling}
+        # run_rollout ignores what the environment itself asks for (stop tokens, say); the run's own keys win.
+        own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
+        own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
+        unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
+        if unknown:
+            log.warning("envs.%s asks for sampling parameters that the server does not have; they are left out: %s", name, unknown)
+        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._states: dict[tuple[int, int], State] = {}  # played but not scored, where rewards compare a group
@@ -140,6 +144,13 @@ class VerifiersEnvironment:
         """Drop the unscored episodes of a task."""
         for key in [key for key in self._states if key[0] == task.index]:
             del self._states[key]
+
+    async def close(self) -> None:
+        """Let the environment and its rubrics put away what they hold (process pools, sandboxes), within a limit."""
+        closing = asyncio.create_task(self.env._teardown())
+        await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
+        if not closing.done():
+            await _abandon(closing)
 
     async def _episode(self, task: Task, client: EpisodeClient) -> State:
         state = await self.env.rollout(task.row, client, "policy", dict(self.sampling))

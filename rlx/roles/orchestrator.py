@@ -1,0 +1,281 @@
+"""The orchestrator role: rollouts from the servers' policy, scored by environments, as batches for the trainer.
+
+    for step in range(max_steps):
+        wait for the first groups to finish, none of them older than max_async_level versions
+        rewards → advantages → training samples → packed StepBatch
+        write metrics and rollouts, send the batch
+    all the while: keep rollouts in flight, bring every new policy version to the servers, say what is being waited for
+
+One asyncio loop; what computes longer than a moment (packing, compressing) runs in a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from rlx.config.load import instantiate, load_run
+from rlx.config.schema import Config
+from rlx.data.packing import pack
+from rlx.envs.base import Environment, Policy, sampling_of
+from rlx.envs.chat import Chat, load_chat
+from rlx.heartbeat import INTERVAL, Heartbeat
+from rlx.inference.client import InferenceClient
+from rlx.inference.endpoints import Endpoint, read_endpoints
+from rlx.inference.protocol import InferenceError
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.process import die_with_parent, set_cpu_threads
+from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples
+from rlx.rollout.clock import StepClock
+from rlx.rollout.collector import Collector
+from rlx.rollout.record import records, write_rollouts
+from rlx.rollout.tasks import TaskSequence
+from rlx.rollout.updates import WeightUpdates
+from rlx.tracking import Tracker, open_tracker
+from rlx.transport.files import BatchWriter
+from rlx.types import Group, Rollout, StepBatch
+from rlx.waiting import wait_for
+
+log = logging.getLogger("rlx.orchestrator")
+
+
+class Orchestrator:
+    """The main loop and what goes on beside it."""
+
+    def __init__(
+        self,
+        config: Config,
+        paths: RunPaths,
+        envs: Mapping[str, Environment],
+        chat: Chat,
+        client: InferenceClient,
+        heartbeat: Heartbeat,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.config = config
+        self.paths = paths
+        self.client = client
+        self.heartbeat = heartbeat
+        self.tracker = tracker
+        self.envs = envs
+        self.advantage = instantiate(config.advantage)
+        self.collector = Collector(
+            envs=envs,
+            tasks=TaskSequence(envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
+            policy=Policy(
+                generator=client,
+                chat=chat,
+                context_length=min(config.seq_len, config.max_model_len),
+                seed=config.seed,
+                label=uuid.uuid4().hex[:6] + "-",
+            ),
+            num_groups=config.num_groups,
+            group_size=config.orchestrator.rollouts_per_example,
+            max_steps=config.max_steps,
+            max_async_level=config.max_async_level,
+            max_concurrent=config.orchestrator.max_concurrent,
+            max_retries=config.orchestrator.max_retries,
+        )
+        self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
+        self.metrics = MetricsWriter(paths.metrics, "orchestrator")
+        self.inference_metrics = MetricsWriter(paths.metrics, "inference")
+        self.batches = BatchWriter(paths)
+        self.step = 0
+        self._saving: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
+        try:
+            await first_failure(self._train(), self.updates.follow(), forever=[self._beat(), self._track()])
+        finally:
+            await self.collector.close()
+            await asyncio.gather(*(env.close() for env in self.envs.values()))
+            if self.tracker is not None:
+                await asyncio.to_thread(self.tracker.close)
+
+    async def _train(self) -> None:
+        clock = StepClock(self.collector)
+        for step in range(self.config.max_steps):
+            self.step = step
+            rollouts = await self.collector.collect()
+            clock.collected()
+            groups = make_groups(rollouts, self.advantage)
+            check_rewards(groups)
+            mini_batches = make_samples(groups, self.config)
+            batch = await asyncio.to_thread(self._pack, mini_batches)
+            values = describe(groups, mini_batches, self.collector.tally) | {"time/update_weights": self.updates.seconds}
+            state = await self._inference_state()
+            # The metrics of step n stand in the file before the trainer can begin with batch n: at max_async_level 0 their order is fixed.
+            self.metrics.write(step, values | clock.step())
+            if state:
+                self.inference_metrics.write(step, state)
+            await asyncio.to_thread(self.batches.send, batch)
+            log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
+            await self._save(groups)
+        if self._saving is not None:
+            await self._saving
+
+    def _pack(self, mini_batches: Sequence[Sequence[Any]]) -> StepBatch:
+        return pack(self.step, mini_batches, ranks=self.config.hardware.trainer_ranks, tokens=self.config.micro_batch_tokens)
+
+    def _in_words(self, groups: Sequence[Group], clock: StepClock) -> str:
+        oldest = min(int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns)
+        return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
+
+    async def _save(self, groups: Sequence[Group]) -> None:
+        """Write the rollouts in the background, one step at a time."""
+        if self._saving is not None:
+            await self._saving
+        failures, self.collector.tally.failures = self.collector.tally.failures, []
+        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, self.step, groups, failures))
+
+    def _save_now(self, step: int, groups: Sequence[Group], failures: Sequence[Rollout]) -> None:
+        if self.config.orchestrator.save_rollouts:
+            write_rollouts(self.paths.rollouts_of(step), groups, failures)
+        if self.tracker is not None and self.tracker.wants_samples(step):
+            self.tracker.samples(step, list(records(groups)))
+
+    async def _inference_state(self) -> dict[str, float]:
+        """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""
+        try:
+            return await self.client.stats()
+        except InferenceError as error:
+            log.warning("no figures of the servers at step %d: %s", self.step, error)
+            return {}
+
+    async def _beat(self) -> None:
+        """Say what is being waited for, in the heartbeat."""
+        while True:
+            done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
+            phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
+            self.heartbeat.beat(phase, step=self.step)
+            await asyncio.sleep(INTERVAL / 2)
+
+    async def _track(self) -> None:
+        """Forward metrics to the services that are asked for."""
+        while self.tracker is not None:
+            await asyncio.to_thread(self.tracker.forward)
+            await asyncio.sleep(1.0)
+
+
+async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
+    """Run all; return when `parts` are done, raise what the first of all to fail raises. Nothing is left running."""
+    needed = {asyncio.ensure_future(part) for part in parts}
+    tasks = needed | {asyncio.ensure_future(part) for part in forever}
+    try:
+        while needed:
+            done, _ = await asyncio.wait(needed | {task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            needed -= done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def load_environments(config: Config, heartbeat: Heartbeat) -> dict[str, Environment]:
+    """The environments of the mix by name, on the main thread."""
+    heartbeat.beat("importing verifiers")
+    from rlx.envs.verifiers_v0 import load_environment
+
+    envs: dict[str, Environment] = {}
+    for name, env in config.envs.items():
+        heartbeat.beat(f"loading environment {name}")
+        timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
+        envs[name] = load_environment(name, env, sampling_of(config, env), timeout, concurrency)
+    return envs
+
+
+def load_tokenizer(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> Chat:
+    """The chat format of the initial model, once there is one."""
+    timeout = config.inference.startup_timeout
+
+    def tick() -> None:
+        heartbeat.beat("waiting for the initial model")
+
+    wait_for(paths.initial_model.exists, f"the initial model ({paths.initial_model})", timeout, tick=tick)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(paths.initial_model.read_text().strip(), trust_remote_code=config.model.trust_remote_code)
+    return load_chat(tokenizer, config.model.name, keep_reasoning=config.orchestrator.trajectory_strategy == "interleaved")
+
+
+def find_servers(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> list[Endpoint]:
+    """The servers that the configuration names, or those that the run starts."""
+    if config.inference.base_url:
+        return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
+
+    def tick() -> None:
+        heartbeat.beat("waiting for inference servers")
+
+    return read_endpoints(paths, config.hardware.inference_replicas, config.inference.startup_timeout, tick)
+
+
+async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Environment], chat: Chat, heartbeat: Heartbeat) -> None:
+    """Run to the end against the run's servers."""
+    endpoints = await asyncio.to_thread(find_servers, config, paths, heartbeat)
+    tracker = await asyncio.to_thread(open_tracker, config, paths)
+    async with InferenceClient(endpoints, config.inference.request_timeout) as client:
+        await client.wait_ready(config.inference.startup_timeout, tick=lambda: heartbeat.beat("waiting for inference servers"))
+        await Orchestrator(config, paths, envs, chat, client, heartbeat, tracker).run()
+
+
+def main() -> int:
+    """The role as a process; returns its exit code."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = parser.parse_args().run_dir
+    config, paths = load_run(run_dir), RunPaths(run_dir)
+    set_cpu_threads(config.hardware.cpu_threads)
+    heartbeat = Heartbeat(paths, "orchestrator")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the loop runs
+    envs = load_environments(config, heartbeat)
+    chat = load_tokenizer(config, paths, heartbeat)
+    gc.freeze()  # what is loaded now stays; collections need not walk it again and again
+
+    stopped: list[int] = []
+
+    async def stoppable() -> None:
+        running = asyncio.ensure_future(orchestrate(config, paths, envs, chat, heartbeat))
+
+        def stop(number: int) -> None:
+            stopped.append(number)
+            running.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await running
+
+    try:
+        uvloop.run(stoppable())
+    except asyncio.CancelledError:
+        return 128 + stopped[0] if stopped else 1
+    except Exception as error:
+        log.exception("the orchestrator failed")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a reward function that hangs in a thread must not keep the process alive

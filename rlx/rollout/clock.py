@@ -1,0 +1,43 @@
+"""The wall-clock metrics of the orchestrator, from one step to the next. Knows the collector's counters and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+from rlx.rollout.collector import Collector
+
+
+class StepClock:
+    """The wall-clock metrics of a step, from one step to the next."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self.waited = 0.0
+        self._mark()
+        self._began_waiting = time.monotonic()
+
+    def _mark(self) -> None:
+        self._time, self._cpu = time.monotonic(), time.process_time()
+        self._finished, self._tokens = self.collector.tally.finished, self.collector.tally.tokens
+        self._for_weights = self.collector.waited_for_weights
+
+    def collected(self) -> None:
+        """A batch of rollouts is complete."""
+        self.waited = time.monotonic() - self._began_waiting - (self.collector.waited_for_weights - self._for_weights)
+
+    def step(self) -> dict[str, float]:
+        """The step is over: its metrics. The next begins."""
+        seconds, cpu = time.monotonic() - self._time, time.process_time() - self._cpu
+        finished, tokens = self.collector.tally.finished - self._finished, self.collector.tally.tokens - self._tokens
+        values = {
+            "time/step": seconds,
+            "time/wait_rollouts": max(0.0, self.waited),
+            "time/wait_weights": self.collector.waited_for_weights - self._for_weights,
+            "perf/rollouts_per_second": finished / seconds,
+            "perf/inference_tokens_per_second": tokens / seconds,
+            "perf/in_flight": self.collector.in_flight,
+            "perf/cpu_ms_per_rollout": 1000 * cpu / max(finished, 1),
+        }
+        self._mark()
+        self._began_waiting = self._time
+        return values

@@ -1,0 +1,52 @@
+"""New policy versions on their way from the trainer's folder to the servers, while rollouts are in flight.
+
+Knows where versions appear. Knows neither what they hold nor how a server loads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from rlx.paths import RunPaths
+from rlx.weights.files import latest_version
+
+POLL = 0.01  # seconds between two looks for a new version
+
+
+class Updatable(Protocol):
+    """Whatever serves the policy: the inference client, or a stand-in."""
+
+    async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+        """Returns when every server has the version; raises when that takes longer than `timeout` seconds."""
+        ...
+
+
+class WeightUpdates:
+    """Brings every server to the newest version as soon as it is complete."""
+
+    def __init__(self, paths: RunPaths, client: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
+        """`timeout`: seconds for one update; `last`: the version after which there are no more; `reached` is told each version."""
+        self.paths = paths
+        self.client = client
+        self.timeout = timeout
+        self.last = last
+        self.reached = reached
+        self.version = 0
+        self.seconds = 0.0  # of the latest update
+
+    async def follow(self) -> None:
+        """Runs until the last version is served. Raises what the client raises."""
+        while self.version < self.last:
+            newest = latest_version(self.paths)
+            if newest is None or newest <= self.version:
+                await asyncio.sleep(POLL)
+                continue
+            began = time.monotonic()
+            await self.client.update_weights(self.paths.weights_of(newest), newest, self.timeout)
+            self.seconds = time.monotonic() - began
+            self.version = newest
+            self.reached(newest)

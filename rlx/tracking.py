@@ -1,0 +1,168 @@
+"""Forwarding `metrics.jsonl` and samples of rollouts to Weights & Biases and TensorBoard.
+
+Knows the two services and the run directory; reads what every role has written, so that one process tracks the whole run.
+Call it from one thread, not from an event loop: both services block.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import ModuleType
+from typing import Any, Protocol
+
+from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.metrics import read_metrics
+from rlx.paths import RunPaths
+
+COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
+
+
+class Sink(Protocol):
+    """One service. `samples` rollouts are wanted every `interval` steps; 0 is none."""
+
+    samples: int
+    interval: int
+
+    def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None: ...
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """All services of a run."""
+
+    def __init__(self, paths: RunPaths, sinks: Sequence[Sink]) -> None:
+        self.paths = paths
+        self.sinks = sinks
+        self._offset = paths.metrics.stat().st_size if paths.metrics.exists() else 0  # a resumed run's records were forwarded before
+
+    def wants_samples(self, step: int) -> int:
+        """How many rollouts of this step `samples` would forward."""
+        return max((sink.samples for sink in self.sinks if step % sink.interval == 0), default=0)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Forward rollouts of a step, as `rlx.rollout.record` writes them."""
+        for sink in self.sinks:
+            if sink.samples and step % sink.interval == 0:
+                sink.rollouts(step, records[: sink.samples])
+
+    def forward(self) -> None:
+        """Forward what was written to `metrics.jsonl` since the last call."""
+        for record, offset in read_metrics(self.paths.metrics, self._offset):
+            self._offset = offset
+            step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
+            # The stages of the roles share names (time/step), so their records are told apart by source.
+            values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
+            for sink in self.sinks:
+                sink.scalars(step, values, seconds)
+
+    def close(self) -> None:
+        """Forward the rest and flush; returns when the services have it."""
+        self.forward()
+        for sink in self.sinks:
+            sink.close()
+
+
+def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
+    """The services that `logger` asks for; None when it asks for none. Raises ValueError when a package is missing."""
+    sinks: list[Sink] = []
+    if config.logger.wandb is not None:
+        sinks.append(Wandb(config.logger.wandb, config, paths))
+    if config.logger.tensorboard is not None:
+        sinks.append(Tensorboard(config.logger.tensorboard, paths))
+    return Tracker(paths, sinks) if sinks else None
+
+
+class Wandb:
+    """Weights & Biases. Its files are in the run directory's `wandb/`; `wandb sync` uploads an offline run."""
+
+    def __init__(self, options: WandbConfig, config: Config, paths: RunPaths) -> None:
+        wandb = _import("wandb", "wandb")
+        self.samples, self.interval = options.samples, options.interval
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            mode=options.mode,
+            name=config.run.name or paths.root.name,
+            dir=str(paths.root),
+            config=asdict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Roles report a step at different times, and W&B's own step may only grow: every metric has `step` as its axis instead.
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        self._run.log({"step": step, **values})
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        rows = [[step, *(_cell(record.get(column)) for column in COLUMNS[1:])] for record in records]
+        self._run.log({"step": step, "rollouts": self._table(columns=list(COLUMNS), data=rows)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tensorboard:
+    """TensorBoard event files in the run directory's `tensorboard/`, written without TensorFlow or torch."""
+
+    def __init__(self, options: TensorboardConfig, paths: RunPaths) -> None:
+        writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._events = _import("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = _import("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self._tensors = _import("tensorboard.compat.proto.tensor_pb2", "tensorboard")
+        self._dtypes = _import("tensorboard.compat.proto.types_pb2", "tensorboard")
+        self.samples, self.interval = options.samples, options.interval
+        self._writer = writer.EventFileWriter(str(paths.root / "tensorboard"))
+
+    def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        self._add(step, [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()], seconds)
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        for number, record in enumerate(records):
+            # Markdown would read a model's text as markup, so it is escaped and shown as it was written.
+            text = "\n".join(f"**{column}**\n<pre>{html.escape(_cell(record.get(column)))}</pre>" for column in COLUMNS[1:])
+            tensor = self._tensors.TensorProto(dtype=self._dtypes.DT_STRING, string_val=[text.encode()])
+            tensor.tensor_shape.dim.add(size=1)
+            plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+            metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
+            self._add(step, [self._summaries.Summary.Value(tag=f"rollouts/{number}", metadata=metadata, tensor=tensor)], time.time())
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, values: list, seconds: float) -> None:
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=seconds, step=step, summary=summary))
+
+
+def _import(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"logger={extra} needs a package that is not installed ({error}); install it with: pip install 'rlx[{extra}]'"
+        ) from error
+
+
+def _cell(value: Any) -> str:
+    """A field as text: messages as a short transcript, everything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "role" in item for item in value):
+        return "\n".join(f"{message['role']}: {_message(message)}" for message in value)
+    return json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
+    return " ".join([text, *calls]).strip()

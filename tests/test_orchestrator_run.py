@@ -1,0 +1,330 @@
+"""The orchestrator's main loop between a stand-in policy and a stand-in trainer: real environments, files, schedule and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
+
+from rlx.config.schema import Config, EnvConfig
+from rlx.heartbeat import Heartbeat, read_heartbeats
+from rlx.paths import COMPLETE, RunPaths
+from rlx.roles.orchestrator import Orchestrator, first_failure
+from rlx.rollout.collector import RolloutsFailed
+from rlx.rollout.record import read_rollouts
+from rlx.transport.files import BatchReader
+from rlx.types import StepBatch
+
+assert OUTSIDE
+
+
+def config_of(**overrides: Any) -> Config:
+    config = Config(
+        max_steps=4,
+        max_async_level=0,
+        seq_len=128,
+        loss={"_target_": "x", "aggregate": "token_mean"},
+        advantage={"_target_": "rlx.advantages.group.group_norm"},
+        envs={"e": EnvConfig(id="rlx_reverse_text", args={"num_examples": 64})},
+    )
+    config.sampling.max_tokens = 12
+    config.orchestrator.batch_size = 8
+    config.orchestrator.rollouts_per_example = 4
+    config.orchestrator.rollout_timeout = 10.0
+    config.hardware.name, config.hardware.device = "cpu", "cpu"
+    config.model.name = "tiny"
+    for name, value in overrides.items():
+        node: Any = config
+        *path, last = name.split("__")
+        for part in path:
+            node = getattr(node, part)
+        setattr(node, last, value)
+    return config
+
+
+class StandInServers(StandIn):
+    """The policy, as servers: takes weights, improves with every version, and knows versions that were given to it."""
+
+    def __init__(self, jitter: float = 0.0, **settings: Any) -> None:
+        super().__init__(tiny_chat(), **settings)
+        self.jitter = jitter
+        self.updates: list[int] = []
+        self._random = random.Random()
+
+    async def generate(self, *arguments: Any) -> Any:
+        await asyncio.sleep(self.jitter * self._random.random())
+        return await super().generate(*arguments)
+
+    async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+        assert (path / COMPLETE).is_file()
+        await asyncio.sleep(0.001)
+        self.updates.append(version)
+        self.version = version
+        self.error = 0.9 if version < 3 else 0.0
+
+    async def stats(self) -> dict[str, float]:
+        return {"perf/kv_cache_usage": 0.25}
+
+
+class StandInTrainer:
+    """Consumes batches in order and publishes versions, like the real one; checks each batch's tokens against the bound."""
+
+    def __init__(self, paths: RunPaths, config: Config, seconds: float = 0.0) -> None:
+        self.paths, self.config, self.seconds = paths, config, seconds
+        self.batches: list[StepBatch] = []
+
+    async def run(self) -> None:
+        reader = BatchReader(self.paths)
+        for step in range(self.config.max_steps):
+            while not self.paths.batch_of(step).exists():
+                await asyncio.sleep(0.002)
+            self.batches.append(reader.receive(step, timeout=1))
+            reader.done(step)
+            await asyncio.sleep(self.seconds)
+            folder = self.paths.weights_of(step + 1)
+            folder.mkdir(parents=True)
+            (folder / COMPLETE).write_text("{}")
+
+    def rows(self, step: int) -> list[Any]:
+        return [row for mini in self.batches[step].mini_batches for rank in mini.micro_batches for row in rank]
+
+
+def play(root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0) -> tuple[RunPaths, StandInTrainer]:
+    paths = RunPaths(root)
+    envs = {}
+    for name, env in config.envs.items():
+        from rlx.envs.base import sampling_of
+
+        timeout = env.rollout_timeout or config.orchestrator.rollout_timeout
+        envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, **env.args)
+    trainer = StandInTrainer(paths, config, seconds)
+    heartbeat = Heartbeat(paths, "orchestrator")
+
+    async def main() -> None:
+        orchestrator = Orchestrator(config, paths, envs, tiny_chat(), servers or StandInServers(), heartbeat)  # type: ignore[arg-type]
+        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
+
+    asyncio.run(main())
+    return paths, trainer
+
+
+def metrics(paths: RunPaths, source: str = "orchestrator") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    return [line for line in lines if line["source"] == source]
+
+
+def reproducible(paths: RunPaths) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "perf/"))} for line in lines]
+
+
+def test_a_run_gives_every_step_its_batch_metrics_rollouts_and_ends_with_the_last_weights_served(tmp_path: Path) -> None:
+    servers = StandInServers(error=0.9)
+    paths, trainer = play(tmp_path, config_of(), servers)
+    assert servers.updates[-1] == 4
+    assert [batch.step for batch in trainer.batches] == [0, 1, 2, 3]
+    records = metrics(paths)
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    for record in records:
+        assert record["batch/rollouts"] == 8
+        assert record["batch/groups"] == 2
+        assert record["env/e/share"] == 1.0
+        assert record["reward/mean"] == record["reward/e/mean"] == pytest.approx(record["reward/e/exact"])
+        assert record["rollouts/dropped_off_policy"] == 0
+        assert record["time/step"] > 0
+        assert record["perf/cpu_ms_per_rollout"] > 0
+    assert records[-1]["reward/mean"] > records[0]["reward/mean"], "the stand-in policy learns"
+    assert metrics(paths, "inference")[0]["perf/kv_cache_usage"] == 0.25
+    assert read_heartbeats(paths)["orchestrator"]["pid"]
+
+
+def test_a_batch_holds_exactly_the_sampled_tokens_with_their_logprobs_and_advantages(tmp_path: Path) -> None:
+    paths, trainer = play(tmp_path, config_of(max_steps=2))
+    for step in range(2):
+        lines = list(read_rollouts(paths.rollouts_of(step)))
+        rows = trainer.rows(step)
+        mask = np.concatenate([row.loss_mask for row in rows])
+        assert mask.sum() == sum(line["num_tokens"] for line in lines) == metrics(paths)[step]["batch/loss_tokens"]
+        assert set(np.concatenate([row.versions for row in rows])[mask]) == {step}
+        assert (np.concatenate([row.inference_logprobs for row in rows])[mask] < 0).all()
+        expected = sorted(round(line["advantage"], 5) for line in lines for _ in range(line["num_tokens"]))
+        assert sorted(round(float(a), 5) for a in np.concatenate([row.advantages for row in rows])[mask]) == expected
+        labels = np.concatenate([row.labels for row in rows])[mask]
+        texts = "".join(sorted(tiny_chat().tokenizer.decode(labels).split("<|im_end|>")))
+        assert texts == "".join(sorted(line["completion"][0]["content"] for line in lines))
+
+
+def test_the_rollouts_file_has_the_fields_people_rely_on(tmp_path: Path) -> None:
+    paths, _ = play(tmp_path, config_of(max_steps=1))
+    lines = list(read_rollouts(paths.rollouts_of(0)))
+    assert len(lines) == 8
+    assert [(line["group"], line["member"]) for line in lines] == [(g, m) for g in range(2) for m in range(4)]
+    wanted = {
+        "env",
+        "example_id",
+        "group",
+        "prompt",
+        "completion",
+        "reward",
+        "rewards",
+        "advantage",
+        "versions",
+        "num_tokens",
+        "stop",
+        "error",
+    }
+    for line in lines:
+        assert wanted <= line.keys()
+        assert (line["env"], line["versions"], line["error"]) == ("e", [0], None)
+        assert line["prompt"][0]["role"] == "user"
+        assert line["reward"] == float(line["completion"][0]["content"] == line["answer"])
+    for group in range(2):
+        assert sum(line["advantage"] for line in lines if line["group"] == group) == pytest.approx(0, abs=1e-5)
+
+
+def test_on_policy_runs_of_one_seed_write_the_same_metrics_in_the_same_order_whatever_finishes_first(tmp_path: Path) -> None:
+    first, _ = play(tmp_path / "a", config_of(), StandInServers(jitter=0.01))
+    second, _ = play(tmp_path / "b", config_of(), StandInServers(jitter=0.01))
+    other, _ = play(tmp_path / "c", config_of(seed=1), StandInServers(jitter=0.01))
+    assert reproducible(first) == reproducible(second)
+    assert reproducible(first) != reproducible(other)
+    for step in range(4):
+        texts = [[(r["prompt"], r["completion"], r["advantage"]) for r in read_rollouts(p.rollouts_of(step))] for p in (first, second)]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_no_token_is_older_than_the_bound_with_a_slow_trainer_and_uneven_rollouts(tmp_path: Path, level: int) -> None:
+    servers = StandInServers(jitter=0.03)
+    _, trainer = play(tmp_path, config_of(max_steps=10, max_async_level=level), servers, seconds=0.02)
+    lags = []
+    for step in range(10):
+        for row in trainer.rows(step):
+            lags += (step - row.versions[row.loss_mask]).tolist()
+    assert min(lags) >= 0
+    assert max(lags) <= level
+    assert (max(lags) > 0) == (level > 0), "the schedule uses the slack it has"
+
+
+def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
+    servers = StandInServers(delay=0.05)
+    paths, _ = play(tmp_path, config_of(max_steps=6, max_async_level=2, orchestrator__max_concurrent=64), servers)
+    assert servers.updates == sorted(servers.updates)
+    assert len(servers.requests) == 6 * 8, "no request was repeated or thrown away"
+    assert metrics(paths)[-1]["rollouts/dropped_off_policy"] == 0
+
+
+def test_mini_batches_and_ranks_divide_the_batch(tmp_path: Path) -> None:
+    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_ranks=2))
+    (batch,) = trainer.batches
+    assert len(batch.mini_batches) == 2
+    for mini in batch.mini_batches:
+        assert len(mini.micro_batches) == 2
+        assert mini.num_sequences == 4
+
+
+def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path) -> None:
+    envs = {
+        "a": EnvConfig(id="rlx_reverse_text", args={"num_examples": 16}, weight=3.0),
+        "b": EnvConfig(id="rlx_test_multi", args={"num_examples": 16}),
+    }
+    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=2, orchestrator__batch_size=16))
+    for record in metrics(paths):
+        assert (record["env/a/share"], record["env/b/share"]) == (0.75, 0.25)
+        assert {"reward/a/exact", "reward/b/solved", "env/a/similarity", "env/b/num_turns"} <= record.keys()
+
+
+def test_group_rewards_train(tmp_path: Path) -> None:
+    paths, _ = play(tmp_path, config_of(max_steps=1, envs={"g": EnvConfig(id="rlx_test_group")}))
+    assert metrics(paths)[0]["reward/g/shortest"] > 0
+
+
+def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) -> None:
+    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 5})}
+    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
+    last = metrics(paths)[-1]
+    assert last["rollouts/failed_sandbox_error"] > 0
+    assert last["rollouts/dropped_error"] % 4 == 0
+    assert [record["batch/rollouts"] for record in metrics(paths)] == [8, 8, 8]
+    failed = [line for step in range(3) for line in read_rollouts(paths.rollouts_of(step)) if line["status"] == "error"]
+    assert failed
+    assert all(line["advantage"] is None and "cannot be set up" in line["error"] for line in failed)
+
+
+def test_slow_rollouts_time_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    envs = {"s": EnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=0.2)}
+    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
+    assert metrics(paths)[-1]["rollouts/dropped_timeout"] > 0
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
+    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "vf_error"})}
+    with pytest.raises(RolloutsFailed, match=r"environment t failed 4 groups in a row.*SandboxError: example \d+ cannot be set up"):
+        play(tmp_path, config_of(envs=envs))
+
+
+def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
+    with pytest.raises(
+        RuntimeError, match=r"environment t: a reward function raised in each of the step's 8.*this reward function is broken"
+    ):
+        play(tmp_path, config_of(envs=envs))
+
+
+def test_a_reward_function_that_raises_now_and_then_is_counted(tmp_path: Path) -> None:
+    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"})}
+    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=1))
+    record = metrics(paths)[0]
+    assert record["env/t/reward_error"] == pytest.approx(1 - record["reward/mean"])
+
+
+def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:
+    class Refusing(StandInServers):
+        async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+            raise ValueError(f"weights {version} are corrupt")
+
+    with pytest.raises(ValueError, match="weights 1 are corrupt"):
+        play(tmp_path, config_of(), Refusing())
+
+
+def test_an_update_that_takes_for_ever_ends_the_run(tmp_path: Path) -> None:
+    class Stuck(StandInServers):
+        async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+            async with asyncio.timeout(timeout):
+                await asyncio.sleep(3600)
+
+    with pytest.raises(TimeoutError):
+        play(tmp_path, config_of(weight_broadcast__timeout=0.1), Stuck())
+
+
+def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:
+    seen = set()
+
+    class Slow(StandInTrainer):
+        async def run(self) -> None:
+            while not self.paths.batch_of(0).exists():
+                seen.add(read_heartbeats(self.paths).get("orchestrator", {}).get("phase"))
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1.0)
+            seen.add(read_heartbeats(self.paths)["orchestrator"]["phase"])
+            await super().run()
+
+    config = config_of(max_steps=2)
+    paths = RunPaths(tmp_path)
+    envs = {"e": load("rlx_reverse_text", sampling={"max_tokens": 12, "temperature": 1.0})}
+    orchestrator_of = lambda: Orchestrator(  # noqa: E731
+        config, paths, envs, tiny_chat(), StandInServers(delay=0.8), Heartbeat(paths, "orchestrator")  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    async def main() -> None:
+        await asyncio.wait_for(first_failure(orchestrator_of().run(), Slow(paths, config).run()), 30)
+
+    asyncio.run(main())
+    assert "rollouts 0/8" in seen
+    assert "waiting for weights 1" in seen
