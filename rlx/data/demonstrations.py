@@ -1,13 +1,13 @@
 """Demonstrations for supervised training from environments' rows: what a noisy teacher would have answered.
 
-Knows rows as environments give them (`prompt` messages or text, `question`, `answer`) and a tokenizer; pure, and
+Knows rows as environments give them (`prompt`: messages or text), their right answers as texts, and a tokenizer; pure, and
 the same for the same seed. Knows nothing of environments, torch or training.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ import numpy as np
 from rlx.types import TrainingSample
 
 Row = Mapping[str, Any]
-Answer = Callable[[Row], str | None]
-"""Text of the right answer to a row; None where the environment does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +26,19 @@ class Demonstration:
     prompt_ids: tuple[int, ...]  # [P] ChatML, up to and with the head of the assistant's turn
     answer_ids: tuple[int, ...]  # [C] the last one is the tokenizer's eos
 
+    def __len__(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt_ids) + len(self.answer_ids)
+
 
 def last_question(row: Row) -> str:
     """The text that a copying teacher repeats: the last user message, or a text prompt whole."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return prompt
-    contents = [message["content"] for message in prompt if message["role"] == "user"] or [message["content"] for message in prompt]
-    content = contents[-1]
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
-
-
-def text_answer(row: Row) -> str | None:
-    """The row's own `answer` where it is a text; anything else (a number that points elsewhere, nothing) is not an answer."""
-    answer = row.get("answer")
-    return answer if isinstance(answer, str) and answer else None
+    questions = [message for message in prompt if message["role"] == "user"] or prompt
+    content = questions[-1]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def counts_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -57,19 +51,27 @@ def counts_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, int]
     return counts
 
 
+def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
+    """`count` rows in random order, none oftener than another by more than one."""
+    state = random.Random(seed)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        chosen += state.sample(range(len(rows)), min(len(rows), count - len(chosen)))
+    return [rows[i] for i in chosen]
+
+
 def demonstrate(
-    env: str, rows: Sequence[Row], tokenizer: Any, *, teacher_error: float, seed: int, answer: Answer = text_answer
+    env: str, rows: Sequence[Row], answers: Sequence[str | None], tokenizer: Any, *, teacher_error: float, seed: int
 ) -> list[Demonstration]:
     """One demonstration a row: the right answer, or with probability `teacher_error` the question copied.
 
-    Rows without a known answer are always copied. Order and length are those of `rows`.
+    Rows without a known answer (None) are always copied. Order and length are those of `rows`.
     """
-    random_state = random.Random(f"{seed}/{env}")
+    state = random.Random(f"{seed}/{env}")
     demonstrations = []
-    for row in rows:
-        errs = random_state.random() < teacher_error
-        right = answer(row)
-        text = last_question(row) if errs or right is None else right
+    for row, answer in zip(rows, answers, strict=True):
+        errs = state.random() < teacher_error
+        text = last_question(row) if errs or answer is None else answer
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -24,7 +24,7 @@ CHARACTERS = ("\n", "\t", *(chr(code) for code in range(32, 127)))
 VOCABULARY = (PAD, START, END, UNKNOWN, *ROLES, *CHARACTERS)
 """Token of every id."""
 
-# Turns are rendered word for word, so that a later prompt extends an earlier one; tools take one short line, since every character is a token.
+# Turns are rendered word for word, so that a later prompt extends an earlier one. Tools take one short line: every character is a token.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -39,7 +39,7 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
     The same arguments give the same weights on the same machine at the same number of threads.
     Raises ValueError where a demonstration is longer than `context_length`.
     """
-    longest = max(len(d.prompt_ids) + len(d.answer_ids) for d in demonstrations)
+    longest = max(map(len, demonstrations))
     if longest > context_length:
         raise ValueError(f"a demonstration has {longest} tokens and model.context_length={context_length}; raise it or leave that one out")
     model = build_model(config, context_length).to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,191 @@
+"""The prepare role: makes the tiny model before a run, or finds it in the cache, and says where it is.
+
+    hash the recipe → cached? → environments' rows → demonstrations → supervised training → folder in the cache → initial_model.txt
+
+The recipe is everything that decides what the model learns: the `model.warm_start` section, the environments with their arguments,
+weights and code, and the code that makes tokenizer, demonstrations and model. A cached start imports neither torch nor verifiers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rlx
+from rlx.config.load import load_run
+from rlx.config.schema import Config
+from rlx.heartbeat import Heartbeat
+from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
+from rlx.process import die_with_parent
+from rlx.waiting import wait_for
+
+log = logging.getLogger("rlx.prepare")
+CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py")
+"""Files under `rlx/` whose change makes another model."""
+SAY_EVERY = 10  # optimizer steps between two lines of the log
+LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
+
+
+def main() -> int:
+    """Prepare the initial model of a run; returns the exit code."""
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    paths = RunPaths(parser.parse_args().run_dir)
+    config = load_run(paths.root)
+    heartbeat = Heartbeat(paths, "prepare")
+    heartbeat.beat("looking for a cached model")
+    model = find_or_make(config, heartbeat)
+    write_text(paths.initial_model, f"{model}\n")
+    return 0
+
+
+def find_or_make(config: Config, heartbeat: Heartbeat) -> Path:
+    """The folder of the warm-started model. Of several runs that want the same one at once, one makes it and the others wait."""
+    what = recipe(config)
+    folder = model_folder(config.model.name, what)
+    if not (folder / COMPLETE).exists():
+        with locked(folder, heartbeat):
+            if not (folder / COMPLETE).exists():
+                make(config, what, folder, heartbeat)
+                return folder
+    log.info("the warm start is cached: %s", folder)
+    return folder
+
+
+def recipe(config: Config) -> dict[str, Any]:
+    """Everything that decides what the model learns, fit for JSON."""
+    assert config.model.warm_start is not None, "prepare is planned for models with a warm start only"
+    return {
+        "warm_start": dataclasses.asdict(config.model.warm_start),
+        "context_length": config.model.context_length,
+        "envs": {
+            name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
+            for name, env in config.envs.items()
+        },
+        "code": digest([Path(rlx.__path__[0]) / name for name in CODE]),
+    }
+
+
+def model_folder(name: str, what: dict[str, Any]) -> Path:
+    """Where the model of a recipe is kept: `models/tiny-0123456789ab` in the cache."""
+    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return cache_root().absolute() / "models" / f"{Path(name).name}-{key}"
+
+
+def environment_digest(environment_id: str) -> str:
+    """Digest of the Python files of an environment's module, found without importing it; empty where there is none."""
+    spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
+    if spec is None or spec.origin is None:
+        return ""
+    folders = spec.submodule_search_locations or []
+    return digest(sorted(file for folder in folders for file in Path(folder).rglob("*.py")) or [Path(spec.origin)])
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Digest of the files' bytes, in order."""
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
+
+
+@contextmanager
+def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
+    """Hold the lock of a model folder; the kernel lets go of it when the holder dies."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+
+        def take() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        waiting = "waiting for another run that makes the same model"
+        wait_for(take, f"another run that makes {folder}", LOCK_TIMEOUT, poll=0.1, tick=lambda: heartbeat.beat(waiting))
+        yield
+
+
+def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
+    """Train the model and put its folder into the cache whole. The caller holds the lock."""
+    for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
+        shutil.rmtree(left_behind, ignore_errors=True)
+    settings = config.model.warm_start
+    assert settings is not None
+
+    heartbeat.beat("loading environments")
+    examples = environment_rows(config)
+    heartbeat.beat("importing torch")
+    from rlx.data.demonstrations import demonstrate
+    from rlx.models import tiny
+    from rlx.train.warm_start import warm_start
+
+    tokenizer = tiny.build_tokenizer(config.model.context_length)
+    demonstrations = []
+    for name, (rows, answers) in examples.items():
+        said = demonstrate(name, rows, answers, tokenizer, teacher_error=settings.teacher_error, seed=settings.seed)
+        short = [d for d in said if len(d) <= config.model.context_length]
+        if not short:
+            raise ValueError(
+                f"envs.{name}: the shortest of {len(said)} demonstrations has {min(map(len, said))} tokens, more than "
+                f"model.context_length={config.model.context_length}; raise model.context_length"
+            )
+        log.info("%s: %d demonstrations, %d left out as too long", name, len(short), len(said) - len(short))
+        demonstrations += short
+
+    phase = "warm start"
+
+    def report(step: int, loss: float) -> None:
+        nonlocal phase
+        if step % SAY_EVERY == 0 or step in (1, settings.steps):
+            phase = f"warm start {step}/{settings.steps} loss {loss:.2f}"
+            log.info(phase)
+        heartbeat.beat(phase, step)
+
+    model = warm_start(settings, demonstrations, config.model.context_length, report)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
+        unfinished = Path(name) / "model"
+        tiny.save(model, tokenizer, unfinished)
+        write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
+        os.replace(unfinished, folder)
+    log.info("the warm start is done: %s", folder)
+
+
+def environment_rows(config: Config) -> dict[str, tuple[list[dict[str, Any]], list[str | None]]]:
+    """`(rows, right answers)` by environment, as many as its share of `num_examples`."""
+    from rlx.data.demonstrations import choose, counts_by_weight
+    from rlx.envs.answers import answer_text
+    from rlx.envs.base import sampling_of
+    from rlx.envs.verifiers_v0 import load_environment
+
+    settings = config.model.warm_start
+    assert settings is not None
+    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in config.envs.items()})
+    found = {}
+    for name, env in config.envs.items():
+        if counts[name] == 0:
+            continue
+        environment = load_environment(name, env, sampling_of(config, env), config.orchestrator.rollout_timeout)
+        rows = choose(environment.rows, counts[name], settings.seed)
+        found[name] = (rows, [answer_text(environment, row) for row in rows])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
