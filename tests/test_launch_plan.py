@@ -10,7 +10,7 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.launch.explain import explain
 from rlx.launch.memory import engine_memory, trainer_memory
-from rlx.launch.plan import make_plan, read_plan, write_plan
+from rlx.launch.plan import make_plan, read_plan, require_one_host, write_plan
 from rlx.types import ProcessSpec
 
 GIB = 2**30
@@ -116,6 +116,13 @@ def test_cpu_threads_reach_every_role() -> None:
 def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) -> None:
     with pytest.raises(ConfigError, match="do not fit on 1 × 8 GPUs"):
         layout("node8", hardware=hardware)
+
+
+def test_a_layout_over_two_hosts_is_planned_but_not_for_the_local_launcher() -> None:
+    plan = make_plan(config("node8", hardware={"nodes": 2, "inference_replicas": 8, "trainer_ranks": 8}), Path("/run"))
+    assert {spec.name: spec.node for spec in plan if spec.gpus} == {**{f"inference_{i}": 0 for i in range(8)}, "trainer": 1}
+    with pytest.raises(ConfigError, match="2 hosts"):
+        require_one_host(plan)
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

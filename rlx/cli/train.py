@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +39,15 @@ exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing wa
 
 def run(argv: list[str]) -> int:
     from rlx.config.load import compose
-    from rlx.launch.plan import make_plan, visible_gpus
+    from rlx.launch.plan import make_plan, require_one_host, visible_gpus
     from rlx.launch.rundir import create, describe, settle
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
     composed = compose(argv)
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
+    require_one_host(plan)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.launch.explain import explain

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -48,9 +49,10 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
-    executor = LocalExecutor(paths.root / ".submitit")
-    executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
     launcher = (os.getpid(), start_time(os.getpid()))
+    job_command = shlex.join([sys.executable, "-m", "rlx.launch.job", *map(str, launcher)])
+    executor = LocalExecutor(paths.root / ".submitit", python=job_command)
+    executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
     requests: list[int] = []
     # A Ctrl-C goes to all processes of the terminal's foreground group; submitit's would kill the supervisor one second later.
     # They inherit that it is ignored, and the launcher alone acts on it.

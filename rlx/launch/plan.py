@@ -103,6 +103,16 @@ def place(cfg: Config) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, tu
     return inference, trainer
 
 
+def require_one_host(plan: Sequence[ProcessSpec]) -> None:
+    """Raise ConfigError when the plan needs more than this machine."""
+    hosts = max(spec.node for spec in plan) + 1
+    if hosts > 1:
+        raise ConfigError(
+            f"the plan takes {hosts} hosts, but launcher=local starts everything on this machine.\n"
+            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks"
+        )
+
+
 def _device(gpu: int, visible: Sequence[str] | None) -> str:
     if visible is None:
         return str(gpu)
