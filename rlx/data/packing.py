@@ -96,7 +96,8 @@ def _fill(groups: list[list[Unit]], ranks: int, tokens: int) -> list[list[Unit]]
         per_rank += 1
     rows = [[unit for i in sorted(row) for unit in pieces[i]] for row in members]
     by_size = sorted(range(num_rows), key=lambda r: (-filled[r], r))
-    return [rows[r] for r in by_size]
+    used = max(1, -(-sum(map(bool, rows)) // ranks)) * ranks  # oversized rows leave others empty
+    return [rows[r] for r in by_size[:used]]
 
 
 def _pieces(groups: list[list[Unit]], limit: int) -> list[list[Unit]]:

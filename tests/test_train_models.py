@@ -1,0 +1,174 @@
+"""The packed forward of Hugging Face models: equal to the model's own, whatever the architecture and the layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from trainer_examples import make_model, make_samples, make_trainer
+from transformers.models.bloom import BloomConfig
+from transformers.models.cohere import CohereConfig
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gpt2 import GPT2Config
+from transformers.models.gpt_oss import GptOssConfig
+from transformers.models.granite import GraniteConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.phi import PhiConfig
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from rlx.data.packing import pack
+from rlx.models.layout import build_layout
+from rlx.models.load import check_packed_forward
+from rlx.models.policy import PolicyModel
+from rlx.types import MicroBatch, TrainingSample
+
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, {}),
+    "qwen3_tied": (Qwen3Config, {"tie_word_embeddings": True}),
+    "mistral_sliding_window": (MistralConfig, {"sliding_window": 5}),
+    "gemma2_softcaps_and_windows": (Gemma2Config, {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}),
+    "gpt2_learned_positions": (GPT2Config, GPT2),
+    "granite_scaled_logits": (GraniteConfig, {"logits_scaling": 3.0}),
+    "cohere_scaled_logits": (CohereConfig, {"logit_scale": 0.3}),
+    "gpt_oss_sinks": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
+    "qwen3_next_recurrent": (
+        Qwen3NextConfig,
+        EXPERTS | {"shared_expert_intermediate_size": 16, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+                   "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+}  # fmt: skip
+
+
+def own_log_probabilities(hf, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logp, entropy) of the trainable tokens in order, one sample at a time, by the model's own forward with plain attention."""
+    logps, entropies = [], []
+    implementation = hf.config._attn_implementation
+    hf.set_attn_implementation("eager")
+    for sample in samples:
+        logits = hf(input_ids=torch.from_numpy(sample.token_ids).long()[None], use_cache=False).logits[0]
+        log_probs = (logits.double() / sample.temperature).log_softmax(-1)
+        for t in np.flatnonzero(sample.loss_mask):
+            logps.append(log_probs[t - 1, sample.token_ids[t]])
+            entropies.append(-(log_probs[t - 1].exp() * log_probs[t - 1]).sum())
+    hf.set_attn_implementation(implementation)
+    return torch.stack(logps), torch.stack(entropies)
+
+
+def one_row(samples: list[TrainingSample]) -> MicroBatch:
+    (mini_batch,) = pack(0, [samples], ranks=1, tokens=10_000).mini_batches
+    ((row,),) = mini_batch.micro_batches
+    return row
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_log_probabilities_equal_the_models_own(name):
+    config_class, keys = ARCHITECTURES[name]
+    hf = make_model(config_class, **keys)
+    trainer = make_trainer(hf)
+    check_packed_forward(trainer.model)
+    samples = make_samples(longest=20)
+    with torch.no_grad():
+        wanted = own_log_probabilities(hf, samples)
+    for ours, theirs in zip(trainer.score(one_row(samples)), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
+    kind = "rows" if "recurrent" in name else "shared"
+    assert trainer.model.layout_kind(torch.device("cpu")) == kind
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding_window", "gemma2_softcaps_and_windows", "gpt_oss_sinks"])
+def test_shared_prompts_give_the_gradients_of_separate_rows(name):
+    config_class, keys = ARCHITECTURES[name]
+    found = []
+    for attention in ("sdpa", "rows"):
+        trainer = make_trainer(make_model(config_class, **keys), attention=attention, entropy_coef=0.1)
+        trainer.accumulate_gradients(pack(0, [make_samples(longest=20)], ranks=1, tokens=10_000).mini_batches[0])
+        found.append({name: p.grad for name, p in trainer.model.named_parameters()})
+    for parameter, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)
+
+
+def test_a_common_prompt_is_computed_once_and_nothing_behind_the_last_trainable_token():
+    prompt = np.arange(3, 13, dtype=np.int32)
+    samples = [np.concatenate([prompt, np.arange(20 + r, 20 + r + n, dtype=np.int32)]) for r, n in enumerate((4, 6, 5))]
+    ids = np.concatenate(samples)
+    boundaries = np.cumsum([0, *map(len, samples)])
+    mask = np.zeros(len(ids), dtype=bool)
+    for start, end in itertools.pairwise(boundaries):
+        mask[start + 9 : end - 2] = True  # labels up to the token before the last: the last two inputs are not needed
+    layout = build_layout(ids, boundaries, mask, "shared", "cpu")
+    assert layout.num_tokens == 10 + sum(n - 2 for n in (4, 6, 5))
+    assert (layout.where[mask] >= 0).all()
+    computed = layout.token_ids[0].numpy()
+    needed = layout.where >= 0
+    assert (computed[layout.where[needed]] == ids[needed]).all()
+    positions = np.concatenate([np.arange(len(s)) for s in samples])
+    assert (layout.position_ids[0].numpy()[layout.where[needed]] == positions[needed]).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layouts_of_random_trees_attend_to_the_right_tokens(seed):
+    """The visible keys of every query, spelled out, against the definition: earlier tokens of the same sample."""
+    rng = np.random.default_rng(seed)
+    samples: list[list[int]] = []
+    for _ in range(6):  # long and short branches, identical samples, lone samples
+        prompt = rng.integers(3, 30, rng.integers(1, 40)).tolist()
+        samples += [prompt + rng.integers(3, 6, rng.integers(1, 50)).tolist() for _ in range(rng.integers(1, 9))]
+        if rng.random() < 0.5:
+            samples.append(list(samples[-1]))
+    ids = np.concatenate(samples).astype(np.int32)
+    boundaries = np.cumsum([0, *map(len, samples)])
+    mask = rng.random(len(ids)) < 0.5
+    layout = build_layout(ids, boundaries, mask, "shared", "cpu")
+    seen: dict[int, set[int]] = {}
+    offset = 0
+    for bucket in layout.buckets:
+        for window in (None, 7):
+            visible = bucket.visible(window)
+            visible = bucket.causal() if visible is None else visible
+            for s, q in np.ndindex(*bucket.queries.shape):
+                query = int(bucket.queries[s, q])
+                if int(layout.order[query]) != offset + s * bucket.queries.shape[1] + q:
+                    continue  # padding
+                keys = bucket.keys[s][visible[s if len(visible) > 1 else 0, 0, q]].tolist()
+                assert len(keys) == len(set(keys)), "a key is counted twice"
+                if window is None:
+                    assert query not in seen
+                    seen[query] = set(keys)
+                else:
+                    position = layout.position_ids[0]
+                    assert set(keys) == {k for k in seen[query] if position[query] - position[k] < window}
+        offset += bucket.queries.numel()
+    assert sorted(seen) == list(range(layout.num_tokens))
+    for start, end in itertools.pairwise(boundaries):
+        for t in range(start, end):
+            if layout.where[t] >= 0:
+                assert seen[int(layout.where[t])] == set(layout.where[start : t + 1].tolist())
+
+
+def test_a_model_whose_packed_forward_is_wrong_is_refused():
+    bloom = make_model(BloomConfig, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match=r"BloomForCausalLM cannot be trained like this.*Set model\.attention=rows"):
+        check_packed_forward(PolicyModel(bloom))
+    check_packed_forward(PolicyModel(make_model(BloomConfig, n_layer=2, n_head=4), attention="rows"))
+    tampered = PolicyModel(make_model(GraniteConfig, logits_scaling=3.0))
+    tampered.logit_divisor = 1.0
+    with pytest.raises(ValueError, match="its head is not supported"):
+        check_packed_forward(tampered)
+
+
+def test_a_head_with_a_bias_is_refused():
+    with pytest.raises(ValueError, match="PhiForCausalLM: its output head has a bias"):
+        PolicyModel(make_model(PhiConfig))
+
+
+def test_varlen_attention_is_refused_without_cuda():
+    with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, and this is cpu"):
+        PolicyModel(make_model(), attention="varlen").layout_kind(torch.device("cpu"))

@@ -1,0 +1,179 @@
+"""The optimizer step: invariance of gradients, metrics, schedules, and what happens to numbers that are not finite."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from test_train_models import own_log_probabilities
+from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer
+
+from rlx.config.schema import SchedulerConfig
+from rlx.data.packing import pack
+from rlx.losses.cispo import cispo
+from rlx.losses.grpo import grpo
+from rlx.losses.gspo import gspo
+from rlx.losses.reinforce import reinforce
+from rlx.losses.sft import sft
+from rlx.models.shard import checkpoint_activations
+from rlx.train.optim import NotFiniteError, learning_rate
+from rlx.train.step import merge_metrics
+
+LOSSES = {"reinforce": reinforce, "grpo": grpo, "gspo": partial(gspo, eps_low=0.2, eps_high=0.2), "cispo": cispo, "sft": sft}
+WALL_CLOCK = ("time/", "perf/")
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean", "fixed_length"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_and_metrics_do_not_depend_on_packing(name, aggregate):
+    samples = make_samples(groups=5)
+    results = []
+    for tokens, order in ((10_000, 1), (140, 1), (60, 1), (60, -1)):
+        trainer = make_trainer(make_model(), LOSSES[name], aggregate, entropy_coef=0.01)
+        (mini_batch,) = pack(0, [samples[::order]], ranks=1, tokens=tokens).mini_batches
+        trainer.accumulate_gradients(mini_batch)
+        found = gradients(trainer)
+        results.append((found, trainer.train_minibatch(mini_batch, step=2), len(mini_batch.micro_batches[0])))
+    assert [rows for _, _, rows in results[:2]] == [1, 2]
+    assert results[2][2] >= 4
+    scale = max(float(g.abs().max()) for g in results[0][0].values())
+    for found, metrics, _ in results[1:]:
+        for parameter, gradient in found.items():
+            torch.testing.assert_close(gradient, results[0][0][parameter], rtol=1e-4, atol=2e-6 * scale, msg=parameter)
+        for metric, value in metrics.items():
+            if not metric.startswith(WALL_CLOCK):
+                assert value == pytest.approx(results[0][1][metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_the_gradient_is_that_of_a_plain_hugging_face_forward():
+    samples = make_samples()
+    hf = make_model()
+    plain = copy.deepcopy(hf)
+    trainer = make_trainer(hf, reinforce)
+    (mini_batch,) = pack(0, [samples], ranks=1, tokens=80).mini_batches
+    trainer.accumulate_gradients(mini_batch)
+    logp, _ = own_log_probabilities(plain, samples)
+    advantages = torch.from_numpy(np.concatenate([s.advantages[s.loss_mask] for s in samples])).double()
+    (-(advantages * logp).sum() / len(logp)).backward()
+    for (name, ours), theirs in zip(hf.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_rank_without_work_contributes_zero_gradients():
+    trainer = make_trainer(make_model())
+    (mini_batch,) = pack(0, [[]], ranks=1, tokens=10).mini_batches
+    metrics = trainer.train_minibatch(mini_batch, step=0)
+    trainer.accumulate_gradients(mini_batch)
+    assert all(not p.grad.any() for p in trainer.parameters if p.grad is not None)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["optim/grad_norm"] == 0
+
+
+def test_on_policy_mismatch_is_nothing_but_rounding():
+    samples = make_samples()
+    hf = make_model()
+    with torch.no_grad():
+        logp, entropy = own_log_probabilities(hf, samples)
+    at = 0
+    exact = []
+    for sample in samples:
+        n = int(sample.loss_mask.sum())
+        reported = np.zeros(len(sample.token_ids), dtype=np.float32)
+        reported[sample.loss_mask] = logp[at : at + n]
+        at += n
+        exact.append(type(sample)(**{f: getattr(sample, f) for f in sample.__slots__} | {"inference_logprobs": reported}))
+    metrics = make_trainer(hf).train_minibatch(pack(0, [exact], ranks=1, tokens=100).mini_batches[0], step=3)
+    assert metrics["mismatch/kl"] < 1e-9
+    assert metrics["mismatch/abs_logp_diff_max"] < 1e-4
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/ess"] == pytest.approx(1, abs=1e-6)
+    assert metrics["policy/clip_frac_low"] == metrics["policy/clip_frac_high"] == 0
+    assert metrics["policy/entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
+
+
+def test_lag_is_the_age_of_the_trained_tokens():
+    samples = make_samples()
+    versions = np.concatenate([s.versions[s.loss_mask] for s in samples])
+    metrics = make_trainer(make_model()).train_minibatch(pack(0, [samples], ranks=1, tokens=100).mini_batches[0], step=4)
+    assert metrics["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
+    assert metrics["off_policy/lag_max"] == 4 - versions.min()
+
+
+def test_training_raises_the_probability_of_what_was_good():
+    rng = np.random.default_rng(0)
+    good, bad = ([3, 4, 5, 6, *end] for end in ([7, 8, 9], [10, 11, 12]))
+    samples = [make_sample(0, 0, good, [4, 5, 6], rng), make_sample(0, 1, bad, [4, 5, 6], rng)]
+    samples = [type(s)(**{f: getattr(s, f) for f in s.__slots__} | {"advantages": np.where(s.loss_mask, a, 0).astype(np.float32)})
+               for s, a in zip(samples, (1, -1), strict=True)]  # fmt: skip
+    trainer = make_trainer(make_model(), reinforce)
+    (mini_batch,) = pack(0, [samples], ranks=1, tokens=100).mini_batches
+    before, _ = trainer.score(mini_batch.micro_batches[0][0])
+    trainer.train_minibatch(mini_batch)
+    after, _ = trainer.score(mini_batch.micro_batches[0][0])
+    assert ((after - before)[:3].sum() > 0) & ((after - before)[3:].sum() < 0)
+
+
+def test_gradients_are_clipped_to_the_norm_and_reported_before():
+    (mini_batch,) = pack(0, [make_samples()], ranks=1, tokens=1000).mini_batches
+    moved = []
+    for max_norm in (None, 1e-3):
+        hf = make_model()
+        before = [p.detach().clone() for p in hf.parameters()]
+        metrics = make_trainer(hf, max_norm=max_norm).train_minibatch(mini_batch)
+        change = torch.stack([(a - b).norm() for a, b in zip(before, hf.parameters(), strict=True)]).norm().item() / 0.1
+        moved.append((change, metrics["optim/grad_norm"]))
+    assert moved[0][0] == pytest.approx(moved[0][1], rel=1e-3)
+    assert moved[1][1] == pytest.approx(moved[0][1], rel=1e-6)
+    assert moved[1][0] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    (mini_batch,) = pack(0, [make_samples()], ranks=1, tokens=1000).mini_batches
+    found = []
+    for freq in (0, 1, 2):
+        trainer = make_trainer(make_model())
+        checkpoint_activations(trainer.model, freq)
+        trainer.accumulate_gradients(mini_batch)
+        found.append(gradients(trainer))
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            assert torch.equal(gradient, other[name]), name
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_before_anything_changes(value):
+    samples = make_samples()
+    samples[0].advantages[samples[0].loss_mask] = value
+    hf = make_model()
+    before = copy.deepcopy(hf.state_dict())
+    with pytest.raises(NotFiniteError, match="optimizer step 0: the loss is"):
+        make_trainer(hf, reinforce).train_minibatch(pack(0, [samples], ranks=1, tokens=1000).mini_batches[0])
+    assert all(torch.equal(before[name], tensor) for name, tensor in hf.state_dict().items())
+
+
+def test_a_gradient_that_is_not_finite_stops():
+    samples = make_samples()
+    for sample in samples:
+        sample.advantages[sample.loss_mask] *= 1e36
+    with pytest.raises(NotFiniteError, match="the gradient norm is inf"):
+        make_trainer(make_model(), reinforce, "seq_sum").train_minibatch(pack(0, [samples], ranks=1, tokens=1000).mini_batches[0])
+
+
+def test_schedules():
+    def rates(total: int, **keys) -> list[float]:
+        return [round(learning_rate(i, 1.0, SchedulerConfig(**keys), total), 4) for i in range(total)]
+
+    assert rates(6, type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert rates(6, type="linear", warmup_steps=2, min_lr=0.2) == [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates(6, type="linear", decay_steps=2) == [1, 1, 1, 1, 0.5, 0]
+    assert rates(4, type="cosine") == [0.8536, 0.5, 0.1464, 0]
+    with pytest.raises(ValueError, match=r"scheduler\.type is `step`"):
+        rates(1, type="step")
+
+
+def test_metrics_of_several_mini_batches_are_merged_by_their_meaning():
+    merged = merge_metrics([{"a_max": 1, "a_min": 1, "time/x": 2, "loss/total": 1}, {"a_max": 3, "a_min": 0, "time/x": 3, "loss/total": 2}])
+    assert merged == {"a_max": 3, "a_min": 0, "time/x": 5, "loss/total": 1.5}

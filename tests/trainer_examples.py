@@ -1,0 +1,83 @@
+"""Small models and batches for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3 import Qwen3Config
+
+from rlx.config.schema import LossTerms
+from rlx.losses.base import Objective
+from rlx.losses.grpo import grpo
+from rlx.models.policy import PolicyModel
+from rlx.train.step import PolicyTrainer
+from rlx.types import TrainingSample
+
+VOCABULARY = 40
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def make_model(config_class: type = Qwen3Config, seed: int = 0, **keys: Any) -> Any:
+    """A random float32 model of a few thousand parameters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config_class(**{**SIZES, **keys}), dtype=torch.float32).eval()
+
+
+def make_sample(
+    group: int, rollout: int, ids: Sequence[int], trainable: Sequence[int], rng: np.random.Generator, **keys: Any
+) -> TrainingSample:
+    """A sample of these tokens, trainable at these positions, with random advantages, log-probabilities and versions."""
+    mask = np.zeros(len(ids), dtype=bool)
+    mask[list(trainable)] = True
+    return TrainingSample(
+        group=group,
+        rollout=rollout,
+        env="test",
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, -3 + rng.normal(size=len(ids)), 0).astype(np.float32),
+        advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+        temperature=keys.get("temperature", 1.0),
+        versions=np.where(mask, rng.integers(0, 3, len(ids)), -1).astype(np.int32),
+    )
+
+
+def make_samples(groups: int = 4, rollouts: int = 3, seed: int = 0, longest: int = 12) -> list[TrainingSample]:
+    """Groups with a common prompt each; some rollouts have two samples, some samples have two trainable stretches, temperatures differ."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(groups):
+        prompt = rng.integers(3, VOCABULARY, rng.integers(4, 9)).tolist()
+        for rollout in range(rollouts):
+            ids = prompt + rng.integers(3, VOCABULARY, rng.integers(1, longest)).tolist()
+            trainable = list(range(len(prompt), len(ids)))
+            if len(trainable) > 4:
+                del trainable[2]  # the environment said this one
+            samples.append(make_sample(group, rollout, ids, trainable, rng, temperature=[1.0, 0.7][group % 2]))
+            if rollout == 1:
+                more = rng.integers(3, VOCABULARY, 6).tolist()
+                samples.append(make_sample(group, rollout, more, [3, 4, 5], rng))
+    return samples
+
+
+def make_trainer(hf: Any, function: Any = grpo, aggregate: str = "token_mean", **keys: Any) -> PolicyTrainer:
+    """A trainer whose optimizer step is plain descent, so that the parameters show the gradient."""
+    model = PolicyModel(hf, attention=keys.pop("attention", "auto"))
+    terms = LossTerms(aggregate=aggregate, entropy_coef=keys.pop("entropy_coef", 0.0))
+    return PolicyTrainer(model, Objective(function, terms, max_length=16), torch.optim.SGD(model.parameters(), lr=0.1), **keys)
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """By parameter name; clears them."""
+    found = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.optimizer.zero_grad()
+    return found
