@@ -83,7 +83,10 @@ def test_a_users_directory_adds_options_to_any_group(mine: Path, how: str):
 
 
 def test_environments_merge_into_one_mix():
-    cfg = compose(["env=[math,reverse_text]", "envs.math.weight=3", "envs.math.args.level=2"], {}).cfg
+    composed = compose(["env=[math,reverse_text]", "envs.math.weight=3", "envs.math.args.level=2"], {})
+    cfg = composed.cfg
+    assert composed.origins.find("envs.math.args.level") == "command line"
+    assert composed.origins.find("envs.math.id") == "conf/env/math.yaml"
     assert {name: (env.id, env.weight) for name, env in cfg.envs.items()} == {
         "math": ("rlx-math", 3.0),
         "reverse_text": ("rlx-reverse-text", 1.0),

@@ -147,7 +147,7 @@ def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
 @rule("sampling.min_tokens", "sampling.max_tokens")
 def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
-        yield f"fewest above most: {of('sampling.min_tokens')} > {of('sampling.max_tokens')}."
+        yield f"a turn cannot have both: {of('sampling.min_tokens')} fewest and {of('sampling.max_tokens')} most new tokens."
 
 
 @rule("seq_len", "model.context_length")
@@ -275,7 +275,7 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"the layout needs {cfg.num_gpus} GPUs and has {h.nodes * h.gpus_per_node}: {of('hardware.inference_replicas')} x "
             f"{of('hardware.tensor_parallel')} for inference, {of('hardware.trainer_ranks')} for the trainer ({how}); "
-            f"{of('hardware.nodes')} x {of('hardware.gpus_per_node')}."
+            f"{of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer replicas or ranks, or more hosts."
         )
 
 
@@ -308,7 +308,7 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
 # what must be installed
 
 
-@rule("envs")
+@rule("envs", "env")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."

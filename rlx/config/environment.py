@@ -60,8 +60,8 @@ def variable_of(key: str) -> str:
 
 def _unknown(name: str, groups: list[str]) -> str:
     known = [*(variable_of(key) for key in (*groups, *leaves(Config))), *RESERVED]
-    near = closest(name, known)
-    hint = f"Did you mean {' or '.join(near)}?" if near else "docs/configuration.md lists the keys."
+    near = closest(name, known, 1)
+    hint = f"Did you mean {near[0]}?" if near else "docs/configuration.md lists the keys."
     return (
         f"the environment variable {name} sets no configuration key. {hint}\n"
         "Two underscores separate levels: RLX_MODEL__DTYPE sets model.dtype, RLX_LOSS chooses the option of a group."

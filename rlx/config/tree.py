@@ -241,13 +241,29 @@ class Builder:
 
     root: type
     origins: Origins = field(default_factory=Origins)
-    problems: list[Problem] = field(default_factory=list)
+    found: list[Problem] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)  # keys without a value, with their meaning
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All that is wrong; the missing values of a section are one problem."""
+        return self.found + [self._lacks(section) for section in dict.fromkeys(key.rpartition(".")[0] for key, _ in self.missing)]
+
+    def _lacks(self, section: str) -> Problem:
+        missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
+        keys = tuple(key for key, _ in missing)
+        if len(keys) == 1:
+            return Problem(f"`{keys[0]}` has no value: {missing[0][1]}. Set {keys[0]}=…", keys)
+        names = ", ".join(key.rpartition(".")[2] for key in keys)
+        of_section = f" of `{section}`" if section else ""
+        text = f"keys{of_section} without a value: {names}.\nSet them in a file, as the presets in conf/ do, or each as {keys[0]}=…"
+        return Problem(text, keys)
 
     def build(self, cls: type, data: Any, prefix: str = "") -> Any:
         """An instance of `cls`. A value with a problem becomes `???`; the rules that need it are not checked."""
         if not isinstance(data, dict):
             section = prefix[:-1]
-            self.problems.append(Problem(f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.", (section,)))
+            self.found.append(Problem(f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.", (section,)))
             return cls()
         known = {f.name: f for f in fields(cls)}
         for name in data:
@@ -264,14 +280,12 @@ class Builder:
         text = f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {suggest(written, known, prefix, self.root)}"
         if key == "env" and origin.endswith(".yaml"):
             text += "\nA file of the group env begins with the line `# @package envs.NAME`."
-        self.problems.append(Problem(text, (key,)))
+        self.found.append(Problem(text, (key,)))
 
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
         plain, optional = split_optional(kind)
         if value == MISSING and isinstance(value, str):
-            self.problems.append(
-                Problem(f"`{key}` has no value: {f.metadata['doc'] if f.metadata else 'it must be given'}. Set {key}=…", (key,))
-            )
+            self.missing.append((key, f.metadata["doc"]))
             return value
         if is_dataclass(plain):
             if value is None and optional:
@@ -283,9 +297,9 @@ class Builder:
         try:
             value = convert(kind, value)
         except TypeError as error:
-            self.problems.append(Problem(f"`{key}` must be {error}: {self.origins.show(key, value)}.", (key,)))
+            self.found.append(Problem(f"`{key}` must be {error}: {self.origins.show(key, value)}.", (key,)))
             return MISSING
         if value is not None and f.metadata and not in_range(f.metadata, value):
-            self.problems.append(Problem(f"`{key}` must be {range_of(f.metadata)}: {self.origins.show(key, value)}.", (key,)))
+            self.found.append(Problem(f"`{key}` must be {range_of(f.metadata)}: {self.origins.show(key, value)}.", (key,)))
             return MISSING
         return value

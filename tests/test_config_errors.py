@@ -1,0 +1,149 @@
+"""What a person reads when a configuration cannot run: one file of tests/golden/config_errors/ for each mistake.
+
+`UPDATE_GOLDEN=1 pytest tests/test_config_errors.py` writes the files anew; read them before committing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+
+GOLDEN = Path(__file__).resolve().parent / "golden" / "config_errors"
+
+
+@dataclass
+class Case:
+    """A command line with a mistake, and what else it takes to make it."""
+
+    argv: str
+    environ: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # in the directory my_conf
+    gpus: int = 0
+    absent: tuple[str, ...] = ()  # packages taken for not installed
+
+
+CASES = {
+    "unknown_key": Case("trianer.num_minibatches=2 model.dtyp=float32 top_p=0.9 foo=1"),
+    "unknown_key_in_file": Case(
+        "--config-dir my_conf experiment=first", files={"experiment/first.yaml": "# @package _global_\ntrainer: {microbatch_tokens: 64}\n"}
+    ),
+    "unknown_key_package_line_forgotten": Case("--config-dir my_conf env=riddles", files={"env/riddles.yaml": "id: rlx-math\n"}),
+    "unknown_option": Case("loss=gpso model=qwen3"),
+    "unknown_option_in_list": Case("env=[math,typo] logger=[wandb,tensorbord]"),
+    "unknown_option_in_file": Case(
+        "--config-dir my_conf experiment=first",
+        files={"experiment/first.yaml": "# @package _global_\ndefaults:\n  - override /loss: gpso\n"},
+    ),
+    "unknown_option_of_variable": Case("", environ={"RLX_LOSS": "gpso"}),
+    "unknown_variable": Case("", environ={"RLX_MODEL_DTYPE": "float32", "RLX_MAX_STEP": "3", "RLX_ZZZ": "1"}),
+    "unknown_config_name": Case("--config-dir my_conf --config-name nope", files={"mine.yaml": "defaults: [train, _self_]\n"}),
+    "unknown_command_line_option": Case("--dry-run"),
+    "config_dir_absent": Case("--config-dir nowhere"),
+    "wrong_type": Case("seq_len=long dry_run=perhaps optim.lr=fast inference.base_url=localhost trainer=3 orchestrator.batch_size=1.5"),
+    "wrong_type_in_variable": Case("", environ={"RLX_SEQ_LEN": "long"}),
+    "wrong_value": Case(
+        "max_steps=0 model.dtype=float16 trainer.num_minibatches=0 sampling.temperature=0 sampling.top_p=1.5 max_async_level=-1 "
+        "hardware.device=gpu scheduler.type=exponential trainer.micro_batch_tokens=0"
+    ),
+    "missing_value": Case("env=custom"),
+    "missing_file_value": Case(
+        "--config-dir my_conf model=mine", files={"model/mine.yaml": "name: Qwen/Qwen3-0.6B\ncontext_length: 40960\nhidden_size: 1024\n"}
+    ),
+    "missing_environment_variable": Case("seq_len=${oc.env:NOT_SET} trainer.micro_batch_tokens=${seq_len}"),
+    "unreadable": Case("seq_len = 3", environ={}),
+    "several_values": Case("seed=0,1,2"),
+    "cannot_remove": Case("~trainer.compile"),
+    "section_that_is_off": Case("logger.wandb.project=mine model=qwen3_0_6b model.warm_start.steps=3 dry_run=true"),
+    "environment_not_named": Case("env=[math,reverse_text] env.weight=2"),
+    "batch_not_whole_groups": Case("orchestrator.batch_size=100"),
+    "batch_smaller_than_group": Case("orchestrator.batch_size=4"),
+    "group_of_one": Case("orchestrator.rollouts_per_example=1 orchestrator.batch_size=32"),
+    "more_minibatches_than_groups": Case("trainer.num_minibatches=33"),
+    "engine_context_below_seq_len": Case("inference.max_model_len=32"),
+    "completion_fills_seq_len": Case("sampling.max_tokens=64 envs.reverse_text.sampling.max_tokens=80"),
+    "min_tokens_above_max_tokens": Case("sampling.min_tokens=20"),
+    "context_over_the_models": Case("seq_len=512 inference.max_model_len=1024"),
+    "row_below_seq_len": Case("trainer.micro_batch_tokens=32"),
+    "truncated_sampling": Case("sampling.top_p=0.95 sampling.top_k=50"),
+    "thinking_interleaved": Case("model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved"),
+    "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
+    "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
+    "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
+    "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
+    "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 dry_run=true"),
+    "gpus_absent": Case("hardware=node8"),
+    "gpus_too_few": Case("hardware=gpu2", gpus=1),
+    "several_nodes_locally": Case("hardware=node8 hardware.nodes=2", gpus=8),
+    "shared_gpu_full": Case("hardware=gpu1_shared inference.gpu_memory_utilization=0.9", gpus=1),
+    "environment_not_installed": Case("env.id=acme/word-ladder"),
+    "no_environment": Case("~envs.reverse_text"),
+    "no_weight": Case("envs.reverse_text.weight=0"),
+    "environment_argument": Case("env=math env.args.levle=3 env.args.seed=one"),
+    "logger_not_installed": Case("logger=[wandb,tensorboard]", absent=("wandb", "tensorboard")),
+    "engine_argument_owned": Case("inference.vllm.max-model-len=128"),
+    "loss_argument": Case("loss.eps_hgih=0.3 optim.betas=[0.9] advantage.ddof=no loss.aggregate=mean"),
+    "target_absent": Case("loss._target_=rlx.losses.grpo.grop optim._target_=acme.Lion"),
+    "everything_at_once": Case(
+        "trianer.compile=true seq_len=12 orchestrator.batch_size=100 hardware=gpu2 sampling.top_p=0.9", environ={"RLX_MAX_STEPS": "0"}
+    ),
+}
+
+
+def run(case: Case, monkeypatch, tmp_path: Path) -> str:
+    """The report of a case."""
+    for name, text in case.files.items():
+        path = tmp_path / "my_conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("rlx.config.gpus.installed_gpus", lambda: case.gpus)
+    if case.absent:
+        from rlx.config import checks
+
+        is_installed = checks._is_installed
+        monkeypatch.setattr(checks, "_is_installed", lambda module: module not in case.absent and is_installed(module))
+    argv = [case.argv] if " = " in case.argv else case.argv.split()
+    with pytest.raises(ConfigError) as caught:
+        compose(argv, case.environ)
+    return str(caught.value).replace(str(tmp_path), "/home/you").replace(sys.executable, "/home/you/.venv/bin/python")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistake_is_explained(name: str, monkeypatch, tmp_path: Path):
+    case = CASES[name]
+    started = time.monotonic()
+    report = run(case, monkeypatch, tmp_path)
+    took = time.monotonic() - started
+    variables = "".join(f"{key}={value} " for key, value in case.environ.items())
+    text = f"$ {variables}python train.py {case.argv}".rstrip() + f"\n\n{report}\n"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
+    assert took < 3, "a wrong configuration is answered at once"
+    assert all(len(problem.splitlines()) <= 4 for problem in report.split("\n\n")), "a few lines each"
+
+
+def test_no_golden_file_is_left_over():
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(CASES)
+
+
+def test_the_command_line_ends_with_2_and_without_a_traceback(tmp_path: Path):
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rlx.cli", "train", "seq_len=long", f"run.dir={tmp_path}/run"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "`seq_len` must be an integer: seq_len=long (command line)." in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
