@@ -71,6 +71,7 @@ def test_a_variable_chooses_an_experiment_and_a_list_of_options(mine: Path):
     composed = compose([], environ)
     assert (composed.cfg.seq_len, list(composed.cfg.envs), composed.cfg.run.name) == (83, ["math", "reverse_text"], "a b=c")
     assert compose(["experiment=null"], environ).cfg.seq_len == 64
+    assert compose(["+experiment=math_tiny"], environ).cfg.seq_len == 64
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "hydra"])
@@ -173,7 +174,7 @@ def test_a_run_directory_with_a_wrong_file_is_refused(tmp_path: Path):
     for part in (
         "`max_steps` must be an integer: max_steps=many",
         "unknown key `model.nme`",
-        "`model.name` has no value",
+        "keys of `model` without a value: name, context_length",
         "`seq_len` has no value",
     ):
         assert part in text

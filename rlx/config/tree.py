@@ -51,8 +51,8 @@ class Origins:
 
     def show(self, key: str, value: Any) -> str:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
-        origin = self.find(key)
-        return f"{key}={show(value)}" + (f" ({origin})" if origin else " (default)")
+        origin = (self.find(key) or "default") if self.of_key else ""  # without a single origin nothing is known, not even defaults
+        return f"{key}={show(value)}" + (f" ({origin})" if origin else "")
 
 
 def show(value: Any) -> str:

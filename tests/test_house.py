@@ -1,0 +1,137 @@
+"""The house's floors: who may import whom, which library belongs to which room, how long a file may be. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {
+    "config": 0,
+    **dict.fromkeys(("types", "wire", "paths", "metrics", "heartbeat", "waiting", "process", "tracking"), 1),
+    **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train"), 2),
+    **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport"), 2),
+    "roles": 3,
+    "cli": 4,
+    "launch": 4,
+}
+TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train")
+WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
+HOME_OF = {  # library -> rooms that may import it
+    "vllm": ("inference",),
+    "verifiers": ("envs",),
+    "submitit": ("launch",),
+    "hydra": ("config", "cli"),
+    "omegaconf": ("config", "cli"),
+}
+LONGEST = 420
+FILES = sorted((ROOT / "rlx").rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "rlx").parts
+    return parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that a file imports, also inside functions; not what only a type checker reads."""
+    package = ("rlx", *path.relative_to(ROOT / "rlx").parts[:-1])
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names) if module == "rlx" else [module]
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting.extend(node.orelse)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(path) for path in FILES} - {"__init__"} <= set(FLOORS)
+
+
+def test_imports_go_down_only():
+    wrong = []
+    for path in FILES:
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        for module in imports_of(path):
+            parts = module.split(".")
+            if parts[0] == "rlx" and len(parts) > 1 and FLOORS.get(parts[1], 0) > FLOORS[room]:
+                wrong.append(f"{path.relative_to(ROOT)} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[parts[1]]})")
+    assert wrong == []
+
+
+def test_roles_never_import_roles():
+    wrong = [
+        f"{path.name} imports {module}"
+        for path in FILES
+        if room_of(path) == "roles"
+        for module in imports_of(path)
+        if module.startswith("rlx.roles")
+    ]
+    assert wrong == []
+
+
+def test_libraries_stay_in_their_rooms():
+    wrong = []
+    for path in FILES:
+        room = room_of(path)
+        for module in imports_of(path):
+            library = module.split(".")[0]
+            if room not in HOME_OF.get(library, (room,)):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}; only {' and '.join(HOME_OF[library])} may")
+            if library == "torch" and FLOORS.get(room, 0) in (0, 1, 4):
+                wrong.append(f"{path.relative_to(ROOT)} imports torch on floor {FLOORS.get(room, 0)}")
+    assert wrong == []
+
+
+def test_the_learning_rooms_need_torch_alone():
+    wrong = []
+    for path in FILES:
+        if room_of(path) not in TORCH_ALONE:
+            continue
+        for module in imports_of(path):
+            parts = module.split(".")
+            if parts[0] == "rlx":
+                fine = parts[1] in TORCH_ALONE or FLOORS.get(parts[1], 0) < 2
+            else:
+                fine = parts[0] in sys.stdlib_module_names or parts[0] in WITH_TORCH
+            if not fine:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", ["rlx.cli", "rlx.launch.plan", "rlx.launch.supervisor", "rlx.types", "rlx.wire", "rlx.config.load"])
+def test_the_outer_floors_load_without_torch(module: str):
+    check = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_no_file_is_too_long_to_read():
+    folders = ("rlx", "tests", "environments", "benchmarks", "tools")
+    long = {}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        lines = len(path.read_text().splitlines())
+        if lines > LONGEST:
+            long[str(path.relative_to(ROOT))] = lines
+    assert long == {}
+
+
+def test_every_module_says_what_it_is():
+    silent = [
+        str(path.relative_to(ROOT)) for path in FILES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
