@@ -140,6 +140,10 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # vLLM's threads do not end by themselves
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned, where it could not fork
     die_with_parent()
