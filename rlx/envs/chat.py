@@ -82,15 +82,16 @@ class Chat:
 
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
         """Read the completion. Tool calls without a name are no calls."""
-        ids = turn.completion_ids.tolist()
+        ids = turn.completion_ids
         if self.renderer is not None:
-            parsed = self.renderer.parse_response(ids, tools=tools, prompt_ids=turn.prompt_ids.tolist())
+            parsed = self.renderer.parse_response(ids.tolist(), tools=tools, prompt_ids=turn.prompt_ids.tolist())
             named = [call for call in parsed.tool_calls if call.name]
             calls = tuple(Call(call.id or f"call_{i}", call.name, _as_json(call.arguments)) for i, call in enumerate(named))
             return Reply(parsed.content or "", parsed.reasoning_content or None, calls)
-        while ids and ids[-1] in self._stops:
-            ids.pop()
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        end = len(ids)
+        while end and int(ids[end - 1]) in self._stops:
+            end -= 1
+        text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)  # an array: a list is looked at element by element
         for mark in self._marks:
             if mark in text:
                 text = text.replace(mark, "")

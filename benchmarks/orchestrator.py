@@ -1,0 +1,144 @@
+"""CPU time of the orchestrator per rollout, against a mock server that answers at once: `python benchmarks/orchestrator.py`.
+
+Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, packing, metrics.
+Mock: the policy, in another process, whose time does not count; it repeats the prompt's word and stops.
+Prints milliseconds of CPU per rollout of the whole main loop, and rollouts a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import multiprocessing as mp
+import pstats
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from rlx.config.schema import Config, EnvConfig
+from rlx.envs.base import sampling_of
+from rlx.envs.chat import Chat
+from rlx.heartbeat import Heartbeat
+from rlx.inference.client import InferenceClient
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import Completion, GenerateRequest, PolicyState
+from rlx.models.tiny import build_tokenizer
+from rlx.paths import COMPLETE, RunPaths
+from rlx.roles.orchestrator import Orchestrator, first_failure
+
+
+def serve(port: Any, num_tokens: int, latency: float) -> None:
+    """The mock server, in its own process."""
+    from aiohttp import web
+
+    decoder, encoder = msgspec.msgpack.Decoder(GenerateRequest), msgspec.msgpack.Encoder()
+    ids = np.arange(num_tokens, dtype=np.int32) % 90 + 8
+    ids[-1] = 2  # <|im_end|>
+    logprobs = np.full(num_tokens, -0.5, dtype=np.float32).tobytes()
+
+    async def generate(request: web.Request) -> web.Response:
+        call = decoder.decode(await request.read())
+        if latency:
+            await asyncio.sleep(latency)
+        answer = Completion(token_ids=ids.tobytes(), logprobs=logprobs, versions=[(call.version, num_tokens)], finish_reason="stop")
+        return web.Response(body=encoder.encode(answer))
+
+    async def policy(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(PolicyState(version=0, model="mock", context_length=1 << 20)))
+
+    async def update(_: web.Request) -> web.Response:
+        return web.Response(body=b"{}")
+
+    async def main() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/generate", generate), web.get("/policy", policy), web.post("/update_weights", update)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port.value = runner.addresses[0][1]
+        await asyncio.Event().wait()
+
+    uvloop.run(main())
+
+
+async def publish(paths: RunPaths, steps: int) -> None:
+    """A trainer of no time: every batch is consumed and followed by a version."""
+    for step in range(steps):
+        while not paths.batch_of(step).exists():
+            await asyncio.sleep(0.005)
+        paths.batch_of(step).unlink()
+        paths.weights_of(step + 1).mkdir(parents=True)
+        (paths.weights_of(step + 1) / COMPLETE).write_text("{}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of every completion")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds of every request")
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+
+    port = mp.get_context("spawn").Value("i", 0)
+    server = mp.get_context("spawn").Process(target=serve, args=(port, options.tokens, options.latency), daemon=True)
+    server.start()
+    seq_len = 64 + options.tokens
+    config = Config(
+        max_steps=options.steps,
+        max_async_level=1,
+        seq_len=seq_len,
+        loss={"_target_": "unused", "aggregate": "token_mean"},
+        advantage={"_target_": "rlx.advantages.group.group_norm"},
+        envs={"reverse_text": EnvConfig(id="rlx-reverse-text")},
+    )
+    config.sampling.max_tokens = options.tokens
+    config.orchestrator.batch_size, config.orchestrator.rollouts_per_example = options.batch, 8
+    config.orchestrator.max_concurrent = options.concurrent
+    config.trainer.micro_batch_tokens = max(8192, seq_len)
+    config.model.name = "tiny"
+
+    from rlx.envs.verifiers_v0 import load_environment
+
+    envs: Any = {name: load_environment(name, env, sampling_of(config, env), 600.0) for name, env in config.envs.items()}
+    chat = Chat(build_tokenizer(seq_len))
+    while port.value == 0:
+        time.sleep(0.01)
+
+    async def run(root: Path) -> tuple[float, float, int]:
+        paths = RunPaths(root)
+        async with InferenceClient([Endpoint(f"http://127.0.0.1:{port.value}", "")], 600.0) as client:
+            orchestrator = Orchestrator(config, paths, envs, chat, client, Heartbeat(paths, "orchestrator"))
+            wall, cpu = time.monotonic(), time.process_time()
+            await first_failure(orchestrator.run(), publish(paths, options.steps))
+            return time.monotonic() - wall, time.process_time() - cpu, orchestrator.collector.tally.finished
+
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        runner = uvloop.run if options.loop == "uvloop" else asyncio.run
+        if options.profile:
+            profile.enable()
+        wall, cpu, finished = runner(run(Path(folder)))
+        profile.disable()
+    server.kill()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}: "
+        f"{1000 * cpu / finished:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
+    )
+    if options.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()

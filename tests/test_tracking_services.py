@@ -1,0 +1,178 @@
+"""Forwarding to TensorBoard and W&B (offline), both for real; the files they leave are read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.tracking import Tracker, open_tracker
+
+RECORD = {
+    "env": "e",
+    "example_id": 3,
+    "group": 0,
+    "member": 1,
+    "prompt": [{"role": "user", "content": "abc"}],
+    "completion": [{"role": "assistant", "content": "<b>cba</b>"}],
+    "answer": "cba",
+    "reward": 1.0,
+    "advantage": 0.5,
+    "stop": "max_turns_reached",
+    "num_tokens": 4,
+}
+
+
+class Recorder:
+    """A service that remembers."""
+
+    def __init__(self, samples: int = 2, interval: int = 10) -> None:
+        self.samples, self.interval = samples, interval
+        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[int, int]] = []
+        self.closed = False
+
+    def scalars(self, step: int, values: Any, seconds: float) -> None:
+        self.seen.append((step, dict(values)))
+
+    def rollouts(self, step: int, records: Any) -> None:
+        self.tables.append((step, len(records)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def write_metrics(paths: RunPaths) -> None:
+    for step in range(2):
+        MetricsWriter(paths.metrics, "orchestrator").write(step, {"reward/mean": 0.25 + step, "time/step": 2.0})
+        MetricsWriter(paths.metrics, "trainer").write(step, {"loss/total": -1.0, "time/step": 3.0})
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a `.wandb` file: a LevelDB log with a 7-byte header (blocks of 32 KiB; crc, length, type, payload)."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
+def run_tracker(paths: RunPaths, config: Config) -> None:
+    tracker = open_tracker(config, paths)
+    assert tracker is not None
+    write_metrics(paths)
+    tracker.forward()
+    tracker.samples(0, [RECORD, RECORD, RECORD])
+    tracker.close()
+
+
+def test_every_record_is_forwarded_once_with_its_source_where_names_are_shared(tmp_path: Path) -> None:
+    paths, sink = RunPaths(tmp_path), Recorder()
+    tracker = Tracker(paths, [sink])
+    tracker.forward()
+    write_metrics(paths)
+    tracker.forward()
+    tracker.forward()
+    assert sink.seen == [
+        (0, {"reward/mean": 0.25, "orchestrator/time/step": 2.0}),
+        (0, {"loss/total": -1.0, "trainer/time/step": 3.0}),
+        (1, {"reward/mean": 1.25, "orchestrator/time/step": 2.0}),
+        (1, {"loss/total": -1.0, "trainer/time/step": 3.0}),
+    ]
+    tracker.close()
+    assert sink.closed
+
+
+def test_a_line_that_is_still_being_written_is_forwarded_when_it_is_whole(tmp_path: Path) -> None:
+    paths, sink = RunPaths(tmp_path), Recorder()
+    tracker = Tracker(paths, [sink])
+    line = json.dumps({"step": 0, "source": "trainer", "time": 1.0, "loss/total": 2.0})
+    paths.metrics.write_text(line[:10])
+    tracker.forward()
+    assert sink.seen == []
+    paths.metrics.write_text(line + "\n")
+    tracker.forward()
+    assert sink.seen == [(0, {"loss/total": 2.0})]
+
+
+def test_samples_are_forwarded_every_interval_steps_and_no_more_than_wanted(tmp_path: Path) -> None:
+    often, rarely, never = Recorder(samples=2, interval=5), Recorder(samples=4, interval=10), Recorder(samples=0)
+    tracker = Tracker(RunPaths(tmp_path), [often, rarely, never])
+    assert [tracker.wants_samples(step) for step in (0, 1, 5, 10)] == [4, 0, 2, 4]
+    for step in range(11):
+        tracker.samples(step, [RECORD] * 3)
+    assert often.tables == [(0, 2), (5, 2), (10, 2)]
+    assert rarely.tables == [(0, 3), (10, 3)]
+    assert never.tables == []
+
+
+def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = Config(max_steps=2)
+    config.logger.tensorboard = TensorboardConfig(samples=2)
+    run_tracker(RunPaths(tmp_path), config)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.25), (1, 1.25)]
+    assert [event.value for event in events.Scalars("trainer/time/step")] == [3.0, 3.0]
+    samples = [tag for tag in events.Tags()["tensors"] if tag.startswith("rollouts/")]
+    assert samples == ["rollouts/0", "rollouts/1"]
+    text = events.Tensors("rollouts/0")[0].tensor_proto.string_val[0].decode()
+    assert "user: abc" in text
+    assert "assistant: &lt;b&gt;cba&lt;/b&gt;" in text
+
+
+def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    config = Config(max_steps=2, seed=17)
+    config.logger.wandb = WandbConfig(mode="offline", samples=2, project="p")
+    run_tracker(RunPaths(tmp_path / "my-run"), config)
+
+    (file,) = (tmp_path / "my-run" / "wandb").glob("offline-run-*/run-*.wandb")
+    history: list[dict[str, Any]] = []
+    text = b""
+    for data in wandb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        text += data
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items})
+    rewards = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
+    assert rewards == [(0, 0.25), (1, 1.25)]
+    assert any("rollouts" in key for row in history for key in row)
+    assert b"my-run" in text
+    assert b"max_async_level" in text
+
+
+def test_nothing_is_imported_where_no_service_is_asked_for(tmp_path: Path) -> None:
+    assert open_tracker(Config(), RunPaths(tmp_path)) is None
+
+
+@pytest.mark.parametrize("service", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named_with_the_remedy(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == service]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, service, None)
+    config = Config()
+    setattr(config.logger, service, WandbConfig() if service == "wandb" else TensorboardConfig())
+    with pytest.raises(ValueError, match=rf"logger={service} needs a package.*pip install 'rlx\[{service}\]'"):
+        open_tracker(config, RunPaths(tmp_path))
