@@ -1,0 +1,126 @@
+"""Open nodes: what they build, what their signature says, and that no value of any key ends in a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.config.composition import compose_tree
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, finish, instantiate
+from rlx.config.schema import Config
+from rlx.config.signatures import read_signature, signature_of
+from rlx.config.tree import leaves
+
+MODULE = """
+import functools
+
+class Scale:
+    def __init__(self, factor: float, offset: float = 0.0):
+        self.factor, self.offset = factor, offset
+
+class Child(Scale):
+    pass
+
+def loss(tokens, *, scale: "Scale | None" = None, eps: float = 0.2, names: list[str] | None = None):
+    return scale, eps
+
+def any_keys(tokens, **options):
+    return options
+
+@functools.lru_cache
+def wrapped(tokens, *, eps=0.1):
+    return eps
+
+made = functools.partial(loss, eps=0.4)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch) -> str:
+    """A module of a user's own."""
+    (tmp_path / "acme_loss.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "acme_loss"
+    sys.modules.pop("acme_loss", None)
+
+
+def test_a_function_is_bound_and_a_class_is_built(module: str):
+    bound = instantiate({"_target_": f"{module}.loss", "eps": 0.3, "scale": {"_target_": f"{module}.Scale", "factor": 2}})
+    assert isinstance(bound, functools.partial)
+    scale, eps = bound("tokens")
+    assert (scale.factor, scale.offset, eps) == (2, 0.0, 0.3)
+
+
+def test_a_class_that_lacks_arguments_waits_for_them(module: str):
+    node = {"_target_": f"{module}.Scale", "offset": 1.0}
+    assert instantiate(node)(3).factor == 3
+    assert instantiate(node, factor=4).factor == 4
+
+
+@pytest.mark.parametrize("name", ["loss", "any_keys", "Scale"])
+def test_a_signature_read_from_source_is_the_real_one(module: str, name: str):
+    import acme_loss
+
+    read = read_signature(module, name)
+    assert read is not None
+    real = inspect.signature(getattr(acme_loss, name))
+    assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
+        (p.name, p.kind, p.default) for p in real.parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("name", ["wrapped", "made", "Child", "absent"])
+def test_what_the_source_does_not_say_is_not_guessed(module: str, name: str):
+    assert read_signature(module, name) is None
+
+
+def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str):
+    cfg = compose([f"loss._target_={module}.loss", "loss.eps=0.1", "~loss.eps_low", "~loss.eps_high"], {}).cfg
+    assert cfg.loss["eps"] == 0.1
+    with pytest.raises(ConfigError) as caught:
+        compose([f"loss._target_={module}.loss", "loss.eps=high", "loss.names=[a,true]"], {})
+    for part in (
+        "unknown keys loss.eps_high=0.2",
+        "loss takes scale=null, eps=0.2",
+        "`loss.eps` must be a number",
+        "`loss.names` must be a text",
+    ):
+        assert part in str(caught.value)
+    assert compose([f"loss._target_={module}.any_keys", "loss.whatever=1"], {}).cfg.loss["whatever"] == 1
+
+
+def test_a_users_module_that_fails_to_import_is_a_problem_of_the_configuration(tmp_path: Path, monkeypatch):
+    (tmp_path / "acme_broken.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="acme_broken cannot be imported: No module named 'not_there_at_all'"):
+        compose(["loss._target_=acme_broken.loss"], {})
+
+
+def test_torchs_optimizers_are_read_without_importing_torch():
+    betas = signature_of("torch.optim.AdamW").parameters["betas"]
+    assert betas.default == (0.9, 0.999)
+    assert betas.annotation == tuple[float, float]
+
+
+@pytest.mark.parametrize("value", [None, "text", -1, 0, 1e30, True, [], ["a"], {}, {"a": 1}, "???"], ids=str)
+def test_no_value_of_any_key_ends_in_a_traceback(value):
+    tree = compose_tree(["logger=[wandb,tensorboard]", "dry_run=true"], {})
+    accepted = 0
+    for key in leaves(Config):
+        changed = copy.deepcopy(tree)
+        *above, last = key.replace("<name>", "reverse_text").split(".")
+        section = changed.data
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = value
+        with contextlib.suppress(ConfigError):
+            finish(changed)
+            accepted += 1
+    assert accepted < 90, "other keys must have refused it"
