@@ -118,6 +118,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
     try:
         return await watch(engine, stopped, serving, heartbeat)
     finally:
+        endpoint_file(paths, replica).unlink(missing_ok=True)
         server.should_exit = server.force_exit = True
         await asyncio.wait([serving], timeout=2)
         engine.shutdown()

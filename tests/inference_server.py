@@ -1,0 +1,159 @@
+"""What the tests of the inference room share: a tiny random model, policy versions of it, and a real server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlx.config.load import to_yaml
+from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
+from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
+from rlx.models.tiny import VOCABULARY, build_tokenizer
+from rlx.paths import COMPLETE, RunPaths
+from rlx.types import Turn
+
+CONTEXT = 256
+EOS = VOCABULARY.index("<|im_end|>")
+START = "import sys; from rlx.roles import inference; sys.exit(inference.main())"
+
+
+def make_model(folder: Path, *, tied: bool, seed: int) -> Qwen3ForCausalLM:
+    """A random Qwen3 of the tiny size, saved with its tokenizer."""
+    size = WarmStartConfig()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            num_hidden_layers=size.num_hidden_layers,
+            num_attention_heads=size.num_attention_heads,
+            num_key_value_heads=size.num_key_value_heads,
+            head_dim=size.head_dim,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,  # peaked enough that a wrong weight shows
+            eos_token_id=EOS,
+            bos_token_id=None,
+            dtype="float32",
+        )
+    ).eval()
+    model.save_pretrained(folder)
+    build_tokenizer(CONTEXT).save_pretrained(folder)
+    return model
+
+
+def seal(folder: Path, version: int) -> Path:
+    """Write the `COMPLETE` marker for what is in the folder."""
+    files = {
+        path.name: {"size": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())} for path in sorted(folder.iterdir())
+    }
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files}))
+    return folder
+
+
+class Run:
+    """A run directory with policy versions that the test can score, and at most one living server."""
+
+    def __init__(self, root: Path, *, tied: bool, port: int = 0) -> None:
+        self.paths = RunPaths(root)
+        self.tied = tied
+        self.models = {0: make_model(root / "model", tied=tied, seed=0)}
+        config = Config(max_steps=1, seq_len=CONTEXT)
+        config.model = ModelConfig(
+            name="tiny",
+            dtype="float32",
+            context_length=CONTEXT,
+            num_parameters=0.8e6,
+            hidden_size=128,
+            num_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=len(VOCABULARY),
+        )
+        config.sampling.max_tokens = 16
+        config.orchestrator.batch_size = config.orchestrator.rollouts_per_example = 8
+        config.hardware = HardwareConfig(name="cpu", device="cpu")
+        config.inference.kv_cache_gb = 0.25
+        config.inference.port = port
+        self.paths.config.write_text(to_yaml(config))
+        self.paths.initial_model.write_text(f"{root / 'model'}\n")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = root / "server.log"
+
+    def version(self, version: int) -> Path:
+        """The folder of a policy version, made on first use with weights of its own."""
+        folder = self.paths.weights_of(version)
+        if version not in self.models:
+            self.models[version] = make_model(folder, tied=self.tied, seed=version)
+            seal(folder, version)
+        return folder
+
+    def start(self, program: str = START) -> subprocess.Popen[bytes]:
+        endpoint_file(self.paths, 0).unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-c", program, "--run-dir", str(self.paths.root)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        return self.process
+
+    def ready(self, timeout: float = 240) -> list[Endpoint]:
+        """The endpoint of the server, when it serves."""
+        assert self.process is not None
+
+        def tick() -> None:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+
+        return read_endpoints(self.paths, 1, timeout, tick)
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
+        """Signal the server and return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+
+    @torch.no_grad()
+    def worst(self, turns: Iterable[Turn], temperature: float) -> float:
+        """Largest |log-probability by the server − by Hugging Face under the version that the token claims|, over all tokens."""
+        worst = 0.0
+        for turn in turns:
+            ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long()
+            for version in set(turn.versions.tolist()):
+                logits = self.models[version](ids[None], use_cache=False).logits[0, len(turn.prompt_ids) - 1 : -1]
+                scores = torch.log_softmax(logits.double() / temperature, dim=-1)
+                found = scores.gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
+                mine = turn.versions == version
+                worst = max(worst, float(np.abs(found - turn.logprobs)[mine].max()))
+        return worst
+
+
+def prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of random printable tokens."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(10, len(VOCABULARY), length).tolist() for _ in range(count)]
+
+
+def same(one: Turn, other: Turn) -> bool:
+    """Bit for bit the same tokens and log-probabilities."""
+    return np.array_equal(one.completion_ids, other.completion_ids) and one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)

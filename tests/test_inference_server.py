@@ -1,0 +1,424 @@
+"""The inference server on real vLLM, on CPU: one server for the tests of this file, one for those that end it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+from inference_server import CONTEXT, Run, prompts, same, seal, wait_until
+from safetensors.torch import load_file, save_file
+
+from rlx.inference.client import InferenceClient
+from rlx.inference.endpoints import Endpoint, endpoint_file
+from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
+from rlx.types import Turn
+
+pytestmark = pytest.mark.slow
+T = TypeVar("T")
+EXACT = 1e-4  # nats, float32 against float32
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("run"), tied=True)
+    run.start()
+    run.ready()
+    yield run
+    run.stop()
+
+
+def talk(run: Run, conversation: Callable[[InferenceClient], Awaitable[T]]) -> T:
+    """Run a conversation with the server, which begins and ends with version 0."""
+
+    async def whole() -> T:
+        async with InferenceClient(run.ready(), request_timeout=120) as client:
+            await client.wait_ready(60)
+            return await conversation(client)
+
+    return asyncio.run(whole())
+
+
+async def sample(client: InferenceClient, ids: list[int], seed: int, **sampling: Any) -> Turn:
+    return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)
+
+
+def test_log_probabilities_are_those_of_hugging_face_at_the_sampling_temperature(run: Run) -> None:
+    async def conversation(client: InferenceClient) -> list[Turn]:
+        return await asyncio.gather(*[sample(client, ids, seed, temperature=0.7) for seed, ids in enumerate(prompts(32))])
+
+    turns = talk(run, conversation)
+    assert run.worst(turns, 0.7) < EXACT
+    assert run.worst(turns, 1.0) > 0.1
+    assert {version for turn in turns for version in turn.versions.tolist()} == {0}
+    assert len({turn.completion_ids.tobytes() for turn in turns}) > 25
+    assert {turn.finish_reason for turn in turns} == {"stop", "length"}
+
+
+def test_a_seed_gives_the_same_bits_alone_and_in_a_batch(run: Run) -> None:
+    ids = prompts(16, seed=1)
+
+    async def conversation(client: InferenceClient) -> tuple[list[Turn], list[Turn]]:
+        together = await asyncio.gather(*[sample(client, ids[seed % 16], seed) for seed in range(48)])
+        alone = [await sample(client, ids[seed % 16], seed) for seed in range(6)]
+        return together, alone
+
+    together, alone = talk(run, conversation)
+    assert all(same(one, other) for one, other in zip(together, alone, strict=False))
+    assert not same(together[0], together[16])  # one prompt, two seeds
+
+
+def test_updates_in_flight_are_exact(run: Run) -> None:
+    """Three updates while 24 requests are decoded: each token has the log-probability of the version it claims, also with the tied head."""
+    folders = {version: run.version(version) for version in (1, 2, 3)}
+
+    async def conversation(client: InferenceClient) -> tuple[list[Turn], list[Turn]]:
+        work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(24, seed=2))]
+        for version, folder in folders.items():
+            await asyncio.sleep(0.15)
+            assert sum(not task.done() for task in work) >= 16
+            await client.update_weights(folder, version)
+        assert await client.versions() == [3]
+        # The same prompts again: their cached keys and values are of version 0.
+        return await asyncio.gather(*work), await asyncio.gather(
+            *[sample(client, ids, seed) for seed, ids in enumerate(prompts(24, seed=2))]
+        )
+
+    flying, later = talk(run, conversation)
+    assert run.worst(flying + later, 1.0) < EXACT
+    assert {version for turn in flying for version in turn.versions.tolist()} == {0, 1, 2, 3}
+    assert all((np.diff(turn.versions) >= 0).all() for turn in flying)
+    assert all(set(turn.versions.tolist()) == {3} for turn in later)
+
+
+def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) -> None:
+    async def first(client: InferenceClient) -> None:
+        await client.update_weights(run.version(1), 1)
+
+    async def second(client: InferenceClient) -> tuple[Turn, list[int]]:
+        return await sample(client, prompts(1)[0], 0), await client.versions()
+
+    talk(run, first)
+    turn, versions = talk(run, second)
+    assert versions == [0]
+    assert set(turn.versions.tolist()) == {0}
+    assert run.worst([turn], 1.0) < EXACT
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5000] ^= 16
+    path.write_bytes(content)
+
+
+def forget_the_marker(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    (folder / "COMPLETE").unlink()
+    seal(folder, 1)
+
+
+def drop_a_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+
+
+def change_a_shape(folder: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
+
+
+def add_a_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.9.input_layernorm.weight": tensors["model.norm.weight"].clone()}))
+
+
+def claim_another_version(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+    seal(folder, 7)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (truncate, "bytes"),
+        (flip_a_bit, "checksum"),
+        (forget_the_marker, "COMPLETE"),
+        (drop_a_tensor, "missing: model.layers.2.mlp.up_proj.weight"),
+        (change_a_shape, "wrong shape: model.layers.1.self_attn.o_proj.weight"),
+        (add_a_tensor, "unknown: model.layers.9.input_layernorm.weight"),
+        (claim_another_version, "version 7, not 1"),
+    ],
+)
+def test_wrong_weights_are_refused_and_the_old_version_generates_on(
+    run: Run, tmp_path: Path, spoil: Callable[[Path], None], complaint: str
+) -> None:
+    folder = tmp_path / "spoiled"
+    shutil.copytree(run.version(1), folder)
+    spoil(folder)
+
+    async def conversation(client: InferenceClient) -> list[Turn]:
+        work = [asyncio.create_task(sample(client, ids, seed, max_tokens=120)) for seed, ids in enumerate(prompts(4))]
+        await asyncio.sleep(0.05)
+        with pytest.raises(UpdateRefused, match=complaint):
+            await client.update_weights(folder, 1)
+        assert client.version == 0
+        assert await client.versions() == [0]
+        return [*await asyncio.gather(*work), await sample(client, prompts(1)[0], 0)]
+
+    turns = talk(run, conversation)
+    assert run.worst(turns, 1.0) < EXACT
+    assert {version for turn in turns for version in turn.versions.tolist()} == {0}
+
+
+def test_a_prompt_without_room_is_refused_and_a_completion_ends_with_the_context(run: Run) -> None:
+    async def conversation(client: InferenceClient) -> list[Turn]:
+        for length in (CONTEXT, CONTEXT + 50):
+            with pytest.raises(ContextTooLong, match=f"{length} tokens, the context {CONTEXT}"):
+                await sample(client, prompts(1, length)[0], 0)
+        return await asyncio.gather(*[sample(client, ids, seed, max_tokens=500) for seed, ids in enumerate(prompts(16, CONTEXT - 4))])
+
+    turns = talk(run, conversation)
+    full = [turn for turn in turns if turn.finish_reason == "length"]
+    assert full
+    assert {len(turn.completion_ids) for turn in full} == {4}
+
+
+def test_wrong_sampling_parameters_are_refused_with_vllms_own_words(run: Run) -> None:
+    async def conversation(client: InferenceClient) -> None:
+        for sampling, complaint in (
+            ({"temperature": -1.0}, "temperature"),
+            ({"top_p": 1.5}, "top_p"),
+            ({"nucleus": 1}, "nucleus"),
+            ({"max_tokens": 0}, "max_tokens"),
+        ):
+            with pytest.raises(RequestRefused, match=complaint):
+                await sample(client, [10, 11], 0, **sampling)
+        with pytest.raises(RequestRefused, match="vocab"):
+            await sample(client, [10, 5000], 0)
+
+    talk(run, conversation)
+
+
+def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
+    async def conversation(client: InferenceClient) -> tuple[Turn, Turn, Turn]:
+        ids = prompts(1)[0]
+        greedy, again = [await sample(client, ids, seed, temperature=0.0) for seed in (0, 1)]
+        return greedy, again, await sample(client, ids, 0, temperature=0.0, stop_token_ids=[int(greedy.completion_ids[5])])
+
+    greedy, again, stopped = talk(run, conversation)
+    assert same(greedy, again)
+    first = greedy.completion_ids.tolist().index(greedy.completion_ids[5])
+    assert stopped.completion_ids.tolist() == greedy.completion_ids[: first + 1].tolist()
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:
+    async def conversation(client: InferenceClient) -> list[float]:
+        work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200, min_tokens=200)) for seed, ids in enumerate(prompts(8))]
+        await asyncio.sleep(0.2)
+        running = (await client.stats())["perf/running"]
+        for task in work[1:]:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        await sample(client, prompts(1)[0], 0, max_tokens=2)
+        return [running, (await client.stats())["perf/running"]]
+
+    before, after = talk(run, conversation)
+    assert before == 8
+    assert after <= 1
+
+
+def test_everything_but_health_asks_for_the_key(run: Run) -> None:
+    (endpoint,) = run.ready()
+
+    async def status(method: str, path: str, key: str | None) -> int:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with aiohttp.request(method, endpoint.url + path, headers=headers, json={}) as answer:
+            return answer.status
+
+    async def conversation() -> None:
+        assert await status("GET", "/health", None) == 200
+        for method, path in (
+            ("POST", "/generate"),
+            ("POST", "/update_weights"),
+            ("POST", "/reload_weights"),
+            ("GET", "/policy"),
+            ("GET", "/v1/models"),
+        ):
+            for key in (None, "", endpoint.api_key + "x", endpoint.api_key[:-1]):
+                assert await status(method, path, key) == 401, (path, key)
+        assert await status("GET", "/policy", endpoint.api_key) == 200
+        assert await status("POST", "/policy", endpoint.api_key) == 405
+        assert await status("POST", "/generate", endpoint.api_key) == 400
+
+    asyncio.run(conversation())
+    file = endpoint_file(run.paths, 0)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(endpoint.api_key) >= 32
+    assert json.loads(file.read_text())["pid"] == run.process.pid  # type: ignore[union-attr]
+    assert endpoint.url.startswith("http://127.0.0.1:")
+
+
+def test_vllms_own_routes_answer_beside_ours(run: Run) -> None:
+    (endpoint,) = run.ready()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+
+    async def conversation() -> tuple[dict, dict]:
+        async with aiohttp.ClientSession(endpoint.url, headers=headers) as session:
+            models = await (await session.get("/v1/models")).json()
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 5, "logprobs": True}
+            chat = await (await session.post("/v1/chat/completions", json=body)).json()
+            return models, chat
+
+    models, chat = asyncio.run(conversation())
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert len(chat["choices"][0]["logprobs"]["content"]) <= 5
+
+
+def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = Run(tmp_path, tied=True, port=port)
+        process = run.start()
+        assert process.wait(60) == 1
+    said = run.log.read_text()
+    assert f"127.0.0.1:{port}" in said
+    assert "inference.port" in said
+    assert "Traceback" not in said
+
+
+def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
+    """The second server has another port, another key and version 0; no token of version 0 reaches the client, and the seed still holds."""
+    run = Run(tmp_path, tied=True)
+    run.start()
+    folder = run.version(4)
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn], list[int]]:
+        async with InferenceClient(endpoints, request_timeout=280, restart_timeout=270) as client:
+            await client.wait_ready(60)
+            await client.update_weights(folder, 4)
+            before = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
+            caught = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
+            await asyncio.sleep(0.1)
+            run.stop(signal.SIGKILL)
+            run.start()
+            after = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
+            versions = await client.versions()
+            assert run.worst(await asyncio.gather(*caught), 1.0) < EXACT
+            return before, after, versions
+
+    before, after, versions = asyncio.run(conversation(run.ready()))
+    assert versions == [4]
+    assert all(set(turn.versions.tolist()) == {4} for turn in before + after)
+    assert all(same(one, other) for one, other in zip(before, after, strict=True))
+    assert run.worst(after, 1.0) < EXACT
+    assert run.stop(signal.SIGTERM) == 143
+    assert not endpoint_file(run.paths, 0).exists()
+
+
+HALF = """
+import sys
+from rlx.inference import worker
+from rlx.roles import inference
+whole = worker.tensors
+def half(folder):
+    for number, entry in enumerate(whole(folder)):
+        if number == 20:
+            raise OSError("the disk is gone")
+        yield entry
+worker.tensors = half
+sys.exit(inference.main())
+"""
+
+
+def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=True)
+    run.start(HALF)
+    folder = run.version(1)
+
+    async def conversation(endpoints: list[Endpoint]) -> None:
+        async with InferenceClient(endpoints, request_timeout=20, restart_timeout=1) as client:
+            await client.wait_ready(60)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
+            await asyncio.sleep(0.1)
+            with pytest.raises(RuntimeError, match=r"failed midway.*the disk is gone"):
+                await client.update_weights(folder, 1)
+            answers = await asyncio.gather(*work, return_exceptions=True)
+            finished = [answer for answer in answers if isinstance(answer, Turn)]
+            assert run.worst(finished, 1.0) < EXACT
+
+    asyncio.run(conversation(run.ready()))
+    assert run.process is not None
+    assert run.process.wait(20) == 1
+    assert "the disk is gone" in run.log.read_text()
+
+
+SEPARATE = """
+import sys
+from rlx.roles import inference
+inference.runs_in_process = lambda config: False
+sys.exit(inference.main())
+"""
+
+
+def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_path: Path) -> None:
+    """As on GPU, with an untied head; the server is killed in the end and leaves no engine behind."""
+    run = Run(tmp_path, tied=False)
+    process = run.start(SEPARATE)
+    folders = {version: run.version(version) for version in (1, 2)}
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn]]:
+        async with InferenceClient(endpoints, request_timeout=120) as client:
+            await client.wait_ready(60)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(24))]
+            for version, folder in folders.items():
+                await asyncio.sleep(0.15)
+                await client.update_weights(folder, version)
+            flying = await asyncio.gather(*work)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(8))]
+            await asyncio.sleep(0.05)
+            for task in work[1:]:
+                task.cancel()
+            return flying, [await work[0]]
+
+    flying, later = asyncio.run(conversation(run.ready()))
+    assert run.worst(flying + later, 1.0) < EXACT
+    assert {version for turn in flying for version in turn.versions.tolist()} == {0, 1, 2}
+    engines = psutil.Process(process.pid).children(recursive=True)
+    assert engines
+    run.stop(signal.SIGKILL)
+    wait_until(
+        lambda: not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines),
+        "the engine outlived its server",
+    )
+
+
+def test_the_role_explains_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "config.yaml" in done.stderr
