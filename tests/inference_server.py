@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlx.config.load import to_yaml
 from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
+from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
 
 CONTEXT = 256
+EXACT = 1e-4  # nats, float32 against float32
 EOS = VOCABULARY.index("<|im_end|>")
 START = "import sys; from rlx.roles import inference; sys.exit(inference.main())"
 
@@ -157,3 +160,7 @@ def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no
     while not done():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+async def sample(client: InferenceClient, ids: list[int], seed: int, **sampling: Any) -> Turn:
+    return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)

@@ -1,0 +1,135 @@
+"""What the inference room decides from files and configuration alone: weights that fit, addresses, engine arguments."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import save_file
+
+from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConfig
+from rlx.inference.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
+from rlx.inference.policy_files import check_policy, tensor_shapes
+from rlx.paths import RunPaths
+from rlx.waiting import WaitTimeout
+
+MODEL = {"embed.weight": (7, 4), "norm.weight": (4,)}
+
+
+def write(folder: Path, shapes: dict[str, tuple[int, ...]], version: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    files = {
+        path.name: {"size": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
+        for path in folder.glob("*.safetensors")
+    }
+    (folder / "COMPLETE").write_text(json.dumps({"version": version, "files": files}))
+    return folder
+
+
+def test_shapes_come_from_all_files_of_a_folder(tmp_path: Path):
+    save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "model-1.safetensors")
+    save_file({"b": np.zeros(5, np.float16)}, tmp_path / "model-2.safetensors")
+    assert tensor_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
+    save_file({"b": np.zeros(5, np.float16)}, tmp_path / "model-3.safetensors")
+    with pytest.raises(ValueError, match="holds b twice"):
+        tensor_shapes(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", b"\x05" + b"\0" * 7 + b"{nope"])
+def test_what_is_no_safetensors_file_is_said_so(tmp_path: Path, content: bytes):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        tensor_shapes(tmp_path)
+
+
+def test_a_file_shorter_or_longer_than_its_header_says_is_refused(tmp_path: Path):
+    write(tmp_path, MODEL)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole + b"\0"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="its header says"):
+            tensor_shapes(tmp_path)
+
+
+def test_a_folder_of_the_same_model_is_accepted_with_or_without_a_tied_head(tmp_path: Path):
+    head = {"lm_head.weight": (7, 4)}
+    check_policy(write(tmp_path, MODEL), 1, MODEL, tied=False)
+    check_policy(tmp_path, 1, MODEL | head, tied=True)
+    check_policy(write(tmp_path, MODEL | head), 1, MODEL, tied=True)
+    with pytest.raises(ValueError, match=r"unknown: lm_head\.weight"):
+        check_policy(tmp_path, 1, MODEL, tied=False)
+
+
+def test_every_difference_is_named(tmp_path: Path):
+    write(tmp_path, {"embed.weight": (7, 5), "other": (1,)})
+    with pytest.raises(ValueError, match=r"missing: norm\.weight; unknown: other; wrong shape: embed\.weight \[7, 5\] instead of \[7, 4\]"):
+        check_policy(tmp_path, 1, MODEL, tied=False)
+
+
+def test_a_file_beside_the_manifest_is_refused(tmp_path: Path):
+    write(tmp_path, MODEL)
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"more\.safetensors is not in the manifest"):
+        check_policy(tmp_path, 1, MODEL, tied=False)
+
+
+def test_a_published_endpoint_is_private_and_read_back(tmp_path: Path):
+    paths = RunPaths(tmp_path)
+    with bind("127.0.0.1", 0) as sock:
+        url = publish_endpoint(endpoint_file(paths, 1), sock, "secret")
+        assert url == f"http://127.0.0.1:{sock.getsockname()[1]}"
+        with pytest.raises(OSError, match="in use"):
+            bind("127.0.0.1", sock.getsockname()[1])
+    assert stat.S_IMODE(endpoint_file(paths, 1).stat().st_mode) == 0o600
+    with pytest.raises(WaitTimeout, match="inference server 0"):
+        read_endpoints(paths, 2)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        publish_endpoint(endpoint_file(paths, 0), sock, "other")
+    assert [endpoint.api_key for endpoint in read_endpoints(paths, 2)] == ["other", "secret"]
+
+
+def config(device: str, tensor_parallel: int = 1, **inference: object) -> Config:
+    made = Config(max_steps=1, seq_len=128, seed=3)
+    made.model = ModelConfig(name="qwen", dtype="bfloat16")
+    made.hardware = HardwareConfig(name="x", device=device, tensor_parallel=tensor_parallel)
+    made.inference = InferenceConfig(**inference)  # type: ignore[arg-type]
+    return made
+
+
+def test_on_cpu_the_engine_is_eager_in_this_process_and_never_splits_a_prefill():
+    cpu = config("cpu", kv_cache_gb=0.5)
+    arguments = engine_arguments(cpu, "folder", 2)
+    assert runs_in_process(cpu)
+    assert not runs_in_process(config("cpu", 2))
+    assert arguments["enforce_eager"] is True
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["kv_cache_memory_bytes"] == 2**29
+    assert arguments["max_model_len"] == 128
+    assert "gpu_memory_utilization" not in arguments
+    assert environment(cpu, {})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_on_gpu_the_engine_has_its_own_process_and_cuda_graphs():
+    gpu = config("cuda", 4, gpu_memory_utilization=0.5)
+    arguments = engine_arguments(gpu, "folder", 0)
+    assert not runs_in_process(gpu)
+    assert (arguments["tensor_parallel_size"], arguments["gpu_memory_utilization"], arguments["dtype"]) == (4, 0.5, "bfloat16")
+    assert arguments["enforce_eager"] is False
+    assert "enable_chunked_prefill" not in arguments
+    assert "TORCHDYNAMO_DISABLE" not in environment(gpu, {})
+
+
+def test_the_user_has_the_last_word_on_arguments_and_variables_and_replicas_differ_in_seed():
+    cpu = config("cpu", vllm={"block_size": 64}, enforce_eager=False)
+    assert engine_arguments(cpu, "folder", 0)["block_size"] == 64
+    assert engine_arguments(cpu, "folder", 0)["enforce_eager"] is False
+    assert engine_arguments(cpu, "folder", 0)["seed"] != engine_arguments(cpu, "folder", 1)["seed"]
+    assert "OMP_NUM_THREADS" not in environment(cpu, {"OMP_NUM_THREADS": "4"})

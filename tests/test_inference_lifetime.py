@@ -1,0 +1,146 @@
+"""How inference servers begin and end, on real vLLM on CPU: each test starts its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from inference_server import EXACT, Run, prompts, same, sample, wait_until
+
+from rlx.inference.client import InferenceClient
+from rlx.inference.endpoints import Endpoint, endpoint_file
+from rlx.types import Turn
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = Run(tmp_path, tied=True, port=port)
+        process = run.start()
+        assert process.wait(60) == 1
+    said = run.log.read_text()
+    assert f"127.0.0.1:{port}" in said
+    assert "inference.port" in said
+    assert "Traceback" not in said
+
+
+def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
+    """The second server has another port, another key and version 0; no token of version 0 reaches the client, and the seed still holds."""
+    run = Run(tmp_path, tied=True)
+    run.start()
+    folder = run.version(4)
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn], list[int]]:
+        async with InferenceClient(endpoints, request_timeout=280, restart_timeout=270) as client:
+            await client.wait_ready(60)
+            await client.update_weights(folder, 4)
+            before = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
+            caught = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
+            await asyncio.sleep(0.1)
+            run.stop(signal.SIGKILL)
+            run.start()
+            after = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
+            versions = await client.versions()
+            assert run.worst(await asyncio.gather(*caught), 1.0) < EXACT
+            return before, after, versions
+
+    before, after, versions = asyncio.run(conversation(run.ready()))
+    assert versions == [4]
+    assert all(set(turn.versions.tolist()) == {4} for turn in before + after)
+    assert all(same(one, other) for one, other in zip(before, after, strict=True))
+    assert run.worst(after, 1.0) < EXACT
+    assert run.stop(signal.SIGTERM) == 143
+    assert not endpoint_file(run.paths, 0).exists()
+
+
+HALF = """
+import sys
+from rlx.inference import worker
+from rlx.roles import inference
+whole = worker.tensors
+def half(folder):
+    for number, entry in enumerate(whole(folder)):
+        if number == 20:
+            raise OSError("the disk is gone")
+        yield entry
+worker.tensors = half
+sys.exit(inference.main())
+"""
+
+
+def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=True)
+    run.start(HALF)
+    folder = run.version(1)
+
+    async def conversation(endpoints: list[Endpoint]) -> None:
+        async with InferenceClient(endpoints, request_timeout=20, restart_timeout=1) as client:
+            await client.wait_ready(60)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
+            await asyncio.sleep(0.1)
+            with pytest.raises(RuntimeError, match=r"failed midway.*the disk is gone"):
+                await client.update_weights(folder, 1)
+            answers = await asyncio.gather(*work, return_exceptions=True)
+            finished = [answer for answer in answers if isinstance(answer, Turn)]
+            assert run.worst(finished, 1.0) < EXACT
+
+    asyncio.run(conversation(run.ready()))
+    assert run.process is not None
+    assert run.process.wait(20) == 1
+    assert "the disk is gone" in run.log.read_text()
+
+
+SEPARATE = """
+import sys
+from rlx.roles import inference
+inference.runs_in_process = lambda config: False
+sys.exit(inference.main())
+"""
+
+
+def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_path: Path) -> None:
+    """As on GPU, with an untied head; the server is killed in the end and leaves no engine behind."""
+    run = Run(tmp_path, tied=False)
+    process = run.start(SEPARATE)
+    folders = {version: run.version(version) for version in (1, 2)}
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn]]:
+        async with InferenceClient(endpoints, request_timeout=120) as client:
+            await client.wait_ready(60)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(24))]
+            for version, folder in folders.items():
+                await asyncio.sleep(0.15)
+                await client.update_weights(folder, version)
+            flying = await asyncio.gather(*work)
+            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(8))]
+            await asyncio.sleep(0.05)
+            for task in work[1:]:
+                task.cancel()
+            return flying, [await work[0]]
+
+    flying, later = asyncio.run(conversation(run.ready()))
+    assert run.worst(flying + later, 1.0) < EXACT
+    assert {version for turn in flying for version in turn.versions.tolist()} == {0, 1, 2}
+    engines = psutil.Process(process.pid).children(recursive=True)
+    assert engines
+    run.stop(signal.SIGKILL)
+    wait_until(
+        lambda: not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines),
+        "the engine outlived its server",
+    )
+
+
+def test_the_role_explains_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "config.yaml" in done.stderr
