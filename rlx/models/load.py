@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.models.layout import build_layout
@@ -96,6 +95,8 @@ def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
 
 def _scatter(source: Any | None, target: nn.Module, device: torch.device) -> None:
     """Give every rank its shards of rank 0's parameters, and a copy of all buffers (rotary tables are in no checkpoint)."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # seconds, so only where it is needed
+
     state = source.state_dict() if source is not None else {}
     set_model_state_dict(
         target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=False)

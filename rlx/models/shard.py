@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlx.models.policy import PolicyModel
@@ -44,6 +43,9 @@ def shard(
 
     `cpu_offload` keeps shards and gradients in host memory.
     """
+    # Imported here because it takes seconds that a single process need not spend.
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # Inputs are not cast: temperatures must stay float32, and hidden states have the embedding's dtype already.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

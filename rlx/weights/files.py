@@ -190,9 +190,7 @@ def _shards(model: PolicyModel, dtype: torch.dtype) -> list[dict[str, torch.Tens
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor: every rank takes part."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor; importing the class takes seconds
 
 
 def _exported(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,65 @@
+"""One rank of the tests of several trainer processes: loads models, trains each on a batch, saves what rank 0 can compare.
+
+Started by torchrun as `rank_worker.py FOLDER…`; each folder holds `settings.json` and the model. Many cases in one start, because
+importing takes far longer than the cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from trainer_examples import make_samples
+
+from rlx.config.schema import LossTerms
+from rlx.data.packing import pack
+from rlx.losses.base import Objective
+from rlx.losses.grpo import grpo
+from rlx.models.load import load_policy
+from rlx.models.shard import start_process_group
+from rlx.paths import RunPaths
+from rlx.train.step import PolicyTrainer
+from rlx.weights.files import ModelFiles, save_weights
+
+
+def train(folder: Path, rank: int, world_size: int, settings: dict) -> None:
+    """Two optimizer steps; rank 0 writes gradients of the first, all metrics, and a weights version."""
+    model = load_policy(str(folder / "model"), torch.device("cpu"), **settings["load"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5)
+    samples = make_samples(groups=settings["groups"])
+    batch = pack(0, [samples, samples[::-1]], ranks=world_size, tokens=settings["tokens"])
+    trainer.accumulate_gradients(batch.mini_batches[0])
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+    optimizer.zero_grad()
+    metrics = [trainer.train_minibatch(mini_batch, step=2) for mini_batch in batch.mini_batches]
+    out = folder / f"out_{world_size}"
+    paths = RunPaths(out)
+    static = ModelFiles.read(str(folder / "model"), model.hf, "float32")
+    save_weights(model, paths, 1, static, torch.float32)
+    if rank == 0:
+        torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
+    if world_size > 1:
+        everyone: list = [None] * world_size
+        dist.all_gather_object(everyone, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics])
+        assert all(others == everyone[0] for others in everyone), "metrics differ between ranks"
+
+
+def main() -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    start_process_group(torch.device("cpu"), rank=rank, world_size=world_size, timeout=60)
+    for folder in map(Path, sys.argv[1:]):
+        train(folder, rank, world_size, json.loads((folder / "settings.json").read_text()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Several trainer processes against one: real processes under torchrun, gloo, FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_worker import train
+from trainer_examples import make_model
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+from rlx.models.load import load_policy
+from rlx.models.shard import start_process_group
+from rlx.paths import RunPaths
+from rlx.weights.files import verify
+
+HERE = Path(__file__).parent
+FLOAT32 = {"dtype": "float32"}
+MODELS = {
+    "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
+    "llama_untied": lambda: make_model(LlamaConfig, tie_word_embeddings=False),
+    "qwen3_moe": lambda: make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+
+
+def prepare(folder: Path, hf, **settings) -> dict:
+    hf.save_pretrained(folder / "model")
+    settings = {"load": FLOAT32, "groups": 5, "tokens": 120} | settings
+    (folder / "settings.json").write_text(json.dumps(settings))
+    return settings
+
+
+CASES = {
+    "tied": ("qwen3_tied", {}),
+    "tied_small_rows": ("qwen3_tied", {"tokens": 60}),
+    "untied": ("llama_untied", {}),
+    "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
+    "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
+    "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16", "ac_freq": 1}}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of all cases, each trained by one process (in float32), by two and by three."""
+    folders = {}
+    for case, (name, keys) in CASES.items():
+        folders[case] = tmp_path_factory.mktemp(case)
+        settings = prepare(folders[case], MODELS[name](), **keys)
+        train(folders[case], 0, 1, settings | {"load": FLOAT32})
+    for ranks in (2, 3):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
+        command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders.values())]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+    return folders
+
+
+def outcome(folder: Path, ranks: int) -> dict:
+    return torch.load(folder / f"out_{ranks}" / "results.pt")
+
+
+def same(ours: dict, theirs: dict, tolerance: float) -> None:
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    scale = max(float(g.abs().max()) for g in theirs["gradients"].values())
+    for name, gradient in theirs["gradients"].items():
+        torch.testing.assert_close(ours["gradients"][name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
+    for a, b in zip(ours["metrics"], theirs["metrics"], strict=True):
+        for name, value in b.items():
+            if not name.startswith("time/"):
+                assert a[name] == pytest.approx(value, rel=20 * tolerance, abs=20 * tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
+def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
+    folder = results[case]
+    same(outcome(folder, ranks), outcome(folder, 1), 1e-4)
+    versions = [RunPaths(folder / f"out_{n}").weights_of(1) for n in (1, ranks)]
+    for version in versions:
+        verify(version)
+    trained = [AutoModelForCausalLM.from_pretrained(version).state_dict() for version in versions]
+    for key, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bfloat16_with_float32_parameters_and_checkpointing_stays_near_float32(ranks, results):
+    exact, found = (outcome(results["bfloat16"], n)["gradients"] for n in (1, ranks))
+    flat = [torch.cat([gradients[name].flatten() for name in sorted(exact)]) for gradients in (found, exact)]
+    assert all(g.dtype == torch.float32 for g in found.values())
+    assert 1e-5 < float((flat[0] - flat[1]).norm() / flat[1].norm()) < 0.1
+
+
+def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
+    settings = prepare(tmp_path, MODELS["qwen3_tied"]())
+    with pytest.raises(ValueError, match="computing in bfloat16 with float32 parameters needs a process group"):
+        load_policy(str(tmp_path / "model"), torch.device("cpu"), dtype="bfloat16")
+    train(tmp_path, 0, 1, settings)
+    exact = torch.load(tmp_path / "out_1" / "results.pt")
+    start_process_group(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        train(tmp_path, 0, 1, settings | {"load": {"dtype": "float32"}})  # sharded over itself, in one dtype: the same numbers
+        same(torch.load(tmp_path / "out_1" / "results.pt"), exact, 1e-5)
+        train(tmp_path, 0, 1, settings | {"load": {"dtype": "bfloat16"}})
+    finally:
+        dist.destroy_process_group()
+    rounded = torch.load(tmp_path / "out_1" / "results.pt")
+    assert rounded["metrics"][0]["loss/total"] != exact["metrics"][0]["loss/total"]
+    assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.dtype is `float16`; it must be one of float32, bfloat16"):
+        load_policy(str(tmp_path), torch.device("cpu"), dtype="float16")

@@ -1,0 +1,141 @@
+"""The trainer role as a process of its own: batches in, metrics and versions out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_examples import make_model, make_samples
+from transformers import AutoModelForCausalLM
+
+from rlx.config.load import compose, to_yaml
+from rlx.data.packing import pack
+from rlx.heartbeat import read_heartbeats
+from rlx.metrics import METRICS, read_metrics
+from rlx.models.tiny import build_tokenizer
+from rlx.paths import RunPaths
+from rlx.transport.files import BatchWriter
+from rlx.weights.files import verify, versions
+
+STEPS = 3
+GROUPS = ("loss/", "policy/", "mismatch/", "optim/", "off_policy/")
+TIMES = ["time/wait_batch", "time/forward_backward", "time/optimizer", "time/broadcast", "time/step", "perf/tokens_per_second"]
+ALWAYS = [name for name in METRICS if name.startswith(GROUPS)] + TIMES
+
+
+def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
+    """A run directory with configuration, initial model and all batches, as launcher and orchestrator leave it."""
+    paths = RunPaths(root)
+    keys = {
+        "max_steps": STEPS,
+        "hardware": "cpu",
+        "loss": "gspo",
+        "hardware.trainer_ranks": ranks,
+        "trainer.num_minibatches": 2,
+        "trainer.batch_timeout": 60,
+    }
+    cfg = compose([f"{key}={value}" for key, value in (keys | overrides).items()], environ={}).cfg
+    root.mkdir(parents=True)
+    paths.config.write_text(to_yaml(cfg))
+    model = root / "initial"
+    make_model(tie_word_embeddings=True).save_pretrained(model)
+    build_tokenizer(64).save_pretrained(model)
+    paths.initial_model.write_text(f"{model}\n")
+    for step in range(STEPS):
+        samples = make_samples(seed=step)
+        BatchWriter(paths).send(pack(step, [samples[:8], samples[8:]], ranks=ranks, tokens=60))
+    return paths
+
+
+def start(paths: RunPaths, ranks: int = 1) -> subprocess.Popen:
+    role = ["-m", "rlx.roles.trainer", "--run-dir", str(paths.root)]
+    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, *many, *role], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        output, _ = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def records(paths: RunPaths) -> list[dict]:
+    return [record for record, _ in read_metrics(paths.metrics)]
+
+
+def reproducible(record: dict) -> dict:
+    return {name: value for name, value in record.items() if not name.startswith(("time", "perf/"))}
+
+
+@pytest.mark.slow
+def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path):
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    for paths in runs:
+        finish(start(paths))
+    paths = runs[0]
+    found = records(paths)
+    assert [(record["step"], record["source"]) for record in found] == [(step, "trainer") for step in range(STEPS)]
+    for record in found:
+        assert not set(ALWAYS) - record.keys()
+    assert not list(paths.batches.glob("*.batch")), "batches are deleted once trained on"
+    assert versions(paths) == [1, 2, 3]
+    assert verify(paths.weights_of(STEPS))["version"] == STEPS
+    trained, initial = (AutoModelForCausalLM.from_pretrained(folder) for folder in (paths.weights_of(STEPS), tmp_path / "one" / "initial"))
+    assert not torch.equal(trained.model.norm.weight, initial.model.norm.weight)
+    assert read_heartbeats(paths)["trainer"]["phase"] == "done"
+    assert list(map(reproducible, found)) == list(map(reproducible, records(runs[1])))
+    manifests = [verify(run.weights_of(STEPS))["files"]["model.safetensors"] for run in runs]
+    assert manifests[0] == manifests[1], "bit for bit"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one(tmp_path):
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", ranks=2)
+    finish(start(one))
+    finish(start(two, ranks=2))
+    for a, b in zip(records(one), records(two), strict=True):
+        for name, value in reproducible(a).items():
+            if name != "source":
+                assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_number_that_is_not_finite_stops_the_role_with_a_reason(tmp_path):
+    paths = make_run(tmp_path / "run")
+    samples = make_samples()
+    samples[0].advantages[samples[0].loss_mask] = float("nan")
+    BatchWriter(paths).send(pack(1, [samples], ranks=1, tokens=60))
+    process = start(paths)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "NotFiniteError: optimizer step 2: the loss is nan" in output
+    assert versions(paths) == [1]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_waiting_role_at_once(tmp_path):
+    paths = make_run(tmp_path / "run")
+    paths.batches.joinpath("step_000001.batch").unlink()
+    process = start(paths)
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline and "waiting for batch 1" not in json.dumps(read_heartbeats(paths)):
+        time.sleep(0.05)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143, output[-2000:]
+    assert time.monotonic() - began < 3
