@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlx.config.schema import WarmStartConfig
 from rlx.models.tiny import CHARACTERS, END, PAD, ROLES, START, UNKNOWN, VOCABULARY, build_model, build_tokenizer, save
 
-SMALL = WarmStartConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+SMALL = WarmStartConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,8 @@ def folder(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "  a  b ", "a\n\n b\t", "user", "system\n", "superuser tool assistant", "don't , do . it !", f"{START}user\nuser\nhi{END}\n"]
+    "text",
+    ["", " ", "  a  b ", "a\n\n b\t", "user", "system\n", "superuser tool assistant", "don't , do . it !", f"{START}user\nuser\nhi{END}\n"],
 )
 def test_decoding_gives_the_encoded_text_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -106,7 +109,9 @@ def test_the_default_model_has_the_size_its_preset_names():
 def test_weights_follow_their_own_seed_and_leave_the_global_one_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first, again, other = (build_model(WarmStartConfig(**{**vars(SMALL), "seed": seed}), 64).model.embed_tokens.weight for seed in (1, 1, 2))
+    first, again, other = (
+        build_model(WarmStartConfig(**{**vars(SMALL), "seed": seed}), 64).model.embed_tokens.weight for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

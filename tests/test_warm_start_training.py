@@ -15,9 +15,15 @@ from rlx.train.warm_start import shuffled_batches, warm_start
 WORDS = ["abc", "hello", "word", "xyzzy"]
 ROWS = [{"prompt": [{"role": "system", "content": "reverse"}, {"role": "user", "content": word}], "question": word} for word in WORDS]
 ANSWERS = [word[::-1] for word in WORDS]
-SMALL = WarmStartConfig(
-    steps=5, batch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
-)
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+SMALL = WarmStartConfig(steps=5, batch_size=8, **SHAPE)
 
 
 @pytest.fixture(scope="module")

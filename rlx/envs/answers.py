@@ -5,6 +5,7 @@ Knows where kinds of classic verifiers environments keep it. Environments that d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import verifiers as vf
@@ -12,7 +13,7 @@ import verifiers as vf
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 
 
-def answer_text(environment: VerifiersEnvironment, row: dict[str, Any]) -> str | None:
+def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> str | None:
     """The answer in the form that the environment's parser reads; None where the row does not hold one.
 
     reasoning-gym's rows hold the index of an entry, which holds the answer. An XML parser wants its tags.

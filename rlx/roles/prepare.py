@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     log.info("the warm start is done: %s", folder)
 
 
-def environment_rows(config: Config) -> dict[str, tuple[list[dict[str, Any]], list[str | None]]]:
+def environment_rows(config: Config) -> dict[str, tuple[list[Mapping[str, Any]], list[str | None]]]:
     """`(rows, right answers)` by environment, as many as its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import answer_text

@@ -42,7 +42,9 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
     longest = max(map(len, demonstrations))
     if longest > context_length:
         raise ValueError(f"a demonstration has {longest} tokens and model.context_length={context_length}; raise it or leave that one out")
-    model = build_model(config, context_length).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(config, context_length)
+    if torch.cuda.is_available():
+        model.cuda()
     trainer = PolicyTrainer(
         PolicyModel(model),
         Objective(sft, LossTerms(aggregate="token_mean")),
@@ -58,7 +60,8 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
         metrics = trainer.train_minibatch(mini_batch)
         report(step + 1, metrics["loss/policy"])
     model.set_attn_implementation("sdpa")  # the packed one knows rows of the trainer only
-    return model.cpu()
+    model.cpu()
+    return model
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:

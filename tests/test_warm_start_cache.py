@@ -1,0 +1,165 @@
+"""The prepare role: real processes on run directories of their own, with one cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verifiers as vf
+from transformers import AutoModelForCausalLM
+
+from rlx.config.load import compose, to_yaml
+from rlx.config.schema import Config
+from rlx.envs.answers import answer_text
+from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
+from rlx.heartbeat import Heartbeat, read_heartbeats
+from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.roles import prepare
+from rlx.waiting import wait_for
+
+STEPS = "6"
+SMALL = {"steps": STEPS, "num_examples": "64", "hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "1"}
+
+
+def config_of(*overrides: str, **warm_start: str) -> Config:
+    settings = [f"model.warm_start.{name}={value}" for name, value in {**SMALL, **warm_start}.items()]
+    return compose(["hardware=cpu", "envs.reverse_text.args.num_examples=100", *settings, *overrides], {}).cfg
+
+
+def run_directory(root: Path, config: Config) -> RunPaths:
+    paths = RunPaths(root)
+    write_text(paths.config, to_yaml(config))
+    return paths
+
+
+def start(paths: RunPaths, cache: Path, **options: Any) -> subprocess.Popen:
+    environ = {**os.environ, "RLX_CACHE": str(cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    argv = [sys.executable, "-m", "rlx.roles.prepare", "--run-dir", str(paths.root)]
+    return subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def model_of(paths: RunPaths) -> Path:
+    return Path(paths.initial_model.read_text().strip())
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_path: Path):
+    config = config_of()
+    runs = [run_directory(tmp_path / name, config) for name in ("a", "b")]
+    cache = tmp_path / "cache"
+    processes = [start(paths, cache) for paths in runs]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert sum(f"warm start {STEPS}/{STEPS} loss" in output for output in outputs) == 1, outputs
+    folder = model_of(runs[0])
+    assert folder == model_of(runs[1])
+    assert json.loads((folder / COMPLETE).read_text())["warm_start"]["steps"] == int(STEPS)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 32
+    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder.name]
+    made = [paths for paths in runs if f"{STEPS}/{STEPS}" in read_heartbeats(paths)["prepare"]["phase"]]
+    assert len(made) == 1
+
+    third = run_directory(tmp_path / "c", config)
+    environ = {**os.environ, "RLX_CACHE": str(cache)}
+    script = (
+        "import sys; from rlx.roles.prepare import main; sys.argv[1:] = ['--run-dir', sys.argv[1]]; code = main()\n"
+        "print([name for name in ('torch', 'verifiers', 'transformers') if name in sys.modules]); sys.exit(code)"
+    )
+    found = subprocess.run([sys.executable, "-c", script, str(third.root)], env=environ, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "[]\n"
+    assert model_of(third) == folder
+    assert "cached" in found.stderr
+
+
+def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
+    def folder(config: Config) -> Path:
+        return prepare.model_folder(config.model.name, prepare.recipe(config))
+
+    same = config_of()
+    others = [
+        config_of(steps="7"),
+        config_of(seed="1"),
+        config_of("envs.reverse_text.args.max_length=5"),
+        config_of("envs.reverse_text.weight=2"),
+        config_of("env=[math,reverse_text]"),
+        config_of("model.context_length=128"),
+    ]
+    assert len({folder(config) for config in (same, *others)}) == 7
+    assert folder(config_of("seed=3", "loss=gspo", "max_steps=2", "seq_len=32")) == folder(same)
+
+
+def test_a_changed_environment_or_tokenizer_is_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "made_up_words"
+    write_text(package / "__init__.py", "A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first = prepare.environment_digest("someone/made-up-words")
+    write_text(package / "words.py", "B = 1\n")
+    second = prepare.environment_digest("someone/made-up-words")
+    assert first
+    assert first != second
+    assert prepare.environment_digest("not-installed") == ""
+    before = prepare.recipe(config_of())
+    monkeypatch.setattr(prepare, "CODE", prepare.CODE[:-1])
+    assert prepare.recipe(config_of())["code"] != before["code"]
+
+
+@pytest.mark.slow
+def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path):
+    paths, cache = run_directory(tmp_path / "run", config_of(steps="100000")), tmp_path / "cache"
+    process = start(paths, cache)
+    try:
+        wait_for(lambda: "warm start" in read_heartbeats(paths).get("prepare", {}).get("phase", ""), "the first step", 100)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not paths.initial_model.exists()
+    assert all(path.name.endswith(".lock") for path in (cache / "models").iterdir())
+
+
+def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path):
+    folder = tmp_path / "models" / "tiny-0123"
+    left_behind = folder.with_name(".tiny-0123.tmp-x")
+    for half in (folder, left_behind):
+        write_text(half / "model.safetensors", "half")
+    heartbeat = Heartbeat(RunPaths(tmp_path), "prepare")
+    with prepare.locked(folder, heartbeat):
+        prepare.make(config_of(), {}, folder, heartbeat)
+    assert (folder / COMPLETE).exists()
+    assert not left_behind.exists()
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_an_environment_whose_prompts_exceed_the_context_is_refused(tmp_path: Path):
+    config = config_of("model.context_length=8", "seq_len=8", "sampling.max_tokens=4")
+    heartbeat = Heartbeat(RunPaths(tmp_path), "prepare")
+    with pytest.raises(ValueError, match=r"envs\.reverse_text: the shortest of 64 demonstrations has \d+ tokens, .*context_length=8"):
+        prepare.make(config, {}, tmp_path / "model", heartbeat)
+
+
+@pytest.mark.parametrize(("parser", "form"), [(None, "<answer>\n{}\n</answer>"), (vf.Parser(), "{}")], ids=["xml", "plain"])
+def test_answers_of_reasoning_gym_are_the_entrys_in_the_parsers_form(parser: vf.Parser | None, form: str):
+    env = vf.ReasoningGymEnv("chain_sum", num_train_examples=8, num_eval_examples=2, parser=parser)
+    environment = VerifiersEnvironment("gym", env, {}, 10.0)
+    row = environment.rows[3]
+    assert row["answer"] == "3", "reasoning-gym's rows hold the index"
+    text = answer_text(environment, row)
+    assert text == form.format(env.rg_dataset[3]["answer"])
+    assert env.parser.parse_answer([{"role": "assistant", "content": text}]) == env.rg_dataset[3]["answer"]
+
+
+def test_answers_that_are_no_text_are_unknown():
+    config = replace(config_of().envs["reverse_text"], args={"num_examples": 4})
+    environment = load_environment("words", config, {}, 10.0)
+    assert answer_text(environment, environment.rows[0]) == environment.rows[0]["answer"]
+    for answer in (None, "", 7):
+        assert answer_text(environment, {"answer": answer}) is None
