@@ -118,7 +118,29 @@ def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(lev
     run(main)
 
 
-def test_a_slow_group_does_not_hold_up_the_batch_and_is_dropped_counted_and_replaced_when_too_old() -> None:
+def test_a_group_that_would_expire_is_waited_for_so_that_long_rollouts_are_not_lost() -> None:
+    rng = random.Random(0)
+    lengths: dict[tuple[int, int], float] = {}
+
+    def heavy_tail(task: Task, member: int, attempt: int) -> float:
+        return lengths.setdefault((task.index, member), min(0.1, 0.002 * rng.paretovariate(0.8)))
+
+    env = FakeEnv(heavy_tail, size=1000)
+    groups = collector(env, max_async_level=1, group_size=4, max_steps=30)
+
+    async def main() -> None:
+        for step in range(30):
+            await groups.collect()
+            env.version = step + 1
+            groups.set_version(step + 1)
+
+    run(main)
+    assert groups.tally.dropped["off_policy"] == 0
+    assert len(lengths) == 30 * 16, "every rollout that was begun was trained on"
+
+
+def test_a_group_that_hangs_does_not_hold_up_the_batch_and_is_dropped_counted_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 0.1)
     env = FakeEnv(lambda task, member, attempt: 3600.0 if task.index == 1 else 0.0)
     groups = collector(env, max_async_level=1)
 

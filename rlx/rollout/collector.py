@@ -1,8 +1,10 @@
 """Which groups are in flight and which of them make the next batch.
 
 Batch m may be started when the servers have version m - max_async_level, so a token of it is at most that much older than the policy
-it trains. The first groups to finish make the batch; a group that would be too old is given up, counted and replaced by another example
-of its environment. So is a group that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
+it trains. The first groups to finish make the batch, but it waits for those that would be too old for the next one: to drop them would
+drop the long rollouts (with a heavy tail and one version of slack, half of the longest). It does not wait for a group that takes `PATIENCE`
+times as long as any other did lately; such a group is given up, counted and replaced by another example of its environment.
+So is a group that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
 
 Knows environments, tasks and versions as numbers. Knows neither servers nor files.
 """
@@ -10,6 +12,7 @@ Knows environments, tasks and versions as numbers. Knows neither servers nor fil
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -22,6 +25,9 @@ from rlx.rollout.tasks import TaskSequence
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 3.0  # a batch waits for a group that would expire until it took this many times as long as the longest of the recent groups,
+PATIENCE_FLOOR = 1.0  # and this many seconds in any case
 
 
 class RolloutsFailed(RuntimeError):
@@ -37,6 +43,7 @@ class Pending:
     chain: int  # groups of this environment that failed in a row just before, the last of which it replaces
     finished_before: int  # finished groups of this environment when it began
     left: int  # members still being played
+    began: float  # monotonic seconds
     rollouts: list[Rollout] = field(default_factory=list)  # by member, when it is finished
 
 
@@ -74,6 +81,7 @@ class Collector:
         self._cancelled: set[asyncio.Task] = set()
         self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
         self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
+        self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished last
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
 
@@ -85,16 +93,17 @@ class Collector:
     async def collect(self) -> list[list[Rollout]]:
         """The next batch: `num_groups` lists of `group_size` rollouts, by task index. Raises RolloutsFailed."""
         self._advance()
-        while len(self._finished) < self.num_groups:
+        while len(self._finished) < self.num_groups or self._patience() > 0:
             if self._broken is not None:
                 raise self._broken
             idle, began = not self._playing, time.monotonic()
             self._changed.clear()
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._patience() if len(self._finished) >= self.num_groups else None)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
-        indices = sorted(self._finished)[: self.num_groups]
-        batch = [self._finished.pop(index).rollouts for index in indices]
+        expiring_first = sorted(self._finished, key=lambda index: (self._finished[index].version, index))
+        batch = [self._finished.pop(index).rollouts for index in sorted(expiring_first[: self.num_groups])]
         self.taken += 1
         self._advance()
         return batch
@@ -115,9 +124,17 @@ class Collector:
         """What is being waited for, in words."""
         if not self._playing and len(self._finished) < self.num_groups:
             return f"waiting for weights {self.taken - self.max_async_level}"
+        if len(self._finished) >= self.num_groups:
+            return "waiting for the last long rollouts" if self._patience() > 0 else "batch complete"
         wanted = self.num_groups * self.group_size
         played = (len(self._finished) + len(self._playing)) * self.group_size - self.in_flight
         return f"rollouts {min(played, wanted)}/{wanted}"
+
+    def _patience(self) -> float:
+        """Seconds for which a whole batch may still wait for groups that would be too old for the next one; 0 where there are none."""
+        longest = max(PATIENCE * max(self._durations, default=0.0), PATIENCE_FLOOR)
+        expiring = [pending.began for pending, _ in self._playing.values() if pending.version <= self.taken - self.max_async_level]
+        return max(0.0, max(expiring) + longest - time.monotonic()) if expiring else 0.0
 
     def _advance(self) -> None:
         """Give up what is too old, start what may be started, and wake `collect`."""
@@ -136,7 +153,7 @@ class Collector:
                 break
             env, chain = self._owed.popleft() if self._owed else (None, 0)
             task = self.tasks.next(env)
-            pending = Pending(task, self.version, chain, self._finished_groups[task.env], self.group_size)
+            pending = Pending(task, self.version, chain, self._finished_groups[task.env], self.group_size, time.monotonic())
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
 
@@ -172,6 +189,7 @@ class Collector:
                     f"a token of version {pending.version} came, although all servers had {began} before its group began"
                 )
             self._finished[task.index] = pending
+            self._durations.append(time.monotonic() - pending.began)
             self._finished_groups[task.env] += 1
         self._advance()
 
