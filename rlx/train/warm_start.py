@@ -43,10 +43,9 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
     if longest > context_length:
         raise ValueError(f"a demonstration has {longest} tokens and model.context_length={context_length}; raise it or leave that one out")
     model = build_model(config, context_length)
-    if torch.cuda.is_available():
-        model.cuda()
+    policy = PolicyModel(model).to("cuda" if torch.cuda.is_available() else "cpu")
     trainer = PolicyTrainer(
-        PolicyModel(model),
+        policy,
         Objective(sft, LossTerms(aggregate="token_mean")),
         torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=0.0, fused=True),
         schedule=SchedulerConfig(type="cosine", warmup_steps=min(WARMUP_STEPS, config.steps)),
@@ -60,7 +59,7 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
         metrics = trainer.train_minibatch(mini_batch)
         report(step + 1, metrics["loss/policy"])
     model.set_attn_implementation("sdpa")  # the packed one knows rows of the trainer only
-    model.cpu()
+    policy.cpu()
     return model
 
 
