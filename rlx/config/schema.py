@@ -51,8 +51,8 @@ class RunConfig:
 class WarmStartConfig:
     """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
 
-    steps: int = key(250, "optimizer steps of supervised training", low=1)
-    batch_size: int = key(64, "examples a step", low=1)
+    steps: int = key(600, "optimizer steps of supervised training", low=1)
+    batch_size: int = key(32, "examples a step", low=1)
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question", low=0, high=1)
@@ -81,7 +81,9 @@ class ModelConfig:
     vocab_size: int = key(MISSING, "for the memory estimate of the plan", low=2)
     strips_thinking: bool = key(False, "the chat template removes earlier turns' reasoning, so later prompts do not extend earlier ones")
     attention: str = key(
-        "auto", "`auto`, `sdpa` (one call per packed sample) or `varlen` (torch's FlashAttention, CUDA)", choices=("auto", "sdpa", "varlen")
+        "auto",
+        "`auto`, `sdpa` (packed, common prompts computed once), `varlen` (packed, FlashAttention, CUDA) or `rows` (a padded row a sample)",
+        choices=("auto", "sdpa", "varlen", "rows"),
     )
     logprob_backend: str = key("auto", "`auto` or `torch`: the fused head + log-probability + entropy op", choices=("auto", "torch"))
     trust_remote_code: bool = key(False, "run model code from the hub")
