@@ -91,6 +91,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     assert [(record["step"], record["source"]) for record in found] == [(step, "trainer") for step in range(STEPS)]
     for record in found:
         assert not set(ALWAYS) - record.keys()
+        assert not record.keys() - METRICS.keys() - {"step", "source", "time"}, "every name is documented"
     assert not list(paths.batches.glob("*.batch")), "batches are deleted once trained on"
     assert versions(paths) == [1, 2, 3]
     assert verify(paths.weights_of(STEPS))["version"] == STEPS

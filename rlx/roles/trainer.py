@@ -1,6 +1,6 @@
 """The trainer: waits for the batch of each step, trains on it, publishes the new policy version.
 
-    batch n (made by versions ≥ n − max_async_level)  →  version n  →  metrics of step n  →  weights/step_{n+1}
+    batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  weights/step_{n+1}
 
 Started as `python -m rlx.roles.trainer --run-dir D` for one rank, or under `python -m torch.distributed.run` for several.
 Ends with 0 after `max_steps` steps; any other end is an error. Knows files, not the orchestrator or the servers.
@@ -86,7 +86,9 @@ class Trainer:
         self.device = device
         self.batches = BatchReader(paths)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
-        self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+        self.static = ModelFiles({})
+        if rank == 0:
+            self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
         self.save_dtype = DTYPES[cfg.model.dtype]
 
     def run(self) -> None:
@@ -128,27 +130,24 @@ class Trainer:
         return values | {"perf/tokens_per_second": tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
-        """Write the metrics of step n, then version n+1, in this order; then delete versions nobody needs.
+        """Write version n+1 under a hidden name, then the metrics of step n, then let the version appear; delete versions nobody needs.
 
         The orchestrator goes on when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
-        The time of writing is therefore that of the version before.
         """
-        from rlx.weights.files import prune, save_weights
+        from rlx.weights import files
 
         version = step + 1
-        if self.metrics is not None:
-            values |= {"time/broadcast": self.broadcast_seconds, "time/step": time.perf_counter() - started}
-            self.metrics.write(step, values)
         self.beat(f"writing version {version}", step)
         began = time.perf_counter()
-        save_weights(self.model, self.paths, version, self.static, self.save_dtype)
-        self.broadcast_seconds = time.perf_counter() - began
-        if self.rank == 0:
-            # Servers may still be reading the version that is max_async_level + 1 behind this one.
-            prune(self.paths, keep_last=max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2))
+        files.write_weights(self.model, self.paths, version, self.static, self.save_dtype)
+        if self.metrics is None:
+            return
+        ended = time.perf_counter()
+        self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started})
+        files.publish(self.paths, version)
+        # Servers may still be reading the version that is max_async_level + 1 behind this one.
+        files.prune(self.paths, keep_last=max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2))
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
-
-    broadcast_seconds = 0.0  # of the version before
 
     def peak_memory(self) -> float:
         """Largest memory of the device since the last call, GiB; 0 on CPU."""
@@ -197,7 +196,7 @@ def main() -> None:
     set_cpu_threads(cfg.hardware.cpu_threads)  # torch is loaded now
     if cfg.hardware.device == "cpu":
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  a debugging aid that costs time
     Trainer(cfg, paths, rank, local_rank, world_size).run()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -132,16 +132,25 @@ class ModelFiles:
 
 
 def save_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> Path:
-    """Write `weights/step_{version}`, weights in `dtype`. Every rank calls this; rank 0 writes, one shard in memory at a time.
+    """Write `weights/step_{version}` whole, weights in `dtype`. Every rank calls this; rank 0 writes."""
+    import torch.distributed as dist
 
-    Returns when the version is complete (rank 0) or this rank's part is given (others).
+    write_weights(model, paths, version, static, dtype)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        publish(paths, version)
+    return paths.weights_of(version)
+
+
+def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> None:
+    """Write everything of a version under a hidden name, one shard in memory at a time; `publish` makes it appear.
+
+    Every rank calls this. Returns when the folder is complete (rank 0) or this rank's part is given (others).
     """
     import torch.distributed as dist
     from safetensors.torch import save_file
 
     first = not dist.is_initialized() or dist.get_rank() == 0
-    final = paths.weights_of(version)
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary = _hidden(paths, version)
     if first:
         shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
         temporary.mkdir(parents=True)
@@ -166,9 +175,18 @@ def save_weights(model: PolicyModel, paths: RunPaths, version: int, static: Mode
             (temporary / name).write_bytes(content)
         manifest = {file.name: {"size": file.stat().st_size, "xxh3": _digest(file)} for file in sorted(temporary.iterdir())}
         (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest}))
-        shutil.rmtree(final, ignore_errors=True)  # written before by an attempt that did not get further
-        temporary.rename(final)
-    return final
+
+
+def publish(paths: RunPaths, version: int) -> None:
+    """Make a version that was written appear, in place of one that an earlier attempt made."""
+    final = paths.weights_of(version)
+    shutil.rmtree(final, ignore_errors=True)
+    _hidden(paths, version).rename(final)
+
+
+def _hidden(paths: RunPaths, version: int) -> Path:
+    final = paths.weights_of(version)
+    return final.with_name(f".{final.name}.writing")
 
 
 def _shards(model: PolicyModel, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
