@@ -207,8 +207,8 @@ def test_diagnostics_equal_plain_loops():
     n = len(tokens.logp)
     _, stats = Objective(grpo, LossTerms(aggregate="token_mean"))(tokens, n, 4)
     metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
-    ratios = [math.exp(float(a - b)) for a, b in zip(tokens.logp, tokens.old_logp, strict=True)]
-    gaps = [float(a - b) for a, b in zip(tokens.logp, tokens.inference_logp, strict=True)]
+    ratios = [math.exp((a - b).item()) for a, b in zip(tokens.logp, tokens.old_logp, strict=True)]
+    gaps = [(a - b).item() for a, b in zip(tokens.logp, tokens.inference_logp, strict=True)]
     wanted = {
         "policy/entropy": float(tokens.entropy.sum()) / n,
         "policy/ratio_mean": sum(ratios) / n,
