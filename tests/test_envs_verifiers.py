@@ -238,3 +238,52 @@ def test_concurrent_episodes_do_not_mix_their_tokens() -> None:
         text = tiny_chat().tokenizer.decode(rollout.turns[0].completion_ids)
         assert text == env.rows[index]["answer"] + "<|im_end|>"
         assert rollout.reward == 1.0
+
+
+def comparable(state: Any) -> dict[str, Any]:
+    """A finished state without what differs from episode to episode: clients, ids, clock."""
+    kept = {
+        k: v for k, v in state.items() if k not in ("client", "trajectory_id", "timing", "usage_tracker", "usage", "trajectory", "error")
+    }
+    steps = [{k: v for k, v in step.items() if k not in ("trajectory_id", "response")} for step in state["trajectory"]]
+    return kept | {"steps": steps, "used": dict(state["usage"]), "error": repr(state["error"])}
+
+
+@pytest.mark.parametrize("case", ["right", "wrong", "empty", "truncated", "too_long", "broken"])
+@pytest.mark.parametrize("id", ["rlx_reverse_text", "rlx_test_single", "rlx_test_gym"])
+def test_the_short_way_through_an_episode_leaves_the_state_that_verifiers_own_loop_leaves(id: str, case: str) -> None:
+    import verifiers as vf
+
+    from rlx.envs.verifiers_client import EpisodeClient
+
+    class Broken:
+        async def generate(self, *_: Any) -> Turn:
+            raise ConnectionResetError("away")
+
+    env = load(id, num_examples=8)
+    row = env.rows[0]
+    texts = {"right": row["answer"], "wrong": "zzz", "truncated": "z" * 300}
+    room = len(tiny_chat().render(row["prompt"])) if case == "too_long" else 256
+
+    async def play_with(play: Any, score: Any) -> Any:
+        generator = Broken() if case == "broken" else Scripted(texts.get(case, ""))
+        client = EpisodeClient(policy_of(generator, context_length=room), task_of(env), 0, 0)
+        state = await play(row, client, "policy", dict(env.sampling))
+        if client.turns:
+            await score(state)
+        return state
+
+    def own_loop(*arguments: Any) -> Any:
+        return vf.SingleTurnEnv.rollout(env.env, *arguments)
+
+    assert env._play != env.env.rollout, "this environment is plain enough for the short way"
+    short = asyncio.run(play_with(env._play, env._score))
+    own = asyncio.run(play_with(own_loop, env.env.rubric.score_rollout))
+    assert comparable(short) == comparable(own)
+    assert short["timing"].generation.end >= short["timing"].generation.start > 0
+
+
+@pytest.mark.parametrize("id", ["rlx_test_multi", "rlx_test_tool", "rlx_test_trouble"])
+def test_an_environment_with_hooks_of_its_own_is_played_by_verifiers_own_loop(id: str) -> None:
+    env = load(id, **({"kind": "sleepy"} if id == "rlx_test_trouble" else {}))
+    assert env._play == env.env.rollout

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import math
 import re
@@ -20,21 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 import verifiers as vf
-from verifiers.envs.multiturn_env import MultiTurnEnv
-from verifiers.rubrics.rubric import Rubric
-from verifiers.types import AssistantMessage, Response, State, TrajectoryStep
+from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.base import Policy
 from rlx.envs.chat import Message
 from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
 from rlx.inference.protocol import Sampling
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
 
 CLEANUP_GRACE = 5.0  # seconds that a cancelled episode has to clean up after itself before it is left behind
-REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(reward function, what it raised)]
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
@@ -79,7 +76,7 @@ class VerifiersEnvironment:
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._states: dict[tuple[int, int], State] = {}  # played but not scored, where rewards compare a group
-        _prepare(env)
+        self._play, self._score = prepare(env)
 
     async def rollout(self, task: Task, member: int, attempt: int, policy: Policy) -> Rollout:
         """Play and score one episode, within `timeout` seconds. A failing episode is a `Rollout` with its status; nothing is raised."""
@@ -98,10 +95,10 @@ class VerifiersEnvironment:
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := episode.exception()) is not None:
             log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
-            return fail("error", "environment_error", _describe(raised))
+            return fail("error", "environment_error", describe(raised))
         state = episode.result()
         if (error := state.get("error")) is not None:
-            return fail("error", _snake(type(error).__name__), _describe(error))
+            return fail("error", _snake(type(error).__name__), describe(error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
         if not client.turns:
@@ -137,7 +134,7 @@ class VerifiersEnvironment:
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
         if (raised := scoring.exception()) is not None:
             log.warning("%s: scoring a group failed", self.name, exc_info=raised)
-            return [replace(r, status="error", stop="environment_error", error=_describe(raised)) for r in rollouts]
+            return [replace(r, status="error", stop="environment_error", error=describe(raised)) for r in rollouts]
         return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     def forget(self, task: Task) -> None:
@@ -153,15 +150,11 @@ class VerifiersEnvironment:
             await _abandon(closing)
 
     async def _episode(self, task: Task, client: EpisodeClient) -> State:
-        state = await self.env.rollout(task.row, client, "policy", dict(self.sampling))
+        state = await self._play(task.row, client, "policy", dict(self.sampling))
         if state.get("error") is None and not state.get("timed_out") and client.turns and not self.scores_groups:
-            await self._score(state)
+            await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
+            await self.env.rubric.cleanup(state)
         return state
-
-    async def _score(self, state: State) -> None:
-        rubric = self.env.rubric
-        await (rubric.score_rollout(state) if self.env.score_rollouts else rubric.dummy_score_rollout(state))
-        await rubric.cleanup(state)
 
     async def _score_states(self, states: list[State]) -> None:
         rubric = self.env.rubric
@@ -187,90 +180,6 @@ class VerifiersEnvironment:
         )
 
 
-def _prepare(env: vf.Environment) -> None:
-    """Make an environment's rubrics tell of raising reward functions, and spare its turns a hop through a thread. Recursive for groups."""
-    for child in getattr(env, "envs", []):
-        _prepare(child)
-    if isinstance(env, MultiTurnEnv) and type(env).add_model_response is MultiTurnEnv.add_model_response:
-        env.add_model_response = functools.partial(_add_model_response, env)
-    for func in (*env._stop_conditions, *env._cleanup_handlers):
-        _keep_signature(func)
-    rubrics = [env.rubric]
-    while rubrics:
-        rubric = rubrics.pop()
-        rubrics += getattr(rubric, "rubrics", [])
-        for func in rubric.funcs:
-            _keep_signature(func)
-        if type(rubric)._call_individual_reward_func is Rubric._call_individual_reward_func:
-            rubric._call_individual_reward_func = functools.partial(_call_reward, rubric)
-        if type(rubric)._call_group_reward_func is Rubric._call_group_reward_func:
-            rubric._call_group_reward_func = functools.partial(_call_group_reward, rubric)
-
-
-def _keep_signature(func: Any) -> None:
-    """verifiers inspects the signature of every hook at every call, half of an episode's CPU time; inspecting this one is a look-up."""
-    plain = getattr(func, "__func__", func)
-    if inspect.isfunction(plain):
-        plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
-
-
-async def _add_model_response(env: MultiTurnEnv, state: State, prompt_messages: list, response: Response) -> None:
-    """As MultiTurnEnv does it, for answers whose tokens are kept elsewhere."""
-    message = response.message
-    answer = AssistantMessage.model_construct(
-        role="assistant",
-        content=message.content,
-        reasoning_content=message.reasoning_content,
-        thinking_blocks=None,
-        tool_calls=message.tool_calls,
-    )
-    step = TrajectoryStep(
-        prompt=prompt_messages,
-        completion=[answer],
-        response=response,
-        tokens=None,
-        reward=None,
-        advantage=None,
-        is_truncated=bool(message.is_truncated),
-        trajectory_id=state["trajectory_id"],
-        extras={},
-    )
-    await env.add_trajectory_step(state, step)
-
-
-async def _call_reward(rubric: Rubric, func: Any, state: State) -> float:
-    """As Rubric does it: a reward function that raises scores 0. It is written down in the state."""
-    try:
-        value = func(**_accepted(func, rubric.score_objects(state)))
-        return float(await value if inspect.isawaitable(value) else value)
-    except Exception as error:
-        _note_reward_error(func, [state], error)
-        return 0.0
-
-
-async def _call_group_reward(rubric: Rubric, func: Any, states: list[State]) -> list[float]:
-    try:
-        value = func(**_accepted(func, rubric.group_score_objects(states)))
-        return [float(score) for score in (await value if inspect.isawaitable(value) else value)]
-    except Exception as error:
-        _note_reward_error(func, states, error)
-        return [0.0] * len(states)
-
-
-def _accepted(func: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(func).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return objects
-    return {name: value for name, value in objects.items() if name in parameters}
-
-
-def _note_reward_error(func: Any, states: list[State], error: Exception) -> None:
-    name = getattr(func, "__name__", repr(func))
-    for state in states:
-        state.setdefault(REWARD_ERRORS, []).append((name, _describe(error)))
-    log.debug("reward function %s raised", name, exc_info=error)
-
-
 async def _abandon(task: asyncio.Task) -> None:
     """Cancel a task and let it clean up, but not for ever."""
     task.cancel()
@@ -294,18 +203,6 @@ def _failed(task: Task, member: int, client: EpisodeClient, timing: dict, status
         error=error,
         timing=timing,
     )
-
-
-def _describe(error: BaseException) -> str:
-    """`ModelError ← ServerDisconnectedError: Server disconnected`: the chain, with the message of the first cause."""
-    names: list[str] = []
-    text = str(error)
-    cause: BaseException | None = error
-    while cause is not None and len(names) < 5:
-        names.append(type(cause).__name__)
-        text = str(cause) or text
-        cause = cause.__cause__
-    return " ← ".join(names) + (f": {text}" if text else "")
 
 
 def _snake(name: str) -> str:
