@@ -51,8 +51,8 @@ class RunConfig:
 class WarmStartConfig:
     """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
 
-    steps: int = key(600, "optimizer steps of supervised training", low=1)
-    batch_size: int = key(32, "examples a step", low=1)
+    steps: int = key(250, "optimizer steps of supervised training", low=1)
+    batch_size: int = key(64, "examples a step", low=1)
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question", low=0, high=1)
