@@ -28,7 +28,7 @@ from rlx.types import Turn
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
 EOS = VOCABULARY.index("<|im_end|>")
-START = "import sys; from rlx.roles import inference; sys.exit(inference.main())"
+START = "from rlx.roles import inference; inference.run()"
 
 
 def make_model(folder: Path, *, tied: bool, seed: int) -> Qwen3ForCausalLM:

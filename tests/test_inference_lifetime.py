@@ -62,7 +62,6 @@ def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
 
 
 HALF = """
-import sys
 from rlx.inference import worker
 from rlx.roles import inference
 whole = worker.tensors
@@ -72,7 +71,7 @@ def half(folder):
             raise OSError("the disk is gone")
         yield entry
 worker.tensors = half
-sys.exit(inference.main())
+inference.run()
 """
 
 
@@ -99,10 +98,9 @@ def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
 
 
 SEPARATE = """
-import sys
 from rlx.roles import inference
 inference.runs_in_process = lambda config: False
-sys.exit(inference.main())
+inference.run()
 """
 
 

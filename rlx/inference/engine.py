@@ -25,6 +25,7 @@ from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlx.inference.core import InProcessCore, SeparateCore, Sink
+from rlx.inference.cpu_gemm import use_padded_rows
 from rlx.inference.policy_files import Shapes, check_policy, tensor_shapes
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 
@@ -63,15 +64,13 @@ class PolicyEngine:
         self._tasks: tuple[Any, ...] = ()
 
     @classmethod
-    async def start(cls, arguments: dict[str, Any], *, in_process: bool, fork: bool) -> PolicyEngine:
-        """Load version 0 and be ready to serve. Blocks the loop meanwhile, as vLLM does.
-
-        `fork`: start engine processes by fork, where vLLM's CPU platform asks for the much slower spawn.
-        """
+    async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
+        """Load version 0 and be ready to serve. Blocks the loop meanwhile, as vLLM does."""
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        if fork:
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if cpu:
+            use_padded_rows()
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just asked for spawn, which takes 10 s more
         kind = InProcessCore if in_process else SeparateCore
 
         def make_core(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +85,9 @@ class PolicyEngine:
         return engine
 
     def shutdown(self) -> None:
-        self.llm.shutdown(timeout=0)
+        """End the processes that belong to the engine; one in this process ends with it, and tidying it up takes seconds."""
+        if isinstance(self.core, SeparateCore):
+            self.llm.shutdown(timeout=0)
 
     # -- generating
 

@@ -104,6 +104,8 @@ class PolicyApp:
             await _fail(send, 413 if error.kind == "context" else 400, str(error))
         except EngineDeadError:
             await _fail(send, 503, "the engine died while it served this request")
+        except asyncio.CancelledError:  # the server ends; whoever asks again finds the one that takes its place
+            await _fail(send, 503, "the server was told to end")
         else:
             await _reply(send, 200, _completion.encode(completion), MSGPACK)
         finally:

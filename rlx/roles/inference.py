@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
@@ -99,7 +99,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
 
     heartbeat.beat(f"loading {model}")
     arguments = engine_arguments(config, str(model), replica)
-    engine = await PolicyEngine.start(arguments, in_process=runs_in_process(config), fork=config.hardware.device == "cpu")
+    engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(number: int) -> None:
@@ -120,7 +120,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
     finally:
         endpoint_file(paths, replica).unlink(missing_ok=True)
         server.should_exit = server.force_exit = True
-        await asyncio.wait([serving], timeout=2)
+        await asyncio.wait([serving], timeout=1)
         engine.shutdown()
 
 
@@ -140,11 +140,16 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
             return 1
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """`main`, then the end of the process at once: vLLM's threads do not end by themselves, and taking it apart takes seconds."""
     code = main()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # vLLM's threads do not end by themselves
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned, where it could not fork
     die_with_parent()
