@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,21 @@ def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no
 
 async def sample(client: InferenceClient, ids: list[int], seed: int, **sampling: Any) -> Turn:
     return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)
+
+
+async def under_load(client: InferenceClient, ids: list[list[int]], change: Callable[[], Awaitable[None]]) -> list[Turn]:
+    """What was sampled by one lane of requests per prompt, each with one request in flight from before `change` until after it."""
+    turns: list[Turn] = []
+    changed = False
+
+    async def lane(number: int) -> None:
+        seed = number
+        while not changed:
+            turns.append(await sample(client, ids[number], seed, max_tokens=200))
+            seed += len(ids)
+
+    lanes = [asyncio.create_task(lane(number)) for number in range(len(ids))]
+    await change()
+    changed = True
+    await asyncio.gather(*lanes)
+    return turns

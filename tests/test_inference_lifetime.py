@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from inference_server import EXACT, Run, prompts, same, sample, wait_until
+from inference_server import EXACT, Run, prompts, same, sample, under_load, wait_until
 
 from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint, endpoint_file
@@ -113,11 +113,13 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
     async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn]]:
         async with InferenceClient(endpoints, request_timeout=120) as client:
             await client.wait_ready(60)
-            work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(24))]
-            for version, folder in folders.items():
-                await asyncio.sleep(0.15)
-                await client.update_weights(folder, version)
-            flying = await asyncio.gather(*work)
+
+            async def change() -> None:
+                for version, folder in folders.items():
+                    await asyncio.sleep(0.3)
+                    await client.update_weights(folder, version)
+
+            flying = await under_load(client, prompts(24), change)
             work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(8))]
             await asyncio.sleep(0.05)
             for task in work[1:]:
@@ -127,6 +129,7 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
     flying, later = asyncio.run(conversation(run.ready()))
     assert run.worst(flying + later, 1.0) < EXACT
     assert {version for turn in flying for version in turn.versions.tolist()} == {0, 1, 2}
+    assert sum(len(set(turn.versions.tolist())) > 1 for turn in flying) >= 16
     engines = psutil.Process(process.pid).children(recursive=True)
     assert engines
     run.stop(signal.SIGKILL)

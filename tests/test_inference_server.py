@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 import pytest
-from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, seal
+from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, seal, under_load
 from safetensors.torch import load_file, save_file
 
 from rlx.inference.client import InferenceClient
@@ -74,21 +74,24 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
     """Three updates while 24 requests are decoded: each token has the log-probability of the version it claims, also with the tied head."""
     folders = {version: run.version(version) for version in (1, 2, 3)}
 
+    ids = prompts(24, seed=2)
+
     async def conversation(client: InferenceClient) -> tuple[list[Turn], list[Turn]]:
-        work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(24, seed=2))]
-        for version, folder in folders.items():
-            await asyncio.sleep(0.15)
-            assert sum(not task.done() for task in work) >= 16
-            await client.update_weights(folder, version)
+        async def change() -> None:
+            for version, folder in folders.items():
+                await asyncio.sleep(0.3)
+                assert (await client.stats())["perf/running"] >= 16
+                await client.update_weights(folder, version)
+
+        flying = await under_load(client, ids, change)
         assert await client.versions() == [3]
-        # The same prompts again: their cached keys and values are of version 0.
-        return await asyncio.gather(*work), await asyncio.gather(
-            *[sample(client, ids, seed) for seed, ids in enumerate(prompts(24, seed=2))]
-        )
+        # The same prompts and seeds again: cached keys and values of version 0 would show.
+        return flying, await asyncio.gather(*[sample(client, ids[seed], seed) for seed in range(24)])
 
     flying, later = talk(run, conversation)
     assert run.worst(flying + later, 1.0) < EXACT
     assert {version for turn in flying for version in turn.versions.tolist()} == {0, 1, 2, 3}
+    assert sum(len(set(turn.versions.tolist())) > 1 for turn in flying) >= 16
     assert all((np.diff(turn.versions) >= 0).all() for turn in flying)
     assert all(set(turn.versions.tolist()) == {3} for turn in later)
 
@@ -226,19 +229,20 @@ def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
 
 
 def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:
-    async def conversation(client: InferenceClient) -> list[float]:
+    async def running(client: InferenceClient, number: int) -> None:
+        async with asyncio.timeout(20):
+            while (await client.stats())["perf/running"] != number:
+                await asyncio.sleep(0.02)
+
+    async def conversation(client: InferenceClient) -> None:
         work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200, min_tokens=200)) for seed, ids in enumerate(prompts(8))]
-        await asyncio.sleep(0.2)
-        running = (await client.stats())["perf/running"]
+        await running(client, 8)
         for task in work[1:]:
             task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-        await sample(client, prompts(1)[0], 0, max_tokens=2)
-        return [running, (await client.stats())["perf/running"]]
+        await running(client, 1)
+        assert len((await work[0]).completion_ids) == 200
 
-    before, after = talk(run, conversation)
-    assert before == 8
-    assert after <= 1
+    talk(run, conversation)
 
 
 def test_everything_but_health_asks_for_the_key(run: Run) -> None:
