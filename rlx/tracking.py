@@ -86,7 +86,7 @@ class Wandb:
     def __init__(self, options: WandbConfig, config: Config, paths: RunPaths) -> None:
         wandb = _import("wandb", "wandb")
         self.samples, self.interval = options.samples, options.interval
-        self._table = wandb.Table
+        self._table, self._teardown = wandb.Table, wandb.teardown
         self._run = wandb.init(
             project=options.project,
             entity=options.entity,
@@ -108,6 +108,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+        self._teardown()  # an offline run's file is written by W&B's own process, which `finish` does not wait for
 
 
 class Tensorboard:
