@@ -101,17 +101,9 @@ def main() -> None:
         "is the package index reachable? pip's own message is above",
     )
     env = package_sources()
-    command = [
-        str(VENV / "bin" / "uv"),
-        "pip",
-        "install",
-        "--python",
-        python,
-        "--override",
-        "overrides.txt",
-        "--constraint",
-        "constraints.txt",
-    ]
+    # Bytecode is made now: else the first run compiles vLLM, torch and transformers in four processes at once.
+    options = "--compile-bytecode --override overrides.txt --constraint constraints.txt"
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", python, *options.split()]
     if "UV_FIND_LINKS" not in env and "UV_TORCH_BACKEND" not in env:
         command += ["--torch-backend", "auto"]  # CPU builds of torch come from PyTorch's own index, unless a local build is offered
     run(
