@@ -116,7 +116,7 @@ def install_trl() -> Path:
     """TRL's own environment, made once; the path of its Python."""
     folder = cache_root() / "benchmarks" / "trl"
     python, installed = folder / "bin" / "python", folder / "installed"
-    pins = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "transformers")]
+    pins = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
     if installed.exists() and installed.read_text() == str(pins):
         return python
     sys.path.insert(0, str(ROOT / "tools"))
@@ -198,7 +198,7 @@ def reward_rows(pairs: Sequence[tuple[int, Curve, Curve]]) -> list[str]:
     rows = []
     for seed, a, b in pairs:
         rows += [
-            f"| seed {seed}: step with mean reward {GOAL} over {WINDOW} | {a.goal_step()} | {b.goal_step()} | |",
+            f"| seed {seed}: step with mean reward {GOAL} over {WINDOW} | {show(a.goal_step(), 0)} | {show(b.goal_step(), 0)} | |",
             f"| seed {seed}: seconds to it | {show(a.goal_seconds(), 1)} | {show(b.goal_seconds(), 1)} | "
             f"{ratio(b.goal_seconds(), a.goal_seconds())} |",
             f"| seed {seed}: steps/s | {a.steps_per_second():.2f} | {b.steps_per_second():.2f} | "
