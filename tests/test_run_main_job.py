@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -80,11 +81,15 @@ def test_two_trainer_processes_train_like_one(start):
     assert two.metrics("trainer")[0]["optim/grad_norm"] == pytest.approx(one.metrics("trainer")[0]["optim/grad_norm"], rel=1e-5)
 
 
-def test_environments_of_others_train_together_by_their_ids(start):
-    packages = str(ROOT / "tests" / "packages" / "rlx_test_envs")
+def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
+    site = tmp_path / "site"  # a folder of its own, so that the tests leave this environment as it is
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "tests" / "packages" / "rlx_test_envs", package)
+    install = [Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--no-deps", "--target", site, package]
+    subprocess.run(install, check=True)
     names = ["single", "multi", "tool", "gym"]
     envs = [f"+envs.{name}.id=rlx-test-{name}" for name in names]
-    job = start("run", "env=[]", *envs, "max_steps=3", "orchestrator.batch_size=64", "seq_len=256", env={"PYTHONPATH": packages})
+    job = start("run", "env=[]", *envs, "max_steps=3", "orchestrator.batch_size=64", "seq_len=256", env={"PYTHONPATH": str(site)})
     assert job.wait() == 0, job.text()
     records = job.metrics("orchestrator")
     for name in names:
