@@ -17,6 +17,8 @@ RESERVED = {
     "RLX_CACHE": "where models that the project makes are kept between runs; default `~/.cache/rlx`",
     "RLX_CONFIG_DIR": "directories with configuration files of your own, as `--config-dir`; several are separated by `:`",
     "RLX_API_KEY": "no key of its own; free for `inference.api_key=${oc.env:RLX_API_KEY}` with servers that already run",
+    "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
+    "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
     "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts",
     "RLX_RUN_TOKEN": "set by the launcher for the processes it starts",
 }

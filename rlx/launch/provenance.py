@@ -84,7 +84,10 @@ def machine(*, gpus: bool) -> dict[str, Any]:
 
 
 def reproduce_script(commit: str | None) -> str:
-    """`reproduce.sh`: the saved configuration, again, in a new directory. RLX_SOURCE and PYTHON name another checkout or interpreter."""
+    """`reproduce.sh`: the saved configuration, again, in a new directory.
+
+    The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON name that directory, another checkout, another interpreter.
+    """
     return f"""#!/bin/sh
 # Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]
 set -eu
