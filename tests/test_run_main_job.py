@@ -89,7 +89,16 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     subprocess.run(install, check=True)
     names = ["single", "multi", "tool", "gym"]
     envs = [f"+envs.{name}.id=rlx-test-{name}" for name in names]
-    job = start("run", "env=[]", *envs, "max_steps=3", "orchestrator.batch_size=64", "seq_len=256", env={"PYTHONPATH": str(site)})
+    job = start(
+        "run",
+        "env=[]",
+        *envs,
+        "max_steps=3",
+        "model.warm_start.steps=20",
+        "orchestrator.batch_size=64",
+        "seq_len=256",
+        env={"PYTHONPATH": str(site)},
+    )
     assert job.wait() == 0, job.text()
     records = job.metrics("orchestrator")
     for name in names:
@@ -99,12 +108,14 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
 
 
 def test_math_and_the_mix_improve(start):
-    job = start("run", "env=[math,reverse_text]", "max_steps=30")
-    assert job.wait(timeout=400) == 0, job.text()
+    job = start("run", "env=[math,reverse_text]", "max_steps=40")
+    assert job.wait(timeout=500) == 0, job.text()
     records = job.metrics("orchestrator")
+    rewards = [r["reward/mean"] for r in records]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
     for name in ("math", "reverse_text"):
         rewards = [r[f"reward/{name}/mean"] for r in records if f"reward/{name}/mean" in r]
-        assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, name
+        assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
 
 
 def test_two_runs_side_by_side_do_not_meet(start):
@@ -118,7 +129,9 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     """A wheel in an environment of its own: `rlx train dry_run=true` from an empty directory."""
     uv = Path(sys.executable).parent / "uv"
     subprocess.run(
-        [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--out-dir", tmp_path / "dist", ROOT], check=True, cwd=tmp_path
+        [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path / "dist", ROOT],
+        check=True,
+        cwd=tmp_path,
     )
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)

@@ -51,7 +51,7 @@ class RunConfig:
 class WarmStartConfig:
     """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
 
-    steps: int = key(250, "optimizer steps of supervised training", low=1)
+    steps: int = key(250, "optimizer steps of supervised training for each environment of the mix", low=1)
     batch_size: int = key(64, "examples a step", low=1)
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights", low=1)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     """Train the model and put its folder into the cache whole. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
-    settings = config.model.warm_start
-    assert settings is not None
+    assert config.model.warm_start is not None
+    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(config.envs))
 
     heartbeat.beat("loading environments")
     examples = environment_rows(config)
