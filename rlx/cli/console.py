@@ -160,8 +160,9 @@ class Console:
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 
     def _beats(self) -> dict[str, dict]:
-        """Heartbeats of this attempt only: files of an earlier life of the directory are older than this console."""
-        return {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] >= self.started - 1}
+        """Heartbeats of this attempt (files of an earlier life of the directory are older than this console) of roles not yet done."""
+        beats = read_heartbeats(self.paths).items()
+        return {name: beat for name, beat in beats if beat["time"] >= self.started - 1 and beat["phase"] != "done"}
 
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""
