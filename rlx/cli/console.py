@@ -161,8 +161,10 @@ class Console:
 
     def _beats(self) -> dict[str, dict]:
         """Heartbeats of this attempt (files of an earlier life of the directory are older than this console) of roles not yet done."""
-        beats = read_heartbeats(self.paths).items()
-        return {name: beat for name, beat in beats if beat["time"] >= self.started - 1 and beat["phase"] != "done"}
+        beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] >= self.started - 1}
+        if self.paths.initial_model.exists():
+            beats.pop("prepare", None)
+        return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
 
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""

@@ -55,7 +55,6 @@ def main() -> int:
     heartbeat.beat("looking for a cached model")
     model = find_or_make(config, heartbeat)
     write_text(paths.initial_model, f"{model}\n")
-    heartbeat.beat("done")
     return 0
 
 
