@@ -67,6 +67,11 @@ class RunPaths:
         return self.root / "endpoints"
 
     @property
+    def preempt(self) -> Path:
+        """Exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75."""
+        return self.root / "preempt"
+
+    @property
     def heartbeats(self) -> Path:
         return self.root / "heartbeats"
 

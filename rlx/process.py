@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code when the parent was gone before we could ask to die with it
+HOST = "RLX_HOST"  # environment variable with the name by which other hosts of the run reach this one; not set where there is one host
 SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable by which a supervisor tells its descendants on the same host its process id
 
 
@@ -30,6 +32,11 @@ def die_with_parent() -> None:
     if os.getppid() == 1 if supervisor is None else not _lives(int(supervisor)):
         print("the parent process is gone; leaving", file=sys.stderr, flush=True)
         os._exit(ORPHANED)
+
+
+def host_name() -> str:
+    """The name by which other hosts reach this one."""
+    return os.environ.get(HOST) or socket.gethostname()
 
 
 def _lives(pid: int) -> bool:

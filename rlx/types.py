@@ -145,5 +145,5 @@ class ProcessSpec:
 
     @property
     def name(self) -> str:
-        """`inference_0`; also the name of its log file."""
-        return f"{self.role}_{self.replica}" if self.service else self.role
+        """`inference_0`, `trainer`, `trainer_1`; also the name of its log file."""
+        return f"{self.role}_{self.replica}" if self.service or self.replica else self.role

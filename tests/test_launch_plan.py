@@ -125,6 +125,29 @@ def test_a_layout_over_two_hosts_is_planned_but_not_for_the_local_launcher() -> 
         require_one_host(plan)
 
 
+def test_cpu_hosts_are_inference_first_and_a_trainer_process_on_each_of_the_others() -> None:
+    assert layout("cpu_3nodes") == [
+        "inference_0 @0 gpus= ports={'http': 0}",
+        "orchestrator @1 gpus= ports={}",
+        "trainer @1 gpus= ports={'rendezvous': 0}",
+        "trainer_1 @2 gpus= ports={}",
+    ]
+    with pytest.raises(ConfigError, match=r"trainer 2, over which hardware.trainer_ranks=3 cannot be divided"):
+        layout("cpu_3nodes", hardware={"trainer_ranks": 3})
+
+
+def test_a_trainer_over_several_hosts_is_a_process_for_each_gpu_with_its_rank() -> None:
+    plan = make_plan(config("node8x4"), Path("/run"), python="python")
+    assert {spec.node for spec in plan if spec.role == "inference"} == {0, 1}
+    trainers = [spec for spec in plan if spec.role == "trainer"]
+    assert [(spec.node, spec.gpus, spec.env["RANK"]) for spec in trainers] == [(2 + r // 8, (r % 8,), str(r)) for r in range(16)]
+    assert {spec.env["WORLD_SIZE"] for spec in trainers} == {"16"}
+    assert len({spec.name for spec in plan}) == len(plan)
+    assert trainers[0].argv == ("python", "-m", "rlx.roles.trainer", "--run-dir", "/run")
+    with pytest.raises(ConfigError, match="on one host or on whole ones"):
+        layout("node8x4", hardware={"trainer_ranks": 12})
+
+
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = make_plan(config("node8", model={"warm_start": {}}), tmp_path)
     write_plan(tmp_path / "plan.yaml", plan)

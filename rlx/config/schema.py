@@ -161,7 +161,7 @@ class SchedulerConfig:
 @dataclass
 class InferenceConfig:
     base_url: list[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
-    host: str = key("127.0.0.1", "address to listen on")
+    host: str | None = key(None, "address to listen on; null: 127.0.0.1, or every address where the run has several hosts")
     port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
     api_key: str | None = key(None, "key that clients must send; null: a random one, kept in the run's `endpoints/`")
     max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
@@ -185,11 +185,11 @@ class WeightBroadcastConfig:
 class HardwareConfig:
     name: str = key(MISSING, "what was chosen; `auto` records its choice here")
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
-    nodes: int = key(1, "hosts", low=1)
+    nodes: int = key(1, "hosts; more than one need launcher=slurm", low=1)
     gpus_per_node: int = key(0, "GPUs of one host", low=0)
     inference_replicas: int = key(1, "independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs of one vLLM server", low=1)
-    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU", low=1)
+    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU, and more than a host has fill whole hosts", low=1)
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
 

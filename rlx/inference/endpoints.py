@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.paths import RunPaths, atomic
+from rlx.process import host_name
 from rlx.waiting import wait_for
 
 BACKLOG = 4096  # connections the kernel keeps for us: a run opens one per rollout in flight
@@ -57,9 +58,9 @@ def publish_endpoint(file: Path, sock: socket.socket, api_key: str) -> str:
     """
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
+        host = host_name()
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    record = {"url": url, "api_key": api_key, "pid": os.getpid(), "host": socket.gethostname()}
+    record = {"url": url, "api_key": api_key, "pid": os.getpid(), "host": host_name()}
     with atomic(file, 0o600) as temporary:
         temporary.write_text(json.dumps(record))
     return url

@@ -19,6 +19,7 @@ from rlx.paths import write_text
 from rlx.types import ProcessSpec
 
 LOOPBACK = "127.0.0.1"
+Place = tuple[int, tuple[int, ...]]  # a host of the allocation, and GPUs on it
 
 
 def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = None, python: str = sys.executable) -> list[ProcessSpec]:
@@ -28,7 +29,7 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
     Raises ConfigError when the layout needs more GPUs than the hosts have.
     """
     hardware = cfg.hardware
-    inference, trainer = place(cfg)
+    inference, trainers = place(cfg)
     common = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONHASHSEED": str(cfg.seed % 2**32),
@@ -45,6 +46,7 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
         replica: int = 0,
         ports: dict | None = None,
         ranks: int = 1,
+        env: dict[str, str] | None = None,
         service: bool = False,
     ) -> ProcessSpec:
         module = ("-m", f"rlx.roles.{role}", "--run-dir", str(run_dir))
@@ -54,7 +56,7 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
             node=node,
             gpus=gpus,
             ports=ports or {},
-            env=common | {"CUDA_VISIBLE_DEVICES": ",".join(_device(gpu, visible_gpus) for gpu in gpus)},
+            env=common | {"CUDA_VISIBLE_DEVICES": ",".join(_device(gpu, visible_gpus) for gpu in gpus)} | (env or {}),
             argv=(python, *_torchrun(ranks), *module, *(("--replica", str(replica)) if service else ())),
             service=service,
         )
@@ -62,24 +64,33 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
     plan = []
     if cfg.model.warm_start:
         # It is done before anything else computes, so it may have a GPU that the others use later.
-        plan.append(spec("prepare", *trainer[:1], trainer[1][:1]))
+        plan.append(spec("prepare", trainers[0][0], trainers[0][1][:1]))
     for replica, (node, gpus) in enumerate(inference):
         port = cfg.inference.port + replica if cfg.inference.port else 0
         plan.append(spec("inference", node, gpus, replica=replica, ports={"http": port}, service=True))
-    plan.append(spec("orchestrator"))
-    plan.append(spec("trainer", *trainer, ranks=hardware.trainer_ranks, ports={"rendezvous": 0} if hardware.trainer_ranks > 1 else None))
+    rendezvous = {"rendezvous": 0} if hardware.trainer_ranks > 1 else None
+    plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
+    if len(trainers) == 1:
+        plan.append(spec("trainer", *trainers[0], ranks=hardware.trainer_ranks, ports=rendezvous))
+        return plan
+    ranks_per_host = hardware.trainer_ranks // len(trainers)
+    for rank in range(hardware.trainer_ranks):  # torchrun would need a port before its host is known; ranks find each other by themselves
+        node, gpus = trainers[rank // ranks_per_host]
+        mine = gpus[rank % ranks_per_host :][:1]
+        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(hardware.trainer_ranks)}
+        plan.append(spec("trainer", node, mine, replica=rank, ports=rendezvous if rank == 0 else None, env=world))
     return plan
 
 
-def place(cfg: Config) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, tuple[int, ...]]]:
-    """Hosts and GPUs `(node, gpus)` of every inference replica, and of the trainer: inference first, the trainer behind it.
+def place(cfg: Config) -> tuple[list[Place], list[Place]]:
+    """Hosts and GPUs of every inference replica, and of the trainer's ranks by host: inference first, the trainer behind it.
 
-    Raises ConfigError when they do not fit.
+    On CPU with several hosts, the trainer has those that inference leaves. Raises ConfigError when they do not fit.
     """
     hardware = cfg.hardware
     replicas = 0 if cfg.inference.base_url else hardware.inference_replicas
     if hardware.device == "cpu":
-        return [(0, ())] * replicas, (0, ())
+        return _place_on_cpu(cfg, replicas)
     node, free = 0, 0  # the next free GPU
     inference = []
     for _ in range(replicas):
@@ -89,18 +100,35 @@ def place(cfg: Config) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, tu
         free += hardware.tensor_parallel
     if hardware.shared:
         node, free = 0, 0
-    elif free + hardware.trainer_ranks > hardware.gpus_per_node:
+    elif free + hardware.trainer_ranks > hardware.gpus_per_node and free > 0:
         node, free = node + 1, 0
-    trainer = (node, tuple(range(free, free + hardware.trainer_ranks)))
-    needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [hardware.trainer_ranks])
-    if node >= hardware.nodes or needs > hardware.gpus_per_node:
+    hosts, left = divmod(hardware.trainer_ranks, hardware.gpus_per_node) if hardware.trainer_ranks > hardware.gpus_per_node else (1, 0)
+    share = hardware.trainer_ranks // hosts
+    trainers = [(node + i, tuple(range(free, free + share))) for i in range(hosts)]
+    needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [share])
+    if trainers[-1][0] >= hardware.nodes or needs > hardware.gpus_per_node or left:
         raise ConfigError(
             f"hardware={hardware.name}: {replicas} inference replicas × tensor_parallel={hardware.tensor_parallel} and "
             f"trainer_ranks={hardware.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
-            "(hardware.nodes × hardware.gpus_per_node), a replica and the trainer each on one host.\n"
+            "(hardware.nodes × hardware.gpus_per_node), a replica on one host, and the trainer on one host or on whole ones.\n"
             "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks, or choose another hardware="
         )
-    return inference, trainer
+    return inference, trainers
+
+
+def _place_on_cpu(cfg: Config, replicas: int) -> tuple[list[Place], list[Place]]:
+    hardware = cfg.hardware
+    if hardware.nodes == 1:
+        return [(0, ())] * replicas, [(0, ())]
+    first = min(replicas, hardware.nodes - 1)  # hosts of inference
+    hosts = hardware.nodes - first
+    if hardware.trainer_ranks % hosts:
+        raise ConfigError(
+            f"hardware={hardware.name}: of hardware.nodes={hardware.nodes}, inference has {first} and the trainer {hosts}, over which "
+            f"hardware.trainer_ranks={hardware.trainer_ranks} cannot be divided evenly.\n"
+            f"  fix: hardware.trainer_ranks={hosts}, or a multiple of it"
+        )
+    return [(replica % first, ()) for replica in range(replicas)], [(first + i, ()) for i in range(hosts)]
 
 
 def require_one_host(plan: Sequence[ProcessSpec]) -> None:

@@ -2,7 +2,10 @@
 
 It owns every process of the run: each gets its own process group and a log file and dies with the supervisor; the reaper sees to
 what is left if the supervisor itself is killed. Exit codes arrive through pidfds, so the first death is seen first and is the one
-blamed. It runs `ProcessSpec`s from `plan.yaml`; what they compute it does not know.
+blamed. It runs `ProcessSpec`s from `plan.yaml`; what they compute it does not know, nor where: that is the `Starter`'s.
+
+SIGTERM and SIGINT end the run. SIGUSR2 says that the machine will be taken away: the file `preempt` tells the roles, which write a
+checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped. The run's state is then `preempted`.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlx.heartbeat import read_heartbeats
 from rlx.launch.plan import read_plan
 from rlx.launch.processes import TOKEN, die_with, kill_all, start_time
-from rlx.launch.status import Cause, Status, describe_returncode, last_lines, read_status
+from rlx.launch.starters import LocalStarter, Starter
+from rlx.launch.status import EXIT_CODES, Cause, Status, describe_returncode, last_lines, read_status
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
-from rlx.process import SUPERVISOR
+from rlx.paths import RunPaths, write_text
 from rlx.types import ProcessSpec
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
+SIGTERM_SPREADS = 3.0  # seconds in which a signal to a whole SLURM job reaches all of it
 SETTLE = 1.0  # seconds in which a service's own death explains the failure of a process that used it
+LEFT = EXIT_CODES["preempted"]  # exit code of a role that left for a preemption with its checkpoint written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,7 @@ class Limits:
     heartbeat_timeout: float  # seconds of silence after which a process is taken for hung
     last_lines: int  # log lines shown of the process that failed
     max_steps: int  # for the status
+    preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
 
 
 @dataclass(slots=True)
@@ -57,16 +64,32 @@ class Supervisor:
     """One attempt at one run. `run()` is called once, on the main thread."""
 
     def __init__(
-        self, paths: RunPaths, limits: Limits, *, token: str, lock_fd: int, attempt: int, watched: dict[str, tuple[int, int | None]]
+        self,
+        paths: RunPaths,
+        limits: Limits,
+        *,
+        token: str,
+        lock_fd: int,
+        attempt: int,
+        watched: dict[str, tuple[int, int | None]],
+        starter: Starter | None = None,
+        meaning_of_sigterm: Callable[[], str] = lambda: "interrupted",
     ) -> None:
-        """`watched`: processes whose end ends the run, by name, each with its pid and `start_time`."""
+        """`watched`: processes whose end ends the run, by name, each with its pid and `start_time`.
+
+        `meaning_of_sigterm` answers with the state of a run that was sent SIGTERM: `interrupted` or `preempted`.
+        """
         self.paths, self.limits, self.token, self.lock_fd = paths, limits, token, lock_fd
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.starter = starter or LocalStarter()
+        self.meaning_of_sigterm = meaning_of_sigterm
         self.children: list[Child] = []
         self.watched = watched
         self.selector = selectors.DefaultSelector()
         self.interrupted = False
+        self.preempted = False
+        self.leave_by = float("inf")  # when roles that were told of a preemption are stopped
         self.metrics_offset = 0
         self.looked = 0.0
 
@@ -99,6 +122,12 @@ class Supervisor:
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 4096))
         for signum in (signal.SIGINT, signal.SIGTERM):  # a hang-up of the terminal is for the launcher to judge
             signal.signal(signum, self._interrupt)
+        signal.signal(signal.SIGUSR2, self._preempt)
+
+    def _preempt(self, signum: int, frame: object) -> None:
+        if not self.preempted:
+            self._say(f"received {signal.Signals(signum).name}: the roles have {self.limits.preempt_grace:g} s for a checkpoint")
+        self.preempted = True
 
     def _interrupt(self, signum: int, frame: object) -> None:
         if not self.interrupted:
@@ -140,15 +169,18 @@ class Supervisor:
     def _start(self) -> tuple[str, Cause | None] | None:
         """Start everything; a result only where something cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
+        # What an earlier attempt left would be taken for this one's.
+        for old in (self.paths.preempt, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
+            old.unlink(missing_ok=True)
         # What submitit says to its own job must not reach the roles: libraries look for such variables.
         base = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
         before_exec = die_with(os.getpid())
         for spec in read_plan(self.paths.plan):
-            environment = {**base, **spec.env, TOKEN: self.token, SUPERVISOR: str(os.getpid())}
+            argv, environment = self.starter.command(spec, {**base, **spec.env, TOKEN: self.token})
             with self.paths.log(self.status.attempt, spec.name).open("ab") as log:
                 try:
                     process = subprocess.Popen(
-                        spec.argv,
+                        argv,
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -162,8 +194,11 @@ class Supervisor:
             child = Child(spec, process, os.pidfd_open(process.pid))
             self.children.append(child)
             self.selector.register(child.pidfd, selectors.EVENT_READ, None)
-            self._say(f"started {spec.name}, process {process.pid}")
-            self.status.processes.append({"role": spec.role, "replica": spec.replica, "host": socket.gethostname(), "pid": process.pid})
+            host = self.starter.host(spec)
+            self._say(f"started {spec.name}, " + (f"step on {host}" if self.starter.remote else f"process {process.pid}"))
+            # The pid of a process on another host is known once it has said it.
+            pid = None if self.starter.remote else process.pid
+            self.status.processes.append({"role": spec.role, "replica": spec.replica, "host": host, "pid": pid})
         self.status.write(self.paths)
         return None
 
@@ -175,20 +210,29 @@ class Supervisor:
         while True:
             self._wait(TICK)
             if self.interrupted:
-                return "interrupted", None
+                return self.meaning_of_sigterm(), None
+            if self.preempted and self.leave_by == float("inf"):
+                self.leave_by = time.monotonic() + self.limits.preempt_grace
+                write_text(self.paths.preempt, f"{time.time()}\n")
+            if time.monotonic() > self.leave_by:
+                self._say(f"{', '.join(child.spec.name for child in pending)} did not leave in {self.limits.preempt_grace:g} s")
+                return "preempted", None
             for name, (pid, since) in self.watched.items():
                 if start_time(pid) is None or (since is not None and start_time(pid) != since):
                     return self._launcher_gone(name)
             ended = [child for child in pending if not child.running]
-            failed = [child for child in ended if child.process.returncode != 0 or child.spec.service]
+            fine = (0, LEFT) if self.preempted else (0,)
+            failed = [child for child in ended if self._code(child) not in fine or child.spec.service]
             if failed:
-                return "failed", self._blame(failed)
+                cause = self._blame(failed)
+                return (self.meaning_of_sigterm(), None) if self.interrupted else ("failed", cause)
             for child in ended:
-                self._say(f"{child.spec.name} is done")
+                self._say(f"{child.spec.name} has left" if self._code(child) == LEFT else f"{child.spec.name} is done")
                 self._forget(child)
                 pending.remove(child)
             if all(child.spec.service for child in pending):
-                return "completed", None
+                left = any(self._code(child) == LEFT for child in self.children if not child.running)
+                return "preempted" if left else "completed", None
             if time.monotonic() - self.looked >= TICK:
                 self.looked = time.monotonic()
                 hung = self._look(pending)
@@ -200,13 +244,22 @@ class Supervisor:
             if key.data is not None:
                 key.data()
 
+    def _code(self, child: Child) -> int:
+        """The return code of a role that has ended; negative: the signal."""
+        return self.starter.returncode(child.process.returncode)
+
     def _blame(self, failed: list[Child]) -> Cause:
         """The failure that explains the others. Those seen at one look are told apart: a signal before an exit code, a service first.
 
         A process whose server dies fails on the request in flight, sometimes before the server is gone: wait a moment for that.
+        And SLURM sends SIGTERM to the steps before it sends it to us: then nobody is to blame.
         """
-        first = min(failed, key=lambda child: (child.process.returncode >= 0, not child.spec.service))
-        if first.process.returncode > 0 and not first.spec.service:
+        first = min(failed, key=lambda child: (self._code(child) >= 0, not child.spec.service))
+        if self.starter.remote and self._code(first) == -signal.SIGTERM:
+            deadline = time.monotonic() + SIGTERM_SPREADS
+            while time.monotonic() < deadline and not self.interrupted:
+                time.sleep(0.02)
+        if self._code(first) > 0 and not first.spec.service:
             deadline = time.monotonic() + SETTLE
             while time.monotonic() < deadline and not self.interrupted:
                 time.sleep(0.02)
@@ -214,7 +267,7 @@ class Supervisor:
                 if service is not None:
                     first = service
                     break
-        return self._cause(first.spec, first.process.returncode, describe_returncode(first.process.returncode, first.spec.service))
+        return self._cause(first.spec, self._code(first), describe_returncode(self._code(first), first.spec.service))
 
     def _look(self, pending: list[Child]) -> Cause | None:
         """Refresh the status; the cause when a process has been silent for too long."""
@@ -223,6 +276,8 @@ class Supervisor:
         self._read_step()
         self.status.write(self.paths)
         beats = read_heartbeats(self.paths)
+        for child, process in zip(self.children, self.status.processes, strict=True):
+            process["pid"] = process["pid"] or beats.get(child.spec.name, {}).get("pid")
         for child in pending:
             beat = beats.get(child.spec.name, {})
             silent = time.time() - max(child.started, beat.get("time", 0.0))
@@ -262,6 +317,7 @@ class Supervisor:
         survivors = [child.spec.name for child in self.children if child.running]
         if survivors:
             self._say(f"killing {', '.join(survivors)}: still there {self.limits.grace:g} s after SIGTERM")
+            self.starter.kill(survivors)
         left = kill_all([child.process.pid for child in self.children if child.pidfd >= 0], self.token)
         if left:
             self._say(f"processes {left} do not end even on SIGKILL")

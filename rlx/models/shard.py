@@ -16,15 +16,18 @@ from torch.utils.checkpoint import checkpoint
 from rlx.models.policy import PolicyModel
 
 
-def start_process_group(device: torch.device, *, rank: int, world_size: int, timeout: float) -> None:
-    """Join the other ranks (torchrun's variables say where), or make a group of one that needs no port. `timeout` in seconds."""
+def start_process_group(device: torch.device, *, rank: int, world_size: int, timeout: float, store: dist.Store | None = None) -> None:
+    """Join the other ranks (at `store`, or where torchrun's variables say), or make a group of one that needs no port.
+
+    `timeout` in seconds.
+    """
     # CUDA has gloo beside it, for gradients that live in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def checkpoint_activations(model: PolicyModel, freq: int) -> None:

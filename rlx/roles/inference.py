@@ -75,7 +75,8 @@ def main() -> int:
 
 def listen(config: Config, replica: int) -> socket.socket:
     """The server's socket. Raises OSError with a text for the user when the port is taken."""
-    host, port = config.inference.host, config.inference.port and config.inference.port + replica
+    host = config.inference.host or ("0.0.0.0" if config.hardware.nodes > 1 else "127.0.0.1")
+    port = config.inference.port and config.inference.port + replica
     try:
         return bind(host, port)
     except OSError as error:

@@ -2,7 +2,8 @@
 
     batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  weights/step_{n+1}
 
-Started as `python -m rlx.roles.trainer --run-dir D` for one rank, or under `python -m torch.distributed.run` for several.
+Started as `python -m rlx.roles.trainer --run-dir D` for one rank, under `python -m torch.distributed.run` for several on one host,
+and once for each rank, with RANK and WORLD_SIZE, for several hosts.
 Ends with 0 after `max_steps` steps; any other end is an error. Knows files, not the orchestrator or the servers.
 """
 
@@ -41,11 +42,13 @@ class Trainer:
         from rlx.losses.base import Objective
         from rlx.models.load import DTYPES, load_policy
         from rlx.models.shard import start_process_group
+        from rlx.train.rendezvous import meet
         from rlx.train.step import PolicyTrainer
         from rlx.weights.files import ModelFiles
 
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
-        self.heartbeat = Heartbeat(paths, "trainer") if rank == 0 else None
+        alone = world_size > 1 and "MASTER_ADDR" not in os.environ  # not under torchrun: ranks on several hosts, each a process of the plan
+        self.heartbeat = Heartbeat(paths, f"trainer_{rank}" if rank else "trainer") if rank == 0 or alone else None
         device = torch.device("cuda", local_rank) if cfg.hardware.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -53,7 +56,11 @@ class Trainer:
         mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and device.type == "cuda")
         if world_size > 1 or mixed:
             timeout = cfg.trainer.batch_timeout + COLLECTIVE_MARGIN
-            start_process_group(device, rank=rank, world_size=world_size, timeout=timeout)
+            store = None
+            if alone:
+                self.beat("waiting for the other ranks")
+                store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.tick)
+            start_process_group(device, rank=rank, world_size=world_size, timeout=timeout, store=store)
 
         self.beat("waiting for the initial model")
         path = paths.initial_model

@@ -1,0 +1,66 @@
+"""How processes of a plan become steps of a SLURM job, and how trainer ranks on several hosts meet. Without SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlx.launch.starters import SrunStarter
+from rlx.paths import RunPaths
+from rlx.process import HOST, SUPERVISOR
+from rlx.types import ProcessSpec
+
+
+def spec(gpus: tuple[int, ...] = (), node: int = 1) -> ProcessSpec:
+    return ProcessSpec(role="trainer", replica=0, node=node, gpus=gpus, argv=("python", "-m", "rlx.roles.trainer"))
+
+
+def test_a_step_runs_on_its_host_with_the_jobs_environment_but_not_its_shape() -> None:
+    starter = SrunStarter("7", ["node1", "node2"])
+    argv, env = starter.command(spec(), {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "A": "b", SUPERVISOR: "12"})
+    assert argv[0] == "srun"
+    assert {"--nodelist=node2", "--overlap", "--kill-on-bad-exit=1", "--job-name=trainer"} <= set(argv)
+    assert argv[-3:] == ["python", "-m", "rlx.roles.trainer"]
+    assert env == {"SLURM_JOB_ID": "7", "A": "b", HOST: "node2"}
+
+
+@pytest.mark.parametrize(
+    ("allocated", "gpus", "seen"), [("0,1,2,3", (1, 3), "1,3"), ("4,6,7", (0, 2), "4,7"), ("", (0,), "0"), ("0,1", (), "")]
+)
+def test_a_step_sees_those_of_the_jobs_gpus_that_the_plan_gives_it(allocated: str, gpus: tuple[int, ...], seen: str) -> None:
+    argv, _ = SrunStarter("7", ["node1"], gpus_per_node=4).command(spec(gpus, node=0), {})
+    start = next(i for i, part in enumerate(argv) if part in ("sh", "env"))
+    command = [*argv[start:-3], "sh", "-c", "printf %s $CUDA_VISIBLE_DEVICES"]
+    done = subprocess.run(
+        command, env={"CUDA_VISIBLE_DEVICES": allocated, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == seen
+
+
+def test_a_container_stands_before_the_command() -> None:
+    argv, _ = SrunStarter("7", ["node1"], prefix=["apptainer", "exec", "image.sif"]).command(spec(node=0), {})
+    assert argv[-6:-3] == ["apptainer", "exec", "image.sif"]
+
+
+def test_sruns_exit_code_tells_the_signal() -> None:
+    assert [SrunStarter("7", ["a"]).returncode(code) for code in (0, 1, 75, 137)] == [0, 1, 75, -9]
+
+
+def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlx.train.rendezvous import meet
+
+    monkeypatch.setenv("RLX_RUN_TOKEN", "now")
+    monkeypatch.setenv(HOST, "localhost")
+    paths = RunPaths(tmp_path)
+    paths.endpoints.mkdir()
+    (paths.endpoints / "trainer.json").write_text('{"host": "localhost", "port": 1, "token": "an earlier attempt"}')
+    said: list[bytes] = []
+    other = threading.Thread(target=lambda: said.append(meet(paths, 1, 2, timeout=20).get("word")))
+    other.start()
+    store = meet(paths, 0, 2, timeout=20)
+    store.set("word", "here")
+    other.join(20)
+    assert said == [b"here"]
