@@ -1,78 +1,58 @@
-"""Every objective against an independent form: Python loops over rollouts and tokens in float64, gradients by autograd of those loops."""
+"""Every objective against an independent form (`naive_objectives`): values, gradients, precision, identities, extremes."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 
+import naive_objectives as naive
 import pytest
 import torch
+from naive_objectives import NaiveRollout
 
 from rlx.config.schema import LossTerms
-from rlx.losses.base import AGGREGATES, Objective, TokenBatch, finish
+from rlx.config.shipped import conf_directory
+from rlx.losses.aipo import aipo, masked_is, opd
+from rlx.losses.base import AGGREGATES, Objective
 from rlx.losses.cispo import cispo
+from rlx.losses.diagnostics import finish
+from rlx.losses.dppo import dppo
 from rlx.losses.grpo import grpo
-from rlx.losses.gspo import gspo
+from rlx.losses.gspo import gspo, gspo_token
+from rlx.losses.opo import opo
 from rlx.losses.reinforce import reinforce
+from rlx.losses.rloo import rloo
+from rlx.losses.sapo import sapo
 from rlx.losses.sft import sft
+from rlx.losses.tokens import TokenBatch
 
 MAX_LENGTH = 9
-
-
-def clip(x, low, high):
-    return min(max(x, low), high)
-
-
-def naive_reinforce(logp, old, advantages):
-    return [-a * lp for lp, a in zip(logp, advantages, strict=True)]
-
-
-def naive_sft(logp, old, advantages):
-    return [-lp for lp in logp]
-
-
-def naive_grpo(logp, old, advantages, low=0.2, high=0.2):
-    loss = []
-    for lp, o, a in zip(logp, old, advantages, strict=True):
-        ratio = torch.exp(lp - o)
-        loss.append(-min(ratio * a, clip(ratio, 1 - low, 1 + high) * a))
-    return loss
-
-
-def naive_gspo(logp, old, advantages, low=3e-4, high=4e-4):
-    if not logp:
-        return []
-    ratio = torch.exp(sum(lp - o for lp, o in zip(logp, old, strict=True)) / len(logp))
-    a = advantages[0]  # outcome credit: the same for every token
-    return [-min(ratio * a, clip(ratio, 1 - low, 1 + high) * a)] * len(logp)
-
-
-def naive_cispo(logp, old, advantages, low=1.0, high=4.0):
-    return [-clip(math.exp((lp - o).item()), 1 - low, 1 + high) * a * lp for lp, o, a in zip(logp, old, advantages, strict=True)]
-
-
+WIDE = {"eps_low": 0.2, "eps_high": 0.3}
 OBJECTIVES = {
-    "reinforce": (reinforce, naive_reinforce),
-    "sft": (sft, naive_sft),
-    "grpo": (grpo, naive_grpo),
-    "grpo_wide": (partial(grpo, eps_low=0.1, eps_high=0.6), partial(naive_grpo, low=0.1, high=0.6)),
-    "gspo": (gspo, naive_gspo),
-    "gspo_wide": (partial(gspo, eps_low=0.2, eps_high=0.3), partial(naive_gspo, low=0.2, high=0.3)),
-    "cispo": (cispo, naive_cispo),
-    "cispo_bounded": (partial(cispo, eps_low=0.3, eps_high=0.4), partial(naive_cispo, low=0.3, high=0.4)),
+    "reinforce": (reinforce, naive.reinforce),
+    "sft": (sft, naive.sft),
+    "grpo": (grpo, naive.grpo),
+    "grpo_wide": (partial(grpo, eps_low=0.1, eps_high=0.6), partial(naive.grpo, low=0.1, high=0.6)),
+    "gspo": (gspo, naive.gspo),
+    "gspo_wide": (partial(gspo, **WIDE), partial(naive.gspo, low=0.2, high=0.3)),
+    "gspo_token": (gspo_token, naive.gspo_token),
+    "gspo_token_wide": (partial(gspo_token, **WIDE), partial(naive.gspo_token, low=0.2, high=0.3)),
+    "rloo": (rloo, naive.rloo),
+    "rloo_tight": (partial(rloo, cap=1.1), partial(naive.rloo, cap=1.1)),
+    "opo": (opo, naive.opo),
+    "opo_tight": (partial(opo, cap=1.1), partial(naive.opo, cap=1.1)),
+    "cispo": (cispo, naive.cispo),
+    "cispo_bounded": (partial(cispo, eps_low=0.3, eps_high=0.4), partial(naive.cispo, low=0.3, high=0.4)),
+    "aipo": (aipo, naive.aipo),
+    "aipo_tight": (partial(aipo, delta=1.1), partial(naive.aipo, delta=1.1)),
+    "masked_is": (masked_is, naive.masked_is),
+    "masked_is_kl": (partial(masked_is, kl_tau=0.3), partial(naive.masked_is, kl_tau=0.3)),
+    "dppo": (dppo, naive.dppo),
+    "dppo_tight": (partial(dppo, d_low=0.02, d_high=0.03, kl_tau=0.1), partial(naive.dppo, low=0.02, high=0.03, kl_tau=0.1)),
+    "sapo": (sapo, naive.sapo),
+    "sapo_steep": (partial(sapo, tau_pos=3.0, tau_neg=5.0), partial(naive.sapo, pos=3.0, neg=5.0)),
+    "opd": (opd, naive.opd),
 }
-
-
-def naive_aggregate(name, losses, n_tok, n_seq):
-    zero = torch.zeros((), dtype=torch.float64)
-    if name == "token_mean":
-        return sum((sum(loss, zero) for loss in losses), zero) / n_tok
-    if name == "seq_mean":
-        return sum((sum(loss, zero) / len(loss) for loss in losses if loss), zero) / n_seq
-    if name == "seq_sum":
-        return sum((sum(loss, zero) for loss in losses), zero) / n_seq
-    return sum((sum(loss, zero) for loss in losses), zero) / (n_seq * MAX_LENGTH)
-
 
 # name: lengths of rollouts, spread of log-ratios, advantages (None: random)
 CASES = {
@@ -84,10 +64,13 @@ CASES = {
     "ratios_far_outside": ([5, 5, 5, 5], 3.0, [1.0, -1.0, 2.0, -2.0]),
     "nothing_trainable": ([0], 0.3, None),
 }
+FAR = {  # log-ratios that exceed ±20
+    "ratios_absurd": ([4, 4, 4, 4], 40.0, [1.0, -1.0, 2.0, -2.0]),
+}
 
 
-def make(case: str, dtype: torch.dtype = torch.float64) -> TokenBatch:
-    lengths, spread, given = CASES[case]
+def make(case: str, dtype: torch.dtype = torch.float64, on_policy: list[bool] | None = None) -> TokenBatch:
+    lengths, spread, given = (CASES | FAR)[case]
     generator = torch.Generator().manual_seed(1)
     n = sum(lengths)
 
@@ -97,65 +80,111 @@ def make(case: str, dtype: torch.dtype = torch.float64) -> TokenBatch:
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     advantages = normal(len(lengths)) if given is None else torch.tensor(given, dtype=torch.float64)
     logp = -normal(n).abs() - 0.1
+    ref = logp + 0.5 * normal(n)
     old = logp - spread * normal(n)
     return TokenBatch(
-        logp=logp.to(dtype).requires_grad_(),
+        logp=logp.to(dtype, copy=True).requires_grad_(),
         old_logp=old.to(dtype),
-        inference_logp=(old + 0.01 * normal(n)).to(dtype),
+        inference_logp=(old + 0.2 * normal(n)).clamp(max=-1e-3).to(dtype),
         entropy=normal(n).abs().to(dtype).requires_grad_(),
         advantages=advantages[ids].to(dtype),
         rollout_ids=ids,
         rollout_lengths=torch.tensor(lengths),
+        ref_logp=ref.to(dtype),
+        on_policy=None if on_policy is None else torch.tensor(on_policy),
     )
 
 
-def naive_loss(tokens: TokenBatch, naive, aggregate: str, entropy_coef: float, n_tok: int, n_seq: int):
-    """(total, gradient for logp, gradient for entropy) in float64."""
-    logp, entropy = (t.detach().double().requires_grad_() for t in (tokens.logp, tokens.entropy))
-    losses, entropies = [], []
+def changed(tokens: TokenBatch, **values) -> TokenBatch:
+    return TokenBatch(**{f: getattr(tokens, f) for f in TokenBatch.__slots__} | values)
+
+
+def split(tokens: TokenBatch, logp: torch.Tensor, entropy: torch.Tensor) -> list[NaiveRollout]:
+    rollouts = []
     for rollout in range(len(tokens.rollout_lengths)):
         at = [i for i in range(len(logp)) if tokens.rollout_ids[i] == rollout]
-        losses.append(naive([logp[i] for i in at], [tokens.old_logp[i].double() for i in at], [tokens.advantages[i].double() for i in at]))
-        entropies.append([-entropy_coef * entropy[i] for i in at])
-    total = naive_aggregate(aggregate, losses, n_tok, n_seq) + naive_aggregate(aggregate, entropies, n_tok, n_seq)
+        old, inf, ref, adv = (
+            [float(t[i]) for i in at] for t in (tokens.old_logp, tokens.inference_logp, tokens.ref_logp, tokens.advantages)
+        )
+        known = tokens.on_policy is not None and bool(tokens.on_policy[rollout])
+        rollouts.append(
+            NaiveRollout(logp=[logp[i] for i in at], old=old, inf=inf, ref=ref, adv=adv, entropy=[entropy[i] for i in at], on_policy=known)
+        )
+    return rollouts
+
+
+def naive_total(tokens: TokenBatch, loss_of, terms: LossTerms, n_tok: int, n_seq: int):
+    """(total, gradient for logp, gradient for entropy) in float64 of an objective with its terms."""
+    logp, entropy = (t.detach().double().requires_grad_() for t in (tokens.logp, tokens.entropy))
+    losses = []
+    for r in split(tokens, logp, entropy):
+        loss = loss_of(r)
+        if terms.dual_clip is not None:
+            loss = [naive.smaller(x, -terms.dual_clip * a) if a < 0 else x for x, a in zip(loss, r.adv, strict=True)]
+        loss = naive.corrected(loss, r, terms.correction, terms.correction_cap)
+        losses.append(
+            [
+                x - terms.entropy_coef * h + (terms.kl.beta * naive.kl(terms.kl.estimator, lp, ref) if terms.kl.beta else 0.0)
+                for x, h, lp, ref in zip(loss, r.entropy, r.logp, r.ref, strict=True)
+            ]
+        )
+    total = naive.aggregate(terms.aggregate, losses, n_tok, n_seq, MAX_LENGTH)
     if not total.requires_grad:
         return total, torch.zeros_like(logp), torch.zeros_like(entropy)
     return total.detach(), *torch.autograd.grad(total, (logp, entropy), allow_unused=True, materialize_grads=True)
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_loss_and_gradient_equal_plain_loops(name, case, aggregate):
-    function, naive = OBJECTIVES[name]
-    tokens = make(case)
+def equal_naive(tokens: TokenBatch, function, loss_of, terms: LossTerms) -> None:
     n_tok, n_seq = 31, 6  # of the global batch: more than this micro-batch has
-    total, stats = Objective(function, LossTerms(aggregate=aggregate, entropy_coef=0.01), max_length=MAX_LENGTH)(tokens, n_tok, n_seq)
-    wanted, *gradients = naive_loss(tokens, naive, aggregate, 0.01, n_tok, n_seq)
+    total, stats = Objective(function, terms, max_length=MAX_LENGTH)(tokens, n_tok, n_seq)
+    wanted, *gradients = naive_total(tokens, loss_of, terms, n_tok, n_seq)
     torch.testing.assert_close(total.detach(), wanted, rtol=1e-9, atol=1e-12)
     found = torch.autograd.grad(total, (tokens.logp, tokens.entropy), allow_unused=True, materialize_grads=True)
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
-    assert float(stats.sums["loss/total"]) == pytest.approx(float(wanted), abs=1e-9)
-    assert float(stats.sums["loss/policy"] + stats.sums["loss/entropy"]) == pytest.approx(float(wanted), abs=1e-9)
+    parts = sum(float(stats.sums[f"loss/{name}"]) for name in ("policy", "kl", "entropy"))
+    assert float(stats.sums["loss/total"]) == pytest.approx(float(wanted), rel=1e-9, abs=1e-9)
+    assert parts == pytest.approx(float(wanted), rel=1e-9, abs=1e-9)
+
+
+def test_every_preset_has_a_naive_form():
+    presets = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")}
+    assert presets - {"dr_grpo", "dapo"} <= OBJECTIVES.keys(), "dr_grpo and dapo are grpo with other constants"
+
+
+@pytest.mark.parametrize("case", CASES | FAR)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_equal_plain_loops(name, case):
+    tokens = make(case)
+    for aggregate in AGGREGATES if case == "random" else ("seq_mean",):
+        equal_naive(tokens, *OBJECTIVES[name], LossTerms(aggregate=aggregate, entropy_coef=0.01))
+
+
+def test_rloo_weighs_nothing_that_is_on_policy():
+    tokens = make("random", on_policy=[True, False, True, False])
+    equal_naive(tokens, *OBJECTIVES["rloo"], LossTerms(aggregate="seq_sum"))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if "gspo" not in name])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradient_in_lower_precision(name, dtype, tolerance):
-    function, naive = OBJECTIVES[name]
+    function, loss_of = OBJECTIVES[name]
     tokens = make("random", dtype)
-    total, _ = Objective(function, LossTerms(aggregate="seq_mean"))(tokens, 17, 4)
+    terms = LossTerms(aggregate="seq_mean")
+    total, _ = Objective(function, terms)(tokens, 17, 4)
     (found,) = torch.autograd.grad(total, tokens.logp)
-    _, wanted, _ = naive_loss(tokens, naive, "seq_mean", 0.0, 17, 4)
+    _, wanted, _ = naive_total(tokens, loss_of, terms, 17, 4)
+    assert wanted.norm() > 0
+    assert found.dtype == dtype
     assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if n not in ("reinforce", "sft", "opd") and not n.startswith("masked_is_kl")])
 @pytest.mark.parametrize("case", ["random", "one_token_rollouts", "group_of_two"])
 def test_on_policy_the_gradient_is_that_of_reinforce(name, case):
     tokens = make(case)
-    on_policy = TokenBatch(**{f: getattr(tokens, f) for f in TokenBatch.__slots__} | {"old_logp": tokens.logp.detach()})
+    here = tokens.logp.detach()
+    on_policy = changed(tokens, old_logp=here, inference_logp=here)
     gradients = []
     for function in (OBJECTIVES[name][0], reinforce):
         total, _ = Objective(function, LossTerms(aggregate="seq_mean"))(on_policy, 17, 4)
@@ -163,14 +192,26 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name, case):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
+def test_gspo_token_is_gspo_where_a_rollout_has_one_advantage():
+    tokens = make("ratios_far_outside")
+    gradients = []
+    for function in (gspo, gspo_token):
+        total, _ = Objective(partial(function, **WIDE), LossTerms(aggregate="seq_mean"))(tokens, 20, 4)
+        gradients.append(torch.autograd.grad(total, tokens.logp)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("proximal", ["both", "old alone", "inference alone"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_infinite_log_ratios_stay_finite(name):
+def test_log_ratios_of_ten_thousand_stay_finite(name, proximal):
     tokens = make("random", torch.float32)
-    far = TokenBatch(
-        **{f: getattr(tokens, f) for f in TokenBatch.__slots__}
-        | {"old_logp": torch.where(torch.arange(17) % 2 == 0, tokens.old_logp - 5000, tokens.old_logp + 5000)}
-    )
-    total, stats = Objective(OBJECTIVES[name][0], LossTerms(aggregate="token_mean"))(far, 17, 4)
+    shift = torch.where(torch.arange(17) % 2 == 0, -1e4, 1e4)
+    old = tokens.old_logp + shift if proximal != "inference alone" else tokens.old_logp
+    inf = tokens.inference_logp + shift if proximal != "old alone" else tokens.inference_logp
+    far = changed(tokens, old_logp=old, inference_logp=inf, ref_logp=tokens.ref_logp + shift)
+    terms = LossTerms(aggregate="token_mean", dual_clip=3.0, correction="seq_tis")
+    terms.kl.beta, terms.kl.estimator = 0.1, "k3"
+    total, stats = Objective(OBJECTIVES[name][0], terms)(far, 17, 4)
     total.backward()
     assert total.isfinite()
     assert tokens.logp.grad.isfinite().all()
@@ -202,6 +243,14 @@ def test_clipped_tokens_have_no_gradient_and_are_counted_by_side():
     assert (tokens.logp.grad != 0).all(), "cispo drops no token"
 
 
+@pytest.mark.parametrize("name", ["masked_is", "dppo_tight"])
+def test_tokens_that_are_left_out_are_counted(name):
+    tokens = make("ratios_far_outside")
+    total, stats = Objective(partial(OBJECTIVES[name][0], kl_tau=0.0), LossTerms(aggregate="token_mean"))(tokens, 20, 4)
+    (gradient,) = torch.autograd.grad(total, tokens.logp)
+    assert 0 < float(stats.sums["policy/masked_frac"]) == pytest.approx(float((gradient == 0).sum()) / 20)
+
+
 def test_diagnostics_equal_plain_loops():
     tokens = make("random")
     n = len(tokens.logp)
@@ -209,8 +258,9 @@ def test_diagnostics_equal_plain_loops():
     metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
     ratios = [math.exp((a - b).item()) for a, b in zip(tokens.logp, tokens.old_logp, strict=True)]
     gaps = [(a - b).item() for a, b in zip(tokens.logp, tokens.inference_logp, strict=True)]
+    to_ref = [(b - a).item() for a, b in zip(tokens.logp, tokens.ref_logp, strict=True)]
     wanted = {
-        "policy/entropy": float(tokens.entropy.sum()) / n,
+        "policy/entropy": float(tokens.entropy.detach().sum()) / n,
         "policy/ratio_mean": sum(ratios) / n,
         "policy/ratio_min": min(ratios),
         "policy/ratio_max": max(ratios),
@@ -220,6 +270,7 @@ def test_diagnostics_equal_plain_loops():
         "mismatch/abs_logp_diff_mean": sum(map(abs, gaps)) / n,
         "mismatch/abs_logp_diff_max": max(map(abs, gaps)),
         "loss/kl": 0.0,
+        "ref/kl": sum(math.exp(d) - 1 - d for d in to_ref) / n,
     }
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value, rel=1e-9), name
@@ -237,3 +288,10 @@ def test_an_unknown_aggregate_and_a_missing_length_are_refused():
         Objective(grpo, LossTerms(aggregate="sum"))
     with pytest.raises(ValueError, match=r"fixed_length divides by loss\.max_length, which is null"):
         Objective(grpo, LossTerms(aggregate="fixed_length"))
+
+
+def test_a_gate_that_cannot_be_and_a_teacher_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"loss\.tau_pos=0\.0 and loss\.tau_neg=1\.05 must be above 0"):
+        sapo(make("random"), tau_pos=0.0)
+    with pytest.raises(ValueError, match=r"learns from a teacher, and there is none; name its model with ref\.name"):
+        opd(changed(make("random"), ref_logp=None))

@@ -1,45 +1,66 @@
-"""Advantages that compare the rollouts of one prompt with each other.
-
-An advantage is one function `f(rewards, lengths, *, its own keys) -> advantages` over all groups of a batch, in numpy alone:
-rewards and lengths (trainable tokens) are lists of [G] arrays, one a group, and so is the result. Batch-wide baselines fit the same form.
-To add one: such a function, and a YAML in `conf/advantage/` whose `_target_` is its dotted name.
-"""
+"""Advantages that compare the rollouts of one prompt with each other."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-Groups = Sequence[NDArray]  # [G] of every group
+from rlx.advantages.base import Advantages, GroupScores
 
 
-def none(rewards: Groups, lengths: Groups) -> list[NDArray[np.float32]]:
+def none(groups: GroupScores) -> Advantages:
     """A_i = R_i: no baseline (REINFORCE, Williams 1992)."""
-    return [group.astype(np.float32) for group in map(np.asarray, rewards)]
+    return [np.asarray(rewards).astype(np.float32) for rewards in groups.rewards]
 
 
-def group_mean(rewards: Groups, lengths: Groups) -> list[NDArray[np.float32]]:
+def group_mean(groups: GroupScores) -> Advantages:
     """A_i = R_i − mean(R) (Dr. GRPO, arXiv 2503.20783)."""
-    return [_centred(group, "group_mean").astype(np.float32) for group in rewards]
+    return [centred(rewards, "group_mean").astype(np.float32) for rewards in groups.rewards]
 
 
-def group_norm(rewards: Groups, lengths: Groups, *, ddof: int = 1, eps: float = 1e-6) -> list[NDArray[np.float32]]:
+def group_norm(groups: GroupScores, *, ddof: int = 1, eps: float = 1e-6) -> Advantages:
     """A_i = (R_i − mean(R)) / (std(R) + eps) (GRPO, arXiv 2402.03300). `ddof` 1 is the sample standard deviation, 0 the population's."""
-    centred = [_centred(group, "group_norm") for group in rewards]
-    return [(group / (np.std(group, ddof=ddof) + eps)).astype(np.float32) for group in centred]
+    return [(a / (np.std(a, ddof=ddof) + eps)).astype(np.float32) for a in (centred(r, "group_norm") for r in groups.rewards)]
 
 
-def leave_one_out(rewards: Groups, lengths: Groups) -> list[NDArray[np.float32]]:
+def leave_one_out(groups: GroupScores) -> Advantages:
     """A_i = R_i − mean of the others' rewards = G/(G−1) · (R_i − mean(R)) (RLOO, arXiv 2402.14740)."""
-    centred = [_centred(group, "leave_one_out") for group in rewards]
-    return [(group * (len(group) / (len(group) - 1))).astype(np.float32) for group in centred]
+    return [(a * (len(a) / (len(a) - 1))).astype(np.float32) for a in (centred(r, "leave_one_out") for r in groups.rewards)]
 
 
-def _centred(group: NDArray, name: str) -> NDArray[np.float64]:
+def opo(groups: GroupScores) -> Advantages:
+    """A_i = R_i − Σ_j |y_j| R_j / Σ_j |y_j|: the baseline of least variance where tokens count alike (OPO, arXiv 2505.23585).
+
+    Where no rollout has a token, which trains nothing, the baseline is the plain mean.
+    """
+    advantages = []
+    for rewards, lengths in zip(groups.rewards, groups.lengths, strict=True):
+        own = centred(rewards, "opo")
+        total = np.sum(lengths, dtype=np.float64)
+        advantages.append((own - (own @ np.asarray(lengths, dtype=np.float64) / total if total else 0)).astype(np.float32))
+    return advantages
+
+
+def max_rl(groups: GroupScores) -> Advantages:
+    """A_i = (R_i − mean(R)) / mean(R), 0 where mean(R) = 0: maximum likelihood of success, to first order (MaxRL, arXiv 2602.02710).
+
+    Raises ValueError for a reward below 0: the mean stands for a rate of success, and a negative one would turn the sign round.
+    """
+    advantages = []
+    for rewards, env in zip(groups.rewards, groups.envs, strict=True):
+        if np.min(rewards) < 0:
+            raise ValueError(
+                f"advantage=max_rl divides by the mean reward, and environment {env} gave {np.min(rewards):g}: rewards must be at least 0; "
+                "use advantage=group_norm, or turn reward shaping off"
+            )
+        mean, own = np.mean(rewards, dtype=np.float64), centred(rewards, "max_rl")
+        advantages.append((own / mean if mean else np.zeros_like(own)).astype(np.float32))
+    return advantages
+
+
+def centred(rewards: NDArray, name: str) -> NDArray[np.float64]:
     """R − mean(R) in float64; exactly 0 where all rewards are equal, which a rounded mean would not give."""
-    if len(group) < 2:
-        raise ValueError(f"the advantage {name} compares the rollouts of a group, and this group has {len(group)}; use advantage=none")
-    shifted = np.asarray(group, dtype=np.float64) - np.float64(group[0])
+    if len(rewards) < 2:
+        raise ValueError(f"the advantage {name} compares the rollouts of a group, and this group has {len(rewards)}; use advantage=none")
+    shifted = np.asarray(rewards, dtype=np.float64) - np.float64(rewards[0])
     return shifted - shifted.mean()

@@ -18,7 +18,7 @@ from rlx.config.signatures import module_of
 from rlx.config.tree import Origins, Problem, show
 
 GROUP_RELATIVE = ("group_norm", "group_mean", "batch_norm", "leave_one_out", "opo", "max_rl")  # advantages that are 0 in a group of 1
-NO_RATIO = ("reinforce",)  # objectives that use no importance ratio
+NO_RATIO = ("reinforce", "sft")  # objectives that use no importance ratio
 OWNED_BY_RLX = {  # vLLM's names of what other keys set
     "model": "model.name",
     "tokenizer": "model.name",

@@ -84,7 +84,9 @@ def render() -> str:
         "## Open nodes\n",
         "`loss`, `advantage` and `optim` name a function or class by `_target_`; their other keys are its arguments.\n",
     ]
-    parts += _table("Keys of every `loss`", LossTerms, "loss.") + _table("Keys of every `optim`", OptimTerms, "optim.")
+    for name, terms in (("loss", LossTerms), ("optim", OptimTerms)):
+        own, *inner = _section(name, terms)
+        parts += [own.replace(f"### `{name}`", f"### Keys of every `{name}`"), *inner]
     parts += ["## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
     parts += [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]
     return "\n".join(parts).rstrip() + "\n"

@@ -11,7 +11,7 @@ beside the shared keys declared in `LossTerms` and `OptimTerms`.
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 MISSING: Any = "???"  # hydra's mark of a value that must be given
@@ -224,6 +224,16 @@ class LoggerConfig:
 
 
 @dataclass
+class KlTerms:
+    beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off, and loads no model", low=0)
+    estimator: str = key(
+        "k2", "of each token's KL: `k1`, `k2` or `k3`; k3 is the GRPO paper's, k2 has the right gradient", choices=("k1", "k2", "k3")
+    )
+    target_kl: float | None = key(None, "move beta so that the KL, in nats per token, comes to this; null: beta stays", above=0)
+    gain: float = key(0.1, "K of that controller: beta changes by at most a fifth of K an optimizer step", above=0)
+
+
+@dataclass
 class LossTerms:
     """Keys that every objective shares, beside the objective's own under `loss`."""
 
@@ -231,6 +241,19 @@ class LossTerms:
         MISSING, "`token_mean`, `seq_mean`, `seq_sum` or `fixed_length`", choices=("token_mean", "seq_mean", "seq_sum", "fixed_length")
     )
     max_length: int | None = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`", low=1)
+    proximal: str = key(
+        "inference",
+        "π_old of the ratios: `inference`, the engine's log-probabilities; `recompute`, the trainer's own at the start of the step",
+        choices=("inference", "recompute"),
+    )
+    correction: str = key(
+        "none",
+        "with `proximal: recompute`, by exp(old − inference): `tis` weighs tokens, `mis` leaves some out; `seq_tis`, `seq_mis`: by rollout",
+        choices=("none", "tis", "mis", "seq_tis", "seq_mis"),
+    )
+    correction_cap: float = key(2.0, "C: the weight is at most C; what is left out is outside [1/C, C]", low=1)
+    dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is at most -c·A; null is off", above=1)
+    kl: KlTerms = section(KlTerms)
     entropy_coef: float = key(0.0, "c of the term -c·H_t")
     mask_overlong: bool = key(False, "rollouts cut by a length limit contribute nothing")
 
@@ -295,5 +318,7 @@ def split_terms(node: dict[str, Any], terms: type) -> tuple[Any, dict[str, Any]]
 
     Raises TypeError when a shared key without a default is missing.
     """
+    sections: dict[str, Any] = {f.name: f.default_factory for f in fields(terms) if is_dataclass(f.default_factory)}
     shared = {f.name for f in fields(terms)}
-    return terms(**{k: v for k, v in node.items() if k in shared}), {k: v for k, v in node.items() if k not in shared}
+    own = {k: sections[k](**v) if k in sections else v for k, v in node.items() if k in shared}
+    return terms(**own), {k: v for k, v in node.items() if k not in shared}

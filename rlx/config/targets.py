@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlx.config.errors import ConfigError
@@ -117,6 +117,8 @@ def _describe(parameter: inspect.Parameter) -> str:
 
 
 def _describe_term(f: Any) -> str:
+    if is_dataclass(f.default_factory):
+        return "".join(f"{f.name}.{inner.name}={show(inner.default)}" for inner in fields(f.default_factory)[:1]) + " …"
     return f.name if f.default in (NO_DEFAULT, "???") else f"{f.name}={show(f.default)}"
 
 

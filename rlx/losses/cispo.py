@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.losses.base import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
 def cispo(tokens: TokenBatch, *, eps_low: float = 1.0, eps_high: float = 4.0) -> TokenLoss:

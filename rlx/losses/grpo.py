@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlx.losses.base import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
 def grpo(tokens: TokenBatch, *, eps_low: float = 0.2, eps_high: float = 0.2) -> TokenLoss:

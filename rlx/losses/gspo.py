@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlx.losses.base import TokenBatch, TokenLoss, safe_exp
+from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
 
 
 def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
@@ -21,4 +21,20 @@ def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -
         clipped_low=(advantages < 0) & (ratio < 1 - eps_low),
         clipped_high=(advantages > 0) & (ratio > 1 + eps_high),
         unit="sequence",
+    )
+
+
+def gspo_token(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
+    """ℓ_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t), s_t = sg[s_i] · exp(logp_t − sg[logp_t]).
+
+    GSPO-token, arXiv 2507.18071 eq. 13 and 14. s_t has the value of the sequence's ratio and the gradient of the token alone, so each
+    token may have its own advantage.
+    Where all tokens of a rollout have one advantage, value and gradient are those of `gspo`.
+    """
+    sequence = safe_exp(tokens.rollout_mean(tokens.logp - tokens.old_logp)).detach()[tokens.rollout_ids]  # [N]
+    ratio, advantages = sequence * (tokens.logp - tokens.logp.detach()).exp(), tokens.advantages
+    return TokenLoss(
+        loss=-torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages),
+        clipped_low=(advantages < 0) & (sequence < 1 - eps_low),
+        clipped_high=(advantages > 0) & (sequence > 1 + eps_high),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.losses.base import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
 def reinforce(tokens: TokenBatch) -> TokenLoss:

@@ -25,6 +25,7 @@ from typing import Any
 
 import uvloop
 
+from rlx.advantages.base import Remembers
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.packing import pack
@@ -37,7 +38,7 @@ from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, set_cpu_threads
-from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples
+from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.record import records, write_rollouts
@@ -111,7 +112,10 @@ class Orchestrator:
             self.step = step
             rollouts = await self.collector.collect()
             clock.collected()
-            groups = make_groups(rollouts, self.advantage)
+            scores = scores_of(rollouts)
+            groups = make_groups(rollouts, scores, self.advantage)
+            if isinstance(self.advantage, Remembers):
+                self.advantage.update(scores)
             check_rewards(groups)
             mini_batches = make_samples(groups, self.config)
             batch = await asyncio.to_thread(self._pack, mini_batches)

@@ -5,26 +5,31 @@ Pure functions of records. Knows neither the servers nor the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlx.advantages.base import Advantage, GroupScores
 from rlx.config.schema import Config, LossTerms, split_terms
 from rlx.envs.base import sampling_of
 from rlx.rollout.groups import Tally
 from rlx.rollout.samples import samples_of
-from rlx.types import Float, Group, Rollout, TrainingSample
-
-Advantage = Callable[..., Sequence[Float]]
-"""`advantage(rewards, lengths)`: rewards [G] and sampled tokens [G] of every group to advantages [G] of every group."""
+from rlx.types import Group, Rollout, TrainingSample
 
 
-def make_groups(batch: Sequence[Sequence[Rollout]], advantage: Advantage) -> list[Group]:
+def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
+    """What the advantage sees of these groups."""
+    return GroupScores(
+        rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float32) for rollouts in batch],
+        lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
+        envs=[rollouts[0].task.env for rollouts in batch],
+    )
+
+
+def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advantage: Advantage) -> list[Group]:
     """Groups with their advantages. Raises ValueError when an advantage is not finite."""
-    rewards = [np.array([rollout.reward for rollout in rollouts], dtype=np.float32) for rollouts in batch]
-    lengths = [np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch]
     groups = []
-    for rollouts, values in zip(batch, advantage(rewards, lengths), strict=True):
+    for rollouts, values in zip(batch, advantage(scores), strict=True):
         task = rollouts[0].task
         values = np.asarray(values, dtype=np.float32)
         if values.shape != (len(rollouts),) or not np.isfinite(values).all():

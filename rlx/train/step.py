@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
-from rlx.losses.base import Objective, Stats, TokenBatch, finish
+from rlx.losses.base import Objective
+from rlx.losses.diagnostics import Stats, finish
+from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate

@@ -1,0 +1,56 @@
+"""Importance weights against the inference engine itself: truncated (AIPO), or masked; and distillation on the policy's own samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss, safe_exp
+
+
+def aipo(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
+    """ℓ_t = −sg[min(exp(logp_t − inf_t), δ)] · A_t · logp_t (AIPO of LlamaRL, arXiv 2505.24034 §4.2).
+
+    The ratio is against the engine that sampled, whatever `loss.proximal` is: one weight corrects both age and numerics.
+    """
+    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
+    return TokenLoss(loss=-weight.clamp(max=delta) * tokens.advantages * tokens.logp, clipped_high=weight > delta)
+
+
+def masked_is(
+    tokens: TokenBatch,
+    *,
+    token_low: float = 0.125,
+    token_high: float = 8.0,
+    mean_low: float = 0.1,
+    mean_high: float = 10.0,
+    token_max: float = 100.0,
+    kl_tau: float = 0.0,
+) -> TokenLoss:
+    """ℓ_t = −sg[exp(logp_t − inf_t) · (A_t − kl_tau · log ρ_t)] · logp_t on the tokens that are kept, 0 on the others.
+
+    A token is left out where ρ_t is outside [token_low, token_high]; a whole rollout where the geometric mean of its ratios is outside
+    [mean_low, mean_high], or any of them is above token_max. The objective of prime-rl's trainer in January 2026: the weight is not
+    clamped, because what it would clamp is masked.
+    """
+    log_ratio = (tokens.logp.detach() - tokens.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    mean = safe_exp(tokens.rollout_mean(tokens.logp.detach() - tokens.old_logp))  # [R]
+    spoilt = (mean < mean_low) | (mean > mean_high) | (tokens.rollout_sum((ratio > token_max).to(ratio.dtype)) > 0)  # [R]
+    low, high = ratio < token_low, ratio > token_high
+    dropped = low | high | spoilt[tokens.rollout_ids]
+    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
+    loss = -weight * (tokens.advantages - kl_tau * log_ratio) * tokens.logp
+    return TokenLoss(loss=torch.where(dropped, torch.zeros_like(loss), loss), clipped_low=low, clipped_high=high, dropped=dropped)
+
+
+def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
+    """`aipo` with A_t = ref_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025; arXiv 2306.13649).
+
+    Raises ValueError without a teacher's log-probabilities.
+    """
+    if tokens.ref_logp is None:
+        raise ValueError("the objective opd learns from a teacher, and there is none; name its model with ref.name")
+    advantages: Tensor = tokens.ref_logp - tokens.logp.detach()
+    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
+    return TokenLoss(loss=-weight.clamp(max=delta) * advantages * tokens.logp, clipped_high=weight > delta)

@@ -1,0 +1,76 @@
+"""The numbers every objective reports, under the same names. Knows the metric names; `rlx.metrics` says what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlx.losses.terms import kl_estimate
+from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss
+
+
+@dataclass(slots=True)
+class Stats:
+    """Diagnostics that add up over micro-batches and ranks: sums, and largest values. All zero-dimensional tensors."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, other: Stats) -> None:
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+
+@torch.no_grad()
+def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num_sequences: int) -> Stats:
+    """The diagnostics that every objective has. Means are shares of the global batch already; `policy/ess` is completed by `finish`."""
+    per_token = 1.0 / max(num_loss_tokens, 1)
+    per_unit = per_token if result.unit == "token" else 1.0 / max(num_sequences, 1)
+    ratio = tokens.ratio().double()
+    difference = (tokens.logp - tokens.inference_logp).double()
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = log_ratio.expm1() - log_ratio  # of KL(inference ‖ trainer): the tokens were sampled by inference
+    zero = ratio.new_zeros(())
+
+    def count(mask: Tensor | None) -> Tensor:
+        return zero if mask is None else mask.sum().double()
+
+    stats = Stats(
+        sums={
+            "policy/entropy": tokens.entropy.double().sum() * per_token,
+            "policy/clip_frac_low": count(result.clipped_low) * per_unit,
+            "policy/clip_frac_high": count(result.clipped_high) * per_unit,
+            "policy/masked_frac": count(result.dropped) * per_token,
+            "policy/ratio_mean": ratio.sum() * per_token,
+            "ratio_squared": ratio.square().sum() * per_token,
+            "mismatch/kl": k3.sum() * per_token,
+            "mismatch/abs_logp_diff_mean": difference.abs().sum() * per_token,
+        }
+    )
+    if tokens.ref_logp is not None:
+        stats.sums["ref/kl"] = kl_estimate("k3", tokens.logp, tokens.ref_logp).double().sum() * per_token
+    if len(ratio):
+        stats.maxima = {
+            "policy/ratio_max": ratio.max(),
+            "minus_ratio_min": -ratio.min(),
+            "mismatch/abs_logp_diff_max": difference.abs().max(),
+        }
+    else:
+        never = torch.full_like(zero, -torch.inf)
+        stats.maxima = {"policy/ratio_max": never, "minus_ratio_min": never, "mismatch/abs_logp_diff_max": never}
+    return stats
+
+
+def finish(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+    """Metrics of a whole mini-batch from its reduced stats; without a trainable token, extremes are 0."""
+    metrics = dict(sums)
+    square = metrics.pop("ratio_squared")
+    metrics["policy/ess"] = metrics["policy/ratio_mean"] ** 2 / square if square > 0 else 0.0
+    for name, value in maxima.items():
+        metrics[name] = value if value != -float("inf") else 0.0
+    metrics["policy/ratio_min"] = -metrics.pop("minus_ratio_min")
+    return metrics

@@ -1,0 +1,24 @@
+"""REINFORCE with a leave-one-out baseline: the sequence is the action, and its ratio weighs the whole sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
+
+
+def rloo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
+    """ℓ_t = −sg[min(ρ_i, cap)] · A_t · logp_t, ρ_i = exp(Σ_t(logp_t − old_t)) the product over the sequence (RLOO, arXiv 2402.14740).
+
+    The paper is on-policy; the capped ratio is for rollouts of older versions. It is exactly 1 where `tokens.on_policy` says that the
+    policy being trained sampled the rollout, because trainer and engine then differ by nothing but rounding.
+    `aggregate: seq_sum` makes it the paper's mean over sequences of A_i · log π(y_i).
+    """
+    weight = safe_exp(tokens.rollout_sum(tokens.logp.detach() - tokens.old_logp))  # [R]
+    if tokens.on_policy is not None:
+        weight = torch.where(tokens.on_policy, torch.ones_like(weight), weight)
+    return TokenLoss(
+        loss=-weight.clamp(max=cap)[tokens.rollout_ids] * tokens.advantages * tokens.logp,
+        clipped_high=weight > cap,
+        unit="sequence",
+    )

@@ -1,0 +1,67 @@
+"""What any objective can have added: a KL term against a reference, a correction for what separates trainer and engine, a dual clip.
+
+Pure functions of per-token tensors, beside the controller that moves β. Knows no configuration and no objective.
+Shapes: N trainable tokens, R rollouts of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, safe_exp
+
+
+def kl_estimate(name: str, logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """[N] estimate of KL(policy ‖ reference) on tokens that the policy sampled, with gradient for `logp` (Schulman, "Approximating KL").
+
+    With d = ref_logp − logp: `k1` = −d, `k2` = d²/2, `k3` = exp(d) − 1 − d, the argument of exp clamped to ±20.
+    As a term of the loss, k1 has no gradient in expectation and k3 a biased one; that of k2 is right on-policy (arXiv 2512.21852).
+    """
+    d = ref_logp - logp
+    if name == "k1":
+        return -d
+    if name == "k2":
+        return d.square() / 2
+    assert name == "k3", name
+    return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - d
+
+
+class KlController:
+    """β of the KL term: constant, or moved so that the measured KL comes to a target (arXiv 1909.08593 §2.2)."""
+
+    def __init__(self, beta: float, target: float | None, gain: float) -> None:
+        """`target` in nats per token, null: β stays; `gain` is the paper's K."""
+        self.beta, self.target, self.gain = beta, target, gain
+
+    def update(self, kl: float) -> None:
+        """After an optimizer step with this mean KL, nats per token: β ← β · (1 + K · clip(KL/target − 1, −0.2, 0.2))."""
+        if self.target is not None:
+            self.beta *= 1 + self.gain * min(max(kl / self.target - 1, -0.2), 0.2)
+
+
+def corrected(loss: Tensor, tokens: TokenBatch, kind: str, cap: float) -> tuple[Tensor, Tensor | None]:
+    """([N] loss, [N] bool what was left out or None) with the mismatch r_t = exp(old_t − inf_t) corrected, for `loss.proximal=recompute`.
+
+    `tis` multiplies by sg[min(r_t, cap)] (truncated importance sampling); `mis` leaves out tokens with r_t outside [1/cap, cap];
+    `seq_tis` and `seq_mis` do so with the product of r_t over the rollout, for all of its tokens.
+    """
+    if kind == "none":
+        return loss, None
+    difference = (tokens.old_logp - tokens.inference_logp).detach()
+    ratio = safe_exp(tokens.rollout_sum(difference))[tokens.rollout_ids] if kind.startswith("seq_") else safe_exp(difference)
+    if kind.endswith("tis"):
+        return loss * ratio.clamp(max=cap), None
+    assert kind.endswith("mis"), kind
+    dropped = (ratio < 1 / cap) | (ratio > cap)
+    return torch.where(dropped, torch.zeros_like(loss), loss), dropped
+
+
+def dual_clipped(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
+    """[N] loss, held below −bound · A_t where A_t < 0 (dual-clip PPO, arXiv 1912.09729 eq. 5).
+
+    There it reads max(·, bound · A), because there the surrogate is maximised.
+
+    It acts on objectives whose loss is −ratio · A; those that weigh log-probabilities never come near the bound.
+    """
+    return torch.where(advantages < 0, torch.minimum(loss, -bound * advantages), loss)

@@ -1,0 +1,93 @@
+"""What is added to an objective: KL term and its controller, corrections, dual clip, with every objective; and what each is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_losses_objectives import OBJECTIVES, changed, equal_naive, make
+
+from rlx.config.schema import KlTerms, LossTerms
+from rlx.losses.base import Objective
+from rlx.losses.grpo import grpo
+from rlx.losses.terms import KlController, kl_estimate
+
+PENALISED = ("dppo", "dppo_tight")  # their penalty comes after correction and dual clip; the naive form has it inside
+
+
+SOME = ("grpo", "gspo_wide", "rloo", "aipo")
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PENALISED])
+def test_all_terms_join_any_objective(name):
+    kl = KlTerms(beta=0.3, estimator="k3")
+    terms = LossTerms(aggregate="seq_mean", dual_clip=1.5, correction="seq_tis", correction_cap=1.1, entropy_coef=0.02, kl=kl)
+    equal_naive(make("ratios_far_outside"), *OBJECTIVES[name], terms)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", [*SOME, "dppo_tight"])
+def test_the_kl_term(name, estimator):
+    equal_naive(make("random"), *OBJECTIVES[name], LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.3, estimator=estimator)))
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis", "seq_tis", "seq_mis"])
+@pytest.mark.parametrize("name", SOME)
+def test_the_corrections(name, correction):
+    for cap in (1.05, 2.0):
+        equal_naive(make("random"), *OBJECTIVES[name], LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap))
+
+
+def test_what_a_correction_leaves_out_is_counted_and_keeps_its_penalty():
+    tokens = make("random")
+    objective = Objective(OBJECTIVES["dppo"][0], LossTerms(aggregate="token_mean", correction="mis", correction_cap=1.0))
+    total, stats = objective(tokens, 17, 4)
+    assert float(stats.sums["policy/masked_frac"]) == 1.0
+    penalty = 1e-3 * (tokens.logp - tokens.inference_logp).square().mean()
+    torch.testing.assert_close(total, penalty)
+
+
+def test_dual_clip_holds_only_what_is_bad_and_far_more_likely_now():
+    tokens = make("random")
+    logs = torch.tensor([0.0, 3.0, -3.0] * 6)[:17].double()
+    for advantage, held in ((1.0, False), (-1.0, True)):
+        far = changed(tokens, old_logp=tokens.logp.detach() - logs, advantages=torch.full((17,), advantage, dtype=torch.float64))
+        total, _ = Objective(lambda t: grpo(t, eps_low=0.99, eps_high=1e9), LossTerms(aggregate="token_mean", dual_clip=3.0))(far, 17, 4)
+        (gradient,) = torch.autograd.grad(total, tokens.logp)
+        assert (gradient == 0).tolist() == [held and x == 3.0 for x in logs.tolist()]
+
+
+def test_the_estimators_agree_in_expectation_and_k2_has_the_gradient_of_the_kl():
+    logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    kl = (logp.exp() * (logp - reference)).sum()
+    (wanted,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    weights = logp.detach().exp()  # of sampling from the policy: an expectation over its three tokens
+    for name, unbiased in (("k1", True), ("k2", False), ("k3", True)):
+        estimate = (weights * kl_estimate(name, logp, reference)).sum()
+        (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        assert (abs(float(estimate.detach() - kl.detach())) < 1e-12) is unbiased, name
+        assert torch.allclose(gradient, wanted, atol=1e-12) is (name == "k2"), name
+        assert bool((gradient.abs() < 1e-12).all()) is (name == "k1"), name
+
+
+def test_the_controller_moves_beta_towards_the_target_by_bounded_steps():
+    constant, moved = KlController(0.1, None, 0.1), KlController(0.1, 0.02, 0.1)
+    constant.update(5.0)
+    assert constant.beta == 0.1
+    moved.update(0.04)  # far above: the error is clipped to 0.2
+    assert moved.beta == pytest.approx(0.1 * 1.02)
+    moved.update(0.0)
+    assert moved.beta == pytest.approx(0.1 * 1.02 * 0.98)
+    moved.update(0.02 * 1.1)
+    assert moved.beta == pytest.approx(0.1 * 1.02 * 0.98 * 1.01)
+
+
+def test_a_kl_term_without_a_reference_is_refused_and_beta_is_saved():
+    objective = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))
+    with pytest.raises(ValueError, match=r"loss\.kl\.beta is 0\.1 and there is no reference model"):
+        objective(changed(make("random"), ref_logp=None), 17, 4)
+    objective.after_update({"ref/kl": 1.0})
+    other = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))
+    other.load_state_dict(objective.state_dict())
+    assert other.controller.beta == objective.controller.beta == pytest.approx(0.102)
