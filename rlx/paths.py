@@ -44,6 +44,15 @@ class RunPaths:
         return self.root / "status.json"
 
     @property
+    def job(self) -> Path:
+        """The SLURM job that the run was given to: `{"id": "12_3", "submitted": seconds}`."""
+        return self.root / "job.json"
+
+    @property
+    def sbatch(self) -> Path:
+        return self.root / "sbatch.sh"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 

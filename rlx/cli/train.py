@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlx.launch.status import Cause
 
-SUMMARY = "train a policy: all roles, on this machine"
+SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
 
 def help_text() -> str:
@@ -26,6 +26,8 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python t
   rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
                                                         what would run where, and what it needs; nothing is started
+  rlx train launcher=slurm slurm=my_cluster hardware=node8
+                                                        as a job of a cluster: docs/slurm.md
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
 groups (from `conf/`, and from your own directory with --config-dir)
@@ -34,7 +36,7 @@ groups (from `conf/`, and from your own directory with --config-dir)
 some keys (all of them: docs/configuration.md)
 {keys()}
 
-exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing was started; 130 interrupted"""
+exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing was started; 75 preempted; 130 interrupted"""
 
 
 def run(argv: list[str]) -> int:
@@ -47,16 +49,23 @@ def run(argv: list[str]) -> int:
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
-    require_one_host(plan)
+    if cfg.launcher.name == "local":
+        require_one_host(plan)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.launch.explain import explain
 
         print(to_yaml(cfg), end="\n")
         print(explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir))
+        script = None
+        if cfg.launcher.name == "slurm":
+            from rlx.launch.slurm import FOLDER, sbatch_script
+
+            script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
+            print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
         if composed.cfg.run.dir or composed.cfg.run.name:
-            paths = describe(cfg, composed.overrides, plan)
-            print(f"\nwritten: {paths.config}, {paths.plan}")
+            paths = describe(cfg, composed.overrides, plan, script)
+            print(f"\nwritten: {paths.config}, {paths.plan}" + (f", {paths.sbatch}" if script else ""))
         print("\ndry run: nothing was started")
         return 0
     for note in composed.notes:
@@ -64,15 +73,28 @@ def run(argv: list[str]) -> int:
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.cli.console import Console
-    from rlx.launch.local import launch
     from rlx.launch.status import read_status
-    from rlx.launch.supervisor import Limits
 
-    launcher = cfg.launcher
-    limits = Limits(
-        grace=launcher.grace, heartbeat_timeout=launcher.heartbeat_timeout, last_lines=launcher.last_lines, max_steps=cfg.max_steps
-    )
-    exit_code = launch(paths, limits, lock, Console(paths.root, cfg))
+    if cfg.launcher.name == "slurm":
+        from rlx.launch.follow import follow
+        from rlx.launch.slurm import FOLDER, submit
+
+        lock.close()  # it is the job's now
+        try:
+            (job,) = submit([(paths, cfg)], paths.root.name, paths.root / FOLDER)
+        except RuntimeError as error:
+            print(f"rlx: {error}", file=sys.stderr)
+            return 1
+        print(f"job {job}: {paths.root}")
+        if not cfg.launcher.wait:
+            print(f"  its state    squeue -j {job}; {paths.status}\n  its end      scancel {job}")
+            return 0
+        exit_code = follow(paths, job, Console(paths.root, cfg))
+    else:
+        from rlx.launch.local import launch
+        from rlx.launch.supervisor import Limits
+
+        exit_code = launch(paths, Limits.of(cfg), lock, Console(paths.root, cfg))
     status = read_status(paths)
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)

@@ -8,6 +8,7 @@ Knows nothing of hydra or torch.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,7 +295,7 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.dry_run or cfg.launcher.name != "local":  # the plan may be for another machine
         return
     if h.nodes > 1:
-        yield f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use hardware.nodes=1, or dry_run=true to plan."
+        yield f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm, or dry_run=true to plan."
         return
     visible = visible_gpus() if h.device == "cuda" else 0
     if cfg.num_gpus > visible:
@@ -302,6 +303,33 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"{of('hardware.name')} needs {cfg.num_gpus} GPU{'s' * (cfg.num_gpus > 1)} and {has} visible here.\n"
             "Use hardware=auto, which takes what is there, hardware=cpu, or dry_run=true to plan for another machine."
+        )
+
+
+@rule("hardware", "launcher", "slurm", "dry_run")
+def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.launcher.name != "slurm":
+        return
+    missing = [command for command in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(command) is None]
+    if missing and not cfg.dry_run:
+        yield (
+            f"launcher=slurm needs the commands of a SLURM cluster, and {', '.join(missing)} cannot be found here.\n"
+            "Start it on a login node, or use dry_run=true to see what would be submitted."
+        )
+    if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
+        yield (
+            f"the layout wants more GPUs on a host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
+            f"{of('slurm.gpus_per_node')}.\nChoose another hardware=, or another slurm=."
+        )
+    if cfg.launcher.preempt_grace + cfg.launcher.grace >= cfg.slurm.signal_seconds:
+        yield (
+            f"SLURM ends the job before it has left by itself: {of('launcher.preempt_grace')} + {of('launcher.grace')} seconds are not "
+            f"less than {of('slurm.signal_seconds')}.\nRaise slurm.signal_seconds or lower launcher.preempt_grace."
+        )
+    if cfg.slurm.signal_seconds >= 60 * cfg.slurm.time_minutes:
+        yield (
+            f"the job would be told of its end before it starts: {of('slurm.signal_seconds')} seconds are not less than "
+            f"{of('slurm.time_minutes')} minutes.\nRaise slurm.time_minutes or lower slurm.signal_seconds."
         )
 
 

@@ -24,7 +24,7 @@ from rlx.config.schema import Config
 from rlx.config.shipped import PRIMARY, conf_directory
 from rlx.config.tree import closest, leaves, show
 
-MAY_BE_ABSENT = ("experiment", "logger")  # groups that may be set to null
+MAY_BE_ABSENT = ("experiment", "logger", "slurm")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
 

@@ -46,7 +46,7 @@ def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) ->
 
 
 def _row(cfg: Config, spec: ProcessSpec) -> list[str]:
-    host = "this machine" if cfg.hardware.nodes == 1 else f"host {spec.node}"
+    host = "this machine" if cfg.hardware.nodes == 1 and cfg.launcher.name == "local" else f"host {spec.node}"
     gpus = ",".join(map(str, spec.gpus)) or "cpu"
     ports = ", ".join(f"{purpose} {port or 'any free'}" for purpose, port in spec.ports.items()) or "-"
     return [spec.name, host, gpus, ports, _command(cfg, spec)]

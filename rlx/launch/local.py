@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from submitit import LocalExecutor, LocalJob
 
 from rlx.launch.processes import kill_all, start_time
-from rlx.launch.rundir import RunLock
+from rlx.launch.rundir import RunLock, new_attempt
 from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
@@ -79,19 +79,6 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     if observer is not None:
         observer.close(status.exit_code)
     return status.exit_code
-
-
-def new_attempt(paths: RunPaths) -> int:
-    """Create the next folder of log files, point `logs/latest` to it, and return its number."""
-    number = 0
-    while paths.logs(number).exists():
-        number += 1
-    paths.logs(number).mkdir(parents=True)
-    link = paths.latest_logs.with_name(".latest")
-    link.unlink(missing_ok=True)
-    link.symlink_to(paths.logs(number).name)
-    os.replace(link, paths.latest_logs)
-    return number
 
 
 def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None]) -> int:

@@ -127,8 +127,10 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
     return paths, lock
 
 
-def describe(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> RunPaths:
-    """What a dry run leaves in a directory that was asked for by name: configuration, overrides and plan. A run may follow there.
+def describe(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None) -> RunPaths:
+    """What a dry run leaves in a directory that was asked for by name: configuration, overrides, plan, the script for SLURM.
+
+    A run may follow there.
 
     Raises ConfigError when the directory is taken or cannot be written.
     """
@@ -137,6 +139,8 @@ def describe(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec])
         if paths.root.exists() and not _is_free(paths):
             raise ConfigError(f"the run directory {paths.root} is taken.\n  fix: give another run.name= or run.dir=")
         _describe(paths, cfg, overrides, plan)
+        if sbatch is not None:
+            write_text(paths.sbatch, sbatch)
     return paths
 
 
@@ -150,6 +154,19 @@ def writing(directory: Path) -> Iterator[None]:
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 
 
+def new_attempt(paths: RunPaths) -> int:
+    """Create the next folder of log files, point `logs/latest` to it, and return its number."""
+    number = 0
+    while paths.logs(number).exists():
+        number += 1
+    paths.logs(number).mkdir(parents=True)
+    link = paths.latest_logs.with_name(".latest")
+    link.unlink(missing_ok=True)
+    link.symlink_to(paths.logs(number).name)
+    os.replace(link, paths.latest_logs)
+    return number
+
+
 def looks_like_run(paths: RunPaths) -> bool:
     """Whether a directory was made by this program: only such a one is ever deleted."""
     return paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))
@@ -158,7 +175,7 @@ def looks_like_run(paths: RunPaths) -> bool:
 def _is_free(paths: RunPaths) -> bool:
     """Whether a directory is empty, or holds a dry run's files only."""
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
-    return entries in (set(), {paths.config.name, paths.overrides.name, paths.plan.name})
+    return entries - {paths.sbatch.name} in (set(), {paths.config.name, paths.overrides.name, paths.plan.name})
 
 
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:

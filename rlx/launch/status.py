@@ -45,6 +45,7 @@ class Status:
     cause: Cause | None = None
     processes: list[dict[str, Any]] = field(default_factory=list)  # role, replica, host, pid
     supervisor: dict[str, Any] | None = None  # host, pid
+    job: str | None = None  # id of the SLURM job that runs it
     launcher: dict[str, Any] | None = None  # host, pid
     started: float = field(default_factory=time.time)
     updated: float = 0.0

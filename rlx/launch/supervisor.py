@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rlx.config.schema import Config
 from rlx.heartbeat import read_heartbeats
 from rlx.launch.plan import read_plan
 from rlx.launch.processes import TOKEN, die_with, kill_all, start_time
@@ -44,6 +45,17 @@ class Limits:
     last_lines: int  # log lines shown of the process that failed
     max_steps: int  # for the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
+
+    @classmethod
+    def of(cls, cfg: Config) -> Limits:
+        launcher = cfg.launcher
+        return cls(
+            grace=launcher.grace,
+            heartbeat_timeout=launcher.heartbeat_timeout,
+            last_lines=launcher.last_lines,
+            max_steps=cfg.max_steps,
+            preempt_grace=launcher.preempt_grace,
+        )
 
 
 @dataclass(slots=True)

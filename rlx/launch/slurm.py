@@ -1,0 +1,241 @@
+"""Runs as jobs of a SLURM cluster: one allocation for a run, one job array for a sweep, submitted through submitit.
+
+    login node: submit(…) ── sbatch ──► first node of the job: submitit ──► Run(directory)() ──► Supervisor ──► one srun step a process
+
+A job holds nothing but the name of its run directory. When SLURM takes the machine away (time limit, preemption, requeue), the
+supervisor has the roles write a checkpoint, and the job goes back into the queue: the same job, the same directory, the next attempt.
+Knows submitit and SLURM's commands; knows nothing of what the plan's processes are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit import JobEnvironment, SlurmExecutor
+
+from rlx.config.load import load_run
+from rlx.config.schema import Config
+from rlx.launch.provenance import DIFF, source_state
+from rlx.launch.results import final_reward
+from rlx.launch.rundir import RunLock, new_attempt
+from rlx.launch.starters import SrunStarter
+from rlx.launch.status import Cause, Status
+from rlx.launch.supervisor import Limits, Supervisor
+from rlx.paths import RunPaths, write_text
+
+FOLDER = ".submitit"  # of a run or a sweep: what submitit writes for its jobs
+QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID")  # variables of a run that a job submitted from inside one must not inherit
+
+
+class _Executor(SlurmExecutor):
+    """submitit's, but it writes its script without a cluster too: whether there is one has been checked."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+
+def sbatch_options(cfg: Config, name: str) -> dict[str, Any]:
+    """What submitit is told of a job for this configuration."""
+    slurm, hardware = cfg.slurm, cfg.hardware
+    options: dict[str, Any] = {
+        "job_name": name,
+        "nodes": hardware.nodes,
+        "ntasks_per_node": 1,
+        "time": slurm.time_minutes,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "cpus_per_task": slurm.cpus_per_node,
+        "exclusive": True if slurm.cpus_per_node is None else None,
+        "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
+        "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
+        "setup": [f"cd {shlex.quote(os.getcwd())}", *_exports(), *slurm.setup],
+        "stderr_to_stdout": True,
+        "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
+        "array_parallelism": cfg.launcher.array_parallelism or 100_000,
+        # --signal=B: only the batch script is told, which is the supervisor
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **slurm.options},
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _exports() -> list[str]:
+    path = os.environ.get("PYTHONPATH")
+    return [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
+
+
+def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
+    # A signal before its handler stands would end the job: it is ignored until then.
+    executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
+    executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
+    # As they are: submitit would take the memory for a number of GB, and name a key for accounting that the cluster may not have.
+    executor.parameters |= {"mem": options["mem"], "wckey": None}
+    return executor
+
+
+def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1) -> str:
+    """The script that is given to sbatch, for one run or for an array of `count`."""
+    executor = _executor(folder, sbatch_options(cfg, name))
+    if count > 1:
+        executor.parameters["map_count"] = count
+    return executor._make_submission_file_text(executor._submitit_command_str, uid="")
+
+
+def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> list[str]:
+    """Submit runs whose directories are made, with equal `sbatch_options`, as one job or one array; their job ids.
+
+    Raises RuntimeError with SLURM's words when it does not take the job.
+    """
+    for paths, cfg in runs:
+        Status(max_steps=cfg.max_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
+        write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs)))
+    executor = _executor(folder, sbatch_options(runs[0][1], name))
+    inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
+    try:
+        jobs = executor.submit_array([Run(str(paths.root)) for paths, _ in runs])
+    except Exception as error:  # submitit passes on what sbatch said in exceptions of several kinds
+        said = getattr(error, "stderr", None) or str(error)
+        reason = said.decode(errors="replace") if isinstance(said, bytes) else said
+        for paths, cfg in runs:
+            _fail(paths, Status(max_steps=cfg.max_steps), f"SLURM did not take the job: {reason.strip()}")
+        raise RuntimeError(f"SLURM did not take the job: {reason.strip()}") from error
+    finally:
+        os.environ.update(inherited)
+    for (paths, _), job in zip(runs, jobs, strict=True):
+        write_text(paths.job, json.dumps({"id": job.job_id, "submitted": time.time()}) + "\n")
+    return [job.job_id for job in jobs]
+
+
+def job_of(paths: RunPaths) -> str | None:
+    """The id of the SLURM job that a run was last given to."""
+    try:
+        return json.loads(paths.job.read_text())["id"]
+    except FileNotFoundError:
+        return None
+
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+
+
+def queue() -> dict[str, str]:
+    """SLURM's word for the state of each of the user's jobs that it has not forgotten, by job id.
+
+    Raises RuntimeError when the controller does not answer.
+    """
+    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
+    return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
+
+
+def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
+    """Whether a job waits or runs."""
+    return (queue() if states is None else states).get(job_id, "CANCELLED") not in ENDED
+
+
+class Run:
+    """What the SLURM job does: one attempt at the run of a directory."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    def __call__(self) -> float | None:
+        """Run it; the final reward. Leaves with the run's exit code where it is not 0."""
+        paths = RunPaths(Path(self.run_dir))
+        cfg = load_run(paths.root)
+        environment = JobEnvironment()
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        lock = RunLock(paths)
+        if not lock.exclusive():
+            print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
+            raise SystemExit(1)
+        status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=environment.job_id)
+        status.write(paths)
+        lock.share()
+        log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        print(f"job {environment.job_id}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
+        self._may_start(paths, cfg, status, restarts)
+        supervisor = Supervisor(
+            paths,
+            Limits.of(cfg),
+            token=secrets.token_hex(16),
+            lock_fd=lock.fd,
+            attempt=status.attempt,
+            watched={},
+            starter=SrunStarter(environment.raw_job_id, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
+            meaning_of_sigterm=lambda: "preempted" if _restarts(environment.raw_job_id) > restarts else "interrupted",
+        )
+        code = supervisor.run()
+        if supervisor.status.state == "preempted":
+            code = self._requeue(paths, cfg, supervisor.status, environment.raw_job_id, restarts)
+        if code != 0:
+            raise SystemExit(code)
+        return final_reward(paths)
+
+    def _may_start(self, paths: RunPaths, cfg: Config, status: Status, restarts: int) -> None:
+        """Leave when the job has come back too often, or the code is not what it was when the job was submitted."""
+        if restarts > cfg.launcher.max_requeues:
+            _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
+            raise SystemExit(1)
+        change = code_change(paths)
+        if change and cfg.launcher.code_changes == "refuse":
+            _fail(paths, status, f"{change}; submit again, or allow it with launcher.code_changes=warn")
+            raise SystemExit(1)
+        if change:
+            print(f"warning: {change}", flush=True)
+
+    def _requeue(self, paths: RunPaths, cfg: Config, status: Status, job_id: str, restarts: int) -> int:
+        """Put the job back into the queue, unless SLURM has done so or it was too often; the exit code."""
+        if _restarts(job_id) > restarts:
+            return status.exit_code or 0
+        if restarts >= cfg.launcher.max_requeues:
+            _fail(paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; go on with resume=latest")
+            return 1
+        done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            _fail(paths, status, f"preempted, and SLURM does not requeue the job: {done.stderr.strip()}; go on with resume=latest")
+            return 1
+        print("back in the queue", flush=True)
+        return status.exit_code or 0
+
+
+def code_change(paths: RunPaths) -> str | None:
+    """How the code differs from what it was when the run was made, in words; None when it does not, or nobody can tell."""
+    recorded = json.loads(paths.provenance.read_text())["source"]
+    now = source_state()
+    if recorded["commit"] is None or now["commit"] is None:
+        return None
+    if now["commit"] != recorded["commit"]:
+        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is at {now['commit'][:12]} now"
+    before = (paths.root / DIFF).read_text() if recorded["diff"] else ""
+    if (now["diff"] or "") != before:
+        return f"the uncommitted changes to the code are not those of the submission ({paths.root / DIFF})"
+    return None
+
+
+def _restarts(job_id: str) -> int:
+    """How often SLURM has put a job back into the queue; it counts at once, before the job has ended. -1: it does not say."""
+    done = subprocess.run(["scontrol", "show", "job", "--oneliner", job_id], capture_output=True, text=True, check=False)
+    words = (word.partition("=") for word in done.stdout.split())
+    return next((int(value) for name, _, value in words if name == "Restarts"), -1)
+
+
+def _fail(paths: RunPaths, status: Status, reason: str) -> None:
+    log = os.path.relpath(paths.log(status.attempt, "launcher"), paths.root)
+    status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=log))
+    status.write(paths)
+    print(reason, file=sys.stderr, flush=True)
