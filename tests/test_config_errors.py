@@ -76,6 +76,10 @@ CASES = {
     "thinking_interleaved": Case("model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved"),
     "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
+    "triton_on_cpu": Case("model.logprob_backend=triton hardware=cpu"),
+    "liger_two_temperatures": Case(
+        "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[math,reverse_text] envs.math.sampling.temperature=0.5"
+    ),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
     "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 dry_run=true"),

@@ -85,7 +85,11 @@ class ModelConfig:
         "`auto`, `sdpa` (packed, common prompts computed once), `varlen` (packed, FlashAttention, CUDA) or `rows` (a padded row a sample)",
         choices=("auto", "sdpa", "varlen", "rows"),
     )
-    logprob_backend: str = key("auto", "`auto` or `torch`: the fused head + log-probability + entropy op", choices=("auto", "torch"))
+    logprob_backend: str = key(
+        "auto",
+        "the fused head + log-probability + entropy op: `torch`, `triton` (CUDA), `liger` (one temperature, plain head) or `auto`",
+        choices=("auto", "torch", "triton", "liger"),
+    )
     trust_remote_code: bool = key(False, "run model code from the hub")
     warm_start: WarmStartConfig | None = key(None, "make the model here by supervised training on the environments' examples")
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlx.kernels.logprob import choose_backend
 from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations, shard
@@ -31,6 +32,7 @@ def load_policy(
     optimization_dtype: str = "float32",
     reduce_dtype: str = "float32",
     attention: str = "auto",
+    logprob_backend: str = "auto",
     ac_freq: int = 0,
     cpu_offload: bool = False,
     compile: bool = False,
@@ -39,7 +41,8 @@ def load_policy(
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     Shards over all ranks of the default process group. Without one, it must be that `dtype` equals `optimization_dtype`.
-    Raises ValueError for a dtype that is not known, or a model whose packed forward differs from its own.
+    Raises ValueError for a dtype that is not known, a `logprob_backend` that does not apply, or a model whose packed forward differs from
+    its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -51,17 +54,18 @@ def load_policy(
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
         )
+    choose_backend(logprob_backend, device, compute)  # says now what does not apply
     full = None
     if first:
         hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
         if not sharded:
-            return _finished(full, attention, compute, ac_freq, compile).to(device)
+            return _finished(full, attention, logprob_backend, compute, ac_freq, compile).to(device)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
-    model = _finished(PolicyModel(empty, attention=attention), attention, compute, ac_freq, compile)
+    model = _finished(PolicyModel(empty, attention=attention), attention, logprob_backend, compute, ac_freq, compile)
     shard(model, device, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"
@@ -72,8 +76,8 @@ def load_policy(
     return model
 
 
-def _finished(model: PolicyModel, attention: str, compute: torch.dtype, ac_freq: int, compile: bool) -> PolicyModel:
-    model.attention, model.compute_dtype = attention, compute
+def _finished(model: PolicyModel, attention: str, logprob_backend: str, compute: torch.dtype, ac_freq: int, compile: bool) -> PolicyModel:
+    model.attention, model.logprob_backend, model.compute_dtype = attention, logprob_backend, compute
     checkpoint_activations(model, ac_freq)
     if compile:
         for layer in model.layers:

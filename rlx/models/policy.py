@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
+from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.layout import Kind, Layout
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can be told where a segment ends
@@ -22,26 +23,23 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that c
 class PolicyModel(nn.Module):
     """A causal language model without dropout, run on packed rows."""
 
-    def __init__(self, hf: Any, *, attention: str = "auto", compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, hf: Any, *, attention: str = "auto", logprob_backend: str = "auto", compute_dtype: torch.dtype | None = None
+    ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
-        `compute_dtype` is what sharding will cast parameters to; null: their own dtype.
-
-        Raises ValueError for a head that is more than a matrix.
+        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding will cast parameters to; null: their
+        own dtype.
         """
         super().__init__()
         self.hf = hf
         hf.eval()  # no dropout: the trainer must compute what the inference engine computes
         self.attention = attention
+        self.logprob_backend = logprob_backend
         self.compute_dtype = compute_dtype or hf.dtype
-        head = hf.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            raise ValueError(f"{type(hf).__name__}: its output head has a bias, which the log-probability op does not have")
-        self.head = [head]  # in a list, so that it is not registered twice
+        self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         config = hf.config
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3
-        # A factor on the logits is one over the temperature: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`.
-        self.logit_divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(getattr(config, "logit_scale", None) or 1.0)
+        self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
         if not self.padded:
             hf.set_attn_implementation(NAME)
@@ -69,7 +67,17 @@ class PolicyModel(nn.Module):
             input_ids=layout.token_ids, attention_mask=None, position_ids=layout.position_ids, use_cache=False, **extra
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, index)
-        return logprob(hidden, self.head[0].weight, labels, temperature * self.logit_divisor, softcap=self.softcap)
+        head = self.head[0]
+        return logprob(
+            hidden,
+            head.weight,
+            labels,
+            temperature,
+            bias=getattr(head, "bias", None),
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            backend=self.logprob_backend,
+        )
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -74,6 +74,7 @@ class Trainer:
             optimization_dtype=cfg.trainer.optimization_dtype,
             reduce_dtype=cfg.trainer.reduce_dtype,
             attention=cfg.model.attention,
+            logprob_backend=cfg.model.logprob_backend,
             ac_freq=cfg.trainer.ac.freq,
             cpu_offload=cfg.trainer.fsdp_cpu_offload,
             compile=cfg.trainer.compile,

@@ -1,0 +1,75 @@
+"""What happens inside a tile of logits, in plain torch: for the CPU, and wherever Triton is not. See `rlx.kernels.tiles.Rows`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlx.kernels.tiles import Form, Sums
+
+
+def absorb(
+    x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
+) -> Tensor | None:
+    """Add the tile to `sums`; with `weights`, fill it and return the factor for what was summed before. See `Rows`."""
+    z, slope = _logits(x, inverse_temperature, bias, form)
+    inside, at = _inside(labels, z.shape[1])
+    sums.target += torch.where(inside, z.gather(1, at)[:, 0], 0)
+    maximum = torch.maximum(sums.maximum, z.amax(1))
+    shift = sums.maximum - maximum
+    shrink = shift.exp()
+    z -= maximum[:, None]
+    exp = z.exp()
+    sums.weighted += shift * sums.total
+    sums.weighted.mul_(shrink).add_(z.mul_(exp).sum(1))
+    sums.total.mul_(shrink).add_(exp.sum(1))
+    sums.maximum.copy_(maximum)
+    if weights is None:
+        return None
+    torch.mul(exp, slope, out=weights)
+    return shrink
+
+
+def to_gradient(
+    x: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    c: Tensor,
+    e: Tensor | None,
+    labels: Tensor,
+    inverse_temperature: Tensor,
+    bias: Tensor | None,
+    form: Form,
+    dtype: torch.dtype,
+) -> Tensor:
+    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x. See `Rows`."""
+    z, slope = _logits(x, inverse_temperature, bias, form)
+    z -= lse[:, None]  # log p
+    p = z.exp()
+    plain = form.softcap is None  # then ∂z/∂x is one number a token, and goes into the numbers of the token
+    per_token = slope[:, 0] if plain else torch.ones_like(c)
+    if e is None:
+        p *= -(c * per_token)[:, None]
+    else:
+        p *= z.mul_(-(e * per_token)[:, None]).add_(-((c + e * entropy) * per_token)[:, None])
+    inside, at = _inside(labels, p.shape[1])
+    p.scatter_add_(1, at, torch.where(inside, c * per_token, 0)[:, None])
+    if not plain:
+        p *= slope
+    return p.to(dtype)
+
+
+def _logits(x: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    """(z [n, v], ∂z/∂x, [n, 1] or [n, v]) of a tile of raw products, which is overwritten."""
+    if bias is not None:
+        x += bias
+    slope = inverse_temperature[:, None] * form.scale
+    if form.softcap is None:
+        return x.mul_(slope), slope
+    bounded = x.mul_(form.scale / form.softcap).tanh_()
+    return bounded * (form.softcap * inverse_temperature)[:, None], (1 - bounded * bounded).mul_(slope)
+
+
+def _inside(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """([n] whether the label is in the tile, [n, 1] an index that always is)."""
+    return (labels >= 0) & (labels < width), labels.clamp(0, width - 1)[:, None]

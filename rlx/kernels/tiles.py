@@ -1,0 +1,217 @@
+"""The walk over tiles of tokens × vocabulary that `rlx.kernels.logprob` is made of, and its gradient.
+
+With raw product x = hWᵀ + b, logits z = softcap(scale·x)/τ, p = softmax(z), H the entropy, c = ∂L/∂logp, e = ∂L/∂H:
+    ∂L/∂z = c (onehot(y) − p) − e p (log p + H),    dh = (∂L/∂z · ∂z/∂x) W,    dW = (∂L/∂z · ∂z/∂x)ᵀ h
+Forward keeps the log-sum-exp and the entropy of each token, backward makes each tile again. The vocabulary is the outer loop: a slice of
+the head and its gradient stay near the cores while the tokens pass by, and the head's gradient needs no buffer beside itself.
+
+A frozen head (LoRA) needs ∂logp/∂h = ∂z_y/∂x W[y] − Σ p ∂z/∂x W alone. Forward gathers it, rescaling as the maximum moves, and backward
+is one product with c. An entropy gradient is not in it; then backward makes the tiles again.
+
+Memory beyond inputs and gradients: one tile of float32 logits and what the row functions need beside it, a float32 [N, D] sum (only where
+hidden is 16 bit, or the head frozen) and a float32 gradient of one slice of the head. Work: 8 N·D·V multiply-adds, 4 with a frozen head;
+naive 6. Knows torch; what happens inside a tile is the business of `Rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# (vocabulary, elements) of one tile. CPU: 4 MiB of float32 logits, near the cores; GPU: 128 MiB, long products.
+TILE_CPU = (1024, 1024 * 1024)
+TILE_CUDA = (4096, 8192 * 4096)
+LOWEST = -1e37  # a maximum before any logit is seen; not infinite, so that differences from it are numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How raw products become logits: softcap(scale · x) / τ."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass(slots=True)
+class Sums:
+    """Running over the vocabulary, [n] each: max z, Σ exp(z − max), Σ exp(z − max)·(z − max), and z at the label (0 until it is met)."""
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+    target: Tensor
+
+    @classmethod
+    def start(cls, n: int, dtype: torch.dtype, device: torch.device) -> Sums:
+        zeros = torch.zeros(3, n, dtype=dtype, device=device)
+        return cls(torch.full((n,), LOWEST, dtype=dtype, device=device), *zeros)
+
+    def part(self, rows: slice) -> Sums:
+        """Views of some tokens."""
+        return Sums(self.maximum[rows], self.total[rows], self.weighted[rows], self.target[rows])
+
+
+class Rows(Protocol):
+    """What happens inside a tile x [n, v] of raw products (without bias), which is overwritten. `labels` [n] count from the tile's
+    first column and may lie outside it; `inverse_temperature` [n]; `bias` [v] or null."""
+
+    def absorb(
+        self, x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
+    ) -> Tensor | None:
+        """Add the tile to `sums`. With `weights` [n, v]: fill it with exp(z − max)·∂z/∂x and return exp(old max − new max) [n]."""
+        ...
+
+    def to_gradient(
+        self,
+        x: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        c: Tensor,
+        e: Tensor | None,
+        labels: Tensor,
+        inverse_temperature: Tensor,
+        bias: Tensor | None,
+        form: Form,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """∂L/∂x [n, v] in `dtype` (may be x itself), from c and e [n], the gradients of logp and entropy (e null: none)."""
+        ...
+
+
+def tiled_logprob(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    *,
+    bias: Tensor | None,
+    form: Form,
+    rows: Rows,
+    tile: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor]:
+    """The op on checked inputs; shapes and results as in `rlx.kernels.logprob.logprob`."""
+    frozen = torch.is_grad_enabled() and hidden.requires_grad and not head.requires_grad and not (bias is not None and bias.requires_grad)
+    tile = tile or _tile(len(head), hidden.is_cuda)
+    return _Logprob.apply(hidden, head, bias, labels, temperature, form, rows, tile, frozen)
+
+
+def _tile(vocabulary: int, cuda: bool) -> tuple[int, int]:
+    """(tokens, vocabulary) of one tile: a small vocabulary gets more tokens, so that a toy model takes one tile."""
+    columns, elements = TILE_CUDA if cuda else TILE_CPU
+    columns = min(columns, vocabulary)
+    return elements // columns, columns
+
+
+class _Logprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: Tensor,
+        form: Form,
+        rows: Rows,
+        tile: tuple[int, int],
+        frozen: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        inverse_temperature = temperature.to(dtype).reciprocal()
+        sums = Sums.start(len(hidden), dtype, hidden.device)
+        d_logp = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if frozen else None  # ∂logp/∂h; first Σ exp(z − max) ∂z/∂x W
+        for columns in _slices(len(head), tile[1]):
+            w, b = _operand(head[columns]), None if bias is None else bias[columns]
+            for block in _slices(len(hidden), tile[0]):
+                x = _product(_operand(hidden[block]), w.T)
+                local, part = labels[block] - columns.start, sums.part(block)
+                weights = None if d_logp is None else torch.empty(x.shape, dtype=w.dtype, device=x.device)
+                shrink = rows.absorb(x, part, local, inverse_temperature[block], b, form, weights)
+                if d_logp is not None and weights is not None and shrink is not None:
+                    d_logp[block] *= shrink[:, None]
+                    _add_product(d_logp[block], weights, w)
+        log_total = sums.total.log()
+        lse = sums.maximum + log_total
+        logp = sums.target - sums.maximum - log_total  # in this order: exact where one token has all the mass
+        entropy = log_total - sums.weighted / sums.total
+        if d_logp is not None:
+            d_logp.div_(sums.total[:, None]).neg_()
+            d_logp.addcmul_(head[labels].to(dtype), _slope(sums.target, inverse_temperature, form)[:, None])
+        ctx.save_for_backward(hidden, head, bias, labels, inverse_temperature, lse, entropy, d_logp)
+        ctx.form, ctx.rows, ctx.tile = form, rows, tile
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, c: Tensor | None, e: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, bias, labels, inverse_temperature, lse, entropy, d_logp = ctx.saved_tensors
+        need_hidden, need_head, need_bias = ctx.needs_input_grad[:3]
+        dtype = lse.dtype
+        c = torch.zeros_like(lse) if c is None else c.to(dtype)
+        e = None if e is None else e.to(dtype)
+        if d_logp is not None and e is None:
+            return (d_logp * c[:, None]).to(hidden.dtype), *[None] * 8
+        d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+        d_head = torch.zeros_like(head, memory_format=torch.contiguous_format) if need_head else None
+        d_bias = torch.zeros(len(head), dtype=dtype, device=head.device) if need_bias else None
+        for columns in _slices(len(head), ctx.tile[1]):
+            w, b = _operand(head[columns]), None if bias is None else bias[columns]
+            d_w = None
+            if d_head is not None:
+                d_w = d_head[columns] if d_head.dtype == dtype else torch.zeros(w.shape, dtype=dtype, device=w.device)
+            for block in _slices(len(hidden), ctx.tile[0]):
+                h = _operand(hidden[block])
+                dx = ctx.rows.to_gradient(
+                    _product(h, w.T), lse[block], entropy[block], c[block], None if e is None else e[block],
+                    labels[block] - columns.start, inverse_temperature[block], b, ctx.form, h.dtype,
+                )  # fmt: skip
+                if d_hidden is not None:
+                    _add_product(d_hidden[block], dx, w)
+                if d_w is not None:
+                    _add_product(d_w, dx.T, h)
+                if d_bias is not None:
+                    d_bias[columns] += dx.sum(0, dtype=dtype)
+            if d_head is not None and d_w is not None and d_head.dtype != dtype:
+                d_head[columns] = d_w
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            d_head,
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            *[None] * 6,
+        )
+
+
+def _slope(target: Tensor, inverse_temperature: Tensor, form: Form) -> Tensor:
+    """[n] ∂z/∂x at the label, from z at the label."""
+    slope = inverse_temperature * form.scale
+    if form.softcap is None:
+        return slope
+    bounded = target / (form.softcap * inverse_temperature)  # tanh
+    return slope * (1 - bounded * bounded)
+
+
+def _operand(matrix: Tensor) -> Tensor:
+    """As the products take it: 16-bit matrices are float32 on CPU, where there is no 16-bit product with a float32 result."""
+    return matrix if matrix.is_cuda or matrix.dtype in (torch.float32, torch.float64) else matrix.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in float32 for 16-bit inputs: logits rounded to bfloat16 would be wrong by 1e-2 nats."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in the precision of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

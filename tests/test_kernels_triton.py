@@ -1,0 +1,64 @@
+"""The Triton row kernels without a GPU: right under the interpreter, and compiled for three generations without spilling registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+WORKER = Path(__file__).parent / "triton_worker.py"
+POINTERS = {
+    "x_ptr": "*fp32", "maximum_ptr": "*fp32", "total_ptr": "*fp32", "weighted_ptr": "*fp32", "target_ptr": "*fp32", "labels_ptr": "*i64",
+    "inverse_temperature_ptr": "*fp32", "lse_ptr": "*fp32", "entropy_ptr": "*fp32", "c_ptr": "*fp32", "out_ptr": "*bf16",
+}  # fmt: skip
+NUMBERS = {"num_columns": "i32", "scale": "fp32", "softcap": "fp32"}
+OPTIONAL = {"bias_ptr": "*bf16", "weights_ptr": "*bf16", "shrink_ptr": "*fp32", "e_ptr": "*fp32"}
+
+
+def test_interpreted_kernels_are_within_1e_5_of_float64_on_odd_shapes():
+    done = subprocess.run([sys.executable, str(WORKER)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 7
+    assert {case: difference for case, difference in differences if not difference <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("options", [False, True], ids=["plain", "all options"])
+def test_kernels_compile_without_spills(capability, options, tmp_path, monkeypatch):
+    from triton import knobs
+
+    from rlx.kernels import rows_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    flags = {"HAS_BIAS": options, "HAS_SOFTCAP": options, "HAS_WEIGHTS": options, "HAS_E": options, "BLOCK": rows_triton.BLOCK}
+    values = POINTERS | NUMBERS | (OPTIONAL if options else dict.fromkeys(OPTIONAL)) | flags
+    for kernel in (rows_triton.absorb_kernel, rows_triton.gradient_kernel):
+        path = tmp_path / f"{kernel.__name__}.cubin"
+        path.write_bytes(compile_kernel(kernel, values, capability, rows_triton.NUM_WARPS))
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "STACK:0 " in usage, usage
+        assert "LOCAL:0 " in usage, usage
+
+
+def compile_kernel(kernel: Any, values: dict[str, Any], capability: int, num_warps: int) -> bytes:
+    """The machine code. `values` has a type for every argument that is given at run time, and the value of every other."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    own = {name: values[name] for name in kernel.arg_names}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: value if isinstance(value, str) else "constexpr" for name, value in own.items()},
+        constexprs={(i,): value for i, value in enumerate(own.values()) if not isinstance(value, str)},
+        attrs={(i,): [["tt.divisibility", 16]] for i, value in enumerate(own.values()) if isinstance(value, str) and value[0] == "*"},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm["cubin"]
