@@ -65,7 +65,7 @@ METRICS: dict[str, str] = {
     "off_policy/lag_mean": "mean age of the trained tokens, policy versions",
     "off_policy/lag_max": "largest age of a trained token, policy versions",
     "time/wait_batch": "seconds the trainer waited for the batch",
-    "time/forward_backward": "seconds of forward and backward",
+    "time/forward_backward": "seconds of forward and backward, scoring by the old policy and the reference included",
     "time/optimizer": "seconds of gradient reduction left, clipping and optimizer",
     "time/broadcast": "seconds of writing the new weights",
     "perf/tokens_per_second": "tokens trained on a second of the whole step, prompts included",

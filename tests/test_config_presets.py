@@ -16,12 +16,13 @@ from rlx.launch.plan import make_plan
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((conf_directory() / group).glob("*.yaml"))]
+NEEDED = {("env", "custom"): ["env.id=rlx_math"], ("loss", "opd"): ["ref.name=a/teacher"]}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 
 
 @pytest.mark.parametrize(("group", "option"), PRESETS, ids=[f"{group}={option}" for group, option in PRESETS])
 def test_preset_composes_checks_and_plans(group: str, option: str, tmp_path: Path):
-    more = ["env.id=rlx_math"] if option == "custom" else []
+    more = NEEDED.get((group, option), [])
     composed = compose([f"{group}={option}", "dry_run=true", *more], {})
     plan = make_plan(composed.cfg, tmp_path)
     assert {"inference", "orchestrator", "trainer"} <= {spec.role for spec in plan}
@@ -55,7 +56,7 @@ def test_auto_chooses_among_layouts_that_ship():
 
 @pytest.mark.parametrize(("group", "option"), NODES, ids=[f"{group}={option}" for group, option in NODES])
 def test_target_can_be_built_and_its_signature_was_read_right(group: str, option: str):
-    node = dict(getattr(compose([f"{group}={option}"], {}).cfg, group))
+    node = dict(getattr(compose([f"{group}={option}", *NEEDED.get((group, option), [])], {}).cfg, group))
     if group != "advantage":
         terms, node = split_terms(node, LossTerms if group == "loss" else OptimTerms)
         assert all(value != "???" for value in vars(terms).values())

@@ -13,35 +13,46 @@ from trainer_examples import gradients, make_model, make_sample, make_samples, m
 
 from rlx.config.schema import SchedulerConfig
 from rlx.data.packing import pack
+from rlx.losses.aipo import aipo, masked_is
 from rlx.losses.cispo import cispo
+from rlx.losses.dppo import dppo
 from rlx.losses.grpo import grpo
-from rlx.losses.gspo import gspo
+from rlx.losses.gspo import gspo, gspo_token
+from rlx.losses.opo import opo
 from rlx.losses.reinforce import reinforce
+from rlx.losses.rloo import rloo
+from rlx.losses.sapo import sapo
 from rlx.losses.sft import sft
 from rlx.models.shard import checkpoint_activations
 from rlx.train.optim import NotFiniteError, learning_rate
 from rlx.train.step import merge_metrics
 
-LOSSES = {"reinforce": reinforce, "grpo": grpo, "gspo": partial(gspo, eps_low=0.2, eps_high=0.2), "cispo": cispo, "sft": sft}
+# name: objective with bounds that some tokens of the examples cross, aggregate
+LOSSES = {
+    "reinforce": (reinforce, "token_mean"),
+    "grpo": (grpo, "seq_mean"),
+    "dr_grpo": (grpo, "fixed_length"),
+    "dapo": (partial(grpo, eps_high=0.28), "token_mean"),
+    "gspo": (partial(gspo, eps_low=0.2, eps_high=0.2), "seq_mean"),
+    "gspo_token": (partial(gspo_token, eps_low=0.2, eps_high=0.2), "seq_mean"),
+    "rloo": (rloo, "seq_sum"),
+    "opo": (opo, "token_mean"),
+    "cispo": (cispo, "token_mean"),
+    "aipo": (aipo, "token_mean"),
+    "masked_is": (partial(masked_is, kl_tau=0.1), "token_mean"),
+    "dppo": (partial(dppo, d_low=0.02, d_high=0.02), "token_mean"),
+    "sapo": (sapo, "seq_mean"),
+    "sft": (sft, "token_mean"),
+}
 WALL_CLOCK = ("time/", "perf/")
 
 
-@pytest.mark.parametrize(
-    ("name", "aggregate"),
-    [
-        ("reinforce", "token_mean"),
-        ("grpo", "seq_mean"),
-        ("gspo", "seq_mean"),
-        ("cispo", "token_mean"),
-        ("sft", "token_mean"),
-        ("grpo", "fixed_length"),
-    ],
-)
-def test_gradients_and_metrics_do_not_depend_on_packing(name, aggregate):
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_and_metrics_do_not_depend_on_packing(name):
     samples = make_samples(groups=5)
     results = []
     for tokens, order in ((10_000, 1), (140, 1), (60, 1), (60, -1)):
-        trainer = make_trainer(make_model(), LOSSES[name], aggregate, entropy_coef=0.01)
+        trainer = make_trainer(make_model(), *LOSSES[name], entropy_coef=0.01)
         (mini_batch,) = pack(0, [samples[::order]], ranks=1, tokens=tokens).mini_batches
         trainer.accumulate_gradients(mini_batch)
         found = gradients(trainer)

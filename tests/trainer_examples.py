@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,8 @@ def make_samples(groups: int = 4, rollouts: int = 3, seed: int = 0, longest: int
 def make_trainer(hf: Any, function: Any = grpo, aggregate: str = "token_mean", **keys: Any) -> PolicyTrainer:
     """A trainer whose optimizer step is plain descent, so that the parameters show the gradient."""
     model = PolicyModel(hf, attention=keys.pop("attention", "auto"))
-    terms = LossTerms(aggregate=aggregate, entropy_coef=keys.pop("entropy_coef", 0.0))
+    shared = {f.name for f in fields(LossTerms)}
+    terms = LossTerms(aggregate=aggregate, **{name: keys.pop(name) for name in list(keys) if name in shared})
     return PolicyTrainer(model, Objective(function, terms, max_length=16), torch.optim.SGD(model.parameters(), lr=0.1), **keys)
 
 

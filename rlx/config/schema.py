@@ -146,6 +146,7 @@ class AcConfig:
 class TrainerConfig:
     micro_batch_tokens: int | None = key(None, "tokens of one packed row; null is `seq_len`", low=1)
     num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
+    num_iterations: int = key(1, "times that the optimizer goes over every batch", low=1)
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
@@ -293,6 +294,15 @@ class LossTerms:
 
 
 @dataclass
+class RefConfig:
+    """Loaded when `loss.kl.beta` is above 0, or when it has a name."""
+
+    name: str | None = key(None, "Hugging Face name or folder of a teacher with the policy's vocabulary; null: the initial policy")
+    sync_interval: int | None = key(None, "steps after which the reference takes up the policy; null: never", low=1)
+    alpha: float = key(0.6, "weight of the policy when it does: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
+
+
+@dataclass
 class OptimTerms:
     """Keys that every optimizer shares, beside the optimizer's own under `optim`."""
 
@@ -311,6 +321,7 @@ class Config:
     model: ModelConfig = section(ModelConfig)
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
+    ref: RefConfig = section(RefConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix by name")
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
@@ -338,6 +349,16 @@ class Config:
     def micro_batch_tokens(self) -> int:
         """Tokens of one packed row."""
         return self.trainer.micro_batch_tokens or self.seq_len
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the trainer loads a second, frozen model."""
+        return self.ref.name is not None or bool((self.loss.get("kl") or {}).get("beta"))
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return self.trainer.num_minibatches * self.trainer.num_iterations
 
     @property
     def num_gpus(self) -> int:

@@ -74,8 +74,9 @@ def _batch(cfg: Config) -> list[str]:
         if lag
         else "none: every token comes from the policy it trains"
     )
-    steps = cfg.max_steps * mini
+    steps = cfg.max_steps * cfg.num_updates
     rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
+    rest += f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
     return table(
         ["quantity", "value"],
         [
@@ -87,7 +88,7 @@ def _batch(cfg: Config) -> list[str]:
                 "micro-batches",
                 f"at most {rows:,} a rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
             ],
-            ["optimizer steps", f"{mini} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
+            ["optimizer steps", f"{cfg.num_updates} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
         ],
@@ -98,10 +99,11 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     trainer, engine = trainer_memory(cfg), engine_memory(cfg)
     cpu = cfg.hardware.device == "cpu"
     where = "in host memory" if trainer.on_host else f"over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else ""
+    reference = f", reference {size(trainer.reference)}" if trainer.reference else ""
     lines = [
         f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}",
         f"  parameters {size(trainer.parameters)}, gradients {size(trainer.gradients)}, "
-        f"optimizer {size(trainer.optimizer)} {where}".rstrip(),
+        f"optimizer {size(trainer.optimizer)}{reference} {where}".rstrip(),
         f"  layers while they compute {size(trainer.gathered)}, activations of one row {size(trainer.activations)}",
     ]
     if not any(spec.role == "inference" for spec in plan):

@@ -23,12 +23,13 @@ class TrainerMemory:
     optimizer: float  # sharded
     gathered: float  # whole layers while they compute: two of them, and embedding and head
     activations: float  # of one packed row
-    on_host: bool  # parameters, gradients and optimizer state lie in host memory
+    reference: float  # the frozen model of a KL term or a distillation, taken to be as large as the policy; sharded
+    on_host: bool  # parameters, gradients, optimizer state and reference lie in host memory
 
     @property
     def device(self) -> float:
         """What the device holds at the peak."""
-        states = 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer
+        states = 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer + self.reference
         return states + self.gathered + self.activations
 
 
@@ -59,6 +60,7 @@ def trainer_memory(cfg: Config) -> TrainerMemory:
         optimizer=shard * master * states,
         gathered=(2 * layer + table) * compute,
         activations=max(1, kept) * per_layer + inputs,
+        reference=shard * (compute if cfg.ref.sync_interval is None else master) if cfg.uses_reference else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
     )
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
@@ -26,6 +27,9 @@ from rlx.process import die_with_parent, set_cpu_threads
 from rlx.transport.files import BatchReader
 from rlx.types import StepBatch
 from rlx.waiting import wait_for
+
+if TYPE_CHECKING:
+    from rlx.train.reference import Reference
 
 log = logging.getLogger("rlx.trainer")
 
@@ -42,6 +46,7 @@ class Trainer:
         from rlx.losses.base import Objective
         from rlx.models.load import DTYPES, load_policy
         from rlx.models.shard import start_process_group
+        from rlx.train.reference import Reference
         from rlx.train.rendezvous import meet
         from rlx.train.step import PolicyTrainer
         from rlx.weights.files import ModelFiles
@@ -66,20 +71,25 @@ class Trainer:
         path = paths.initial_model
         wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=self.tick)
         source = path.read_text().strip()
+        loading: dict[str, Any] = {
+            "dtype": cfg.model.dtype,
+            "reduce_dtype": cfg.trainer.reduce_dtype,
+            "attention": cfg.model.attention,
+            "logprob_backend": cfg.model.logprob_backend,
+            "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+            "compile": cfg.trainer.compile,
+            "trust_remote_code": cfg.model.trust_remote_code,
+        }
         self.beat("loading the model")
-        self.model = load_policy(
-            source,
-            device,
-            dtype=cfg.model.dtype,
-            optimization_dtype=cfg.trainer.optimization_dtype,
-            reduce_dtype=cfg.trainer.reduce_dtype,
-            attention=cfg.model.attention,
-            logprob_backend=cfg.model.logprob_backend,
-            ac_freq=cfg.trainer.ac.freq,
-            cpu_offload=cfg.trainer.fsdp_cpu_offload,
-            compile=cfg.trainer.compile,
-            trust_remote_code=cfg.model.trust_remote_code,
-        )
+        self.model = load_policy(source, device, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+        self.reference: Reference | None = None
+        if cfg.uses_reference:
+            self.beat("loading the reference model")
+            # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
+            master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
+            frozen = load_policy(cfg.ref.name or source, device, optimization_dtype=master, **loading)
+            self.reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha)
+            self.reference.check_vocabulary(self.model)
         loss_terms, loss = split_terms(cfg.loss, LossTerms)
         optim_terms, optim = split_terms(cfg.optim, OptimTerms)
         self.step_trainer = PolicyTrainer(
@@ -87,9 +97,10 @@ class Trainer:
             Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
             instantiate(optim, params=[p for p in self.model.parameters() if p.requires_grad]),
             schedule=cfg.scheduler,
-            total_updates=cfg.max_steps * cfg.trainer.num_minibatches,
+            total_updates=cfg.max_steps * cfg.num_updates,
             max_norm=optim_terms.max_norm,
             device=device,
+            reference=self.reference,
         )
         self.device = device
         self.batches = BatchReader(paths)
@@ -125,16 +136,17 @@ class Trainer:
         return batch
 
     def train(self, batch: StepBatch) -> dict[str, float]:
-        """One optimizer step for each mini-batch; the step's metrics."""
-        from rlx.train.step import merge_metrics
+        """The optimizer steps of a batch; the step's metrics."""
 
-        records = []
-        for number, mini_batch in enumerate(batch.mini_batches):
-            self.beat(f"training step {batch.step}, mini-batch {number + 1} of {len(batch.mini_batches)}", batch.step)
-            records.append(self.step_trainer.train_minibatch(mini_batch, step=batch.step))
-        values = merge_metrics(records)
+        def starts(update: int, of: int) -> None:
+            self.beat(f"training step {batch.step}, optimizer step {update + 1} of {of}", batch.step)
+
+        iterations = self.cfg.trainer.num_iterations
+        values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
+        if self.reference is not None and self.reference.after_step(batch.step, self.model):
+            log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        tokens = sum(len(m.token_ids) for mini in batch.mini_batches for rank in mini.micro_batches for m in rank)
+        tokens = iterations * sum(len(m.token_ids) for mini in batch.mini_batches for rank in mini.micro_batches for m in rank)
         return values | {"perf/tokens_per_second": tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
-from rlx.types import MicroBatch, MiniBatch
+from rlx.train.reference import Reference
+from rlx.types import MicroBatch, MiniBatch, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,14 @@ class _Inputs:
     versions: Tensor  # [N] int64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What was said of a micro-batch's N trainable tokens before the batch's first optimizer step."""
+
+    old_logp: Tensor | None  # [N] by the policy; None: take its forward of this optimizer step, or the engine's
+    ref_logp: Tensor | None  # [N] by the reference; None without one
+
+
 class PolicyTrainer:
     """Owns model, objective and optimizer of one rank."""
 
@@ -53,6 +62,7 @@ class PolicyTrainer:
         total_updates: int = 0,
         max_norm: float | None = None,
         device: torch.device | None = None,
+        reference: Reference | None = None,
     ) -> None:
         """`device` is where the model computes; null: where its parameters are (they are elsewhere when offloaded).
 
@@ -60,21 +70,60 @@ class PolicyTrainer:
         """
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
+        self.reference = reference
         self.updates = 0  # optimizer steps done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = device or self.parameters[0].device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.peak_lr = optimizer.param_groups[0]["lr"]
 
-    def train_minibatch(self, mini_batch: MiniBatch, *, step: int | None = None) -> dict[str, float]:
+    def train_batch(
+        self,
+        batch: StepBatch,
+        *,
+        iterations: int = 1,
+        starts: Callable[[int, int], None] = lambda update, of: None,
+    ) -> dict[str, float]:
+        """All optimizer steps of one batch: its mini-batches in order, `iterations` times over; one record of metrics.
+
+        What the policy and the reference said before the first of them is kept for all. `starts` is told each optimizer step and how many
+        there are.
+        """
+        began, of = time.perf_counter(), iterations * len(batch.mini_batches)
+        before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
+        scored = time.perf_counter() - began
+        records: list[dict[str, float]] = []
+        for _ in range(iterations):
+            for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
+                starts(len(records), of)
+                records.append(self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records))
+        values = merge_metrics(records)
+        values["time/forward_backward"] += scored
+        return values
+
+    def _score_before(self, mini_batch: MiniBatch, recompute: bool) -> list[Before]:
+        """What the step compares with, micro-batch by micro-batch. Without `recompute` there is one optimizer step, whose own forward
+        says what the policy says before it."""
+        recompute = recompute and self.objective.terms.proximal == "recompute"
+        scores = []
+        for micro_batch in mini_batch.micro_batches[self.rank]:
+            old = self.score(micro_batch)[0] if recompute else None
+            ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
+            scores.append(Before(old_logp=old, ref_logp=ref))
+        return scores
+
+    def train_minibatch(
+        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
+    ) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches; the metrics are those of the global batch, equal on every rank.
 
         `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
+        `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
         Raises NotFiniteError for a NaN or infinite loss or gradient, before anything is changed.
         """
         started = time.perf_counter()
         where = f"optimizer step {self.updates}"
-        stats = self.accumulate_gradients(mini_batch, step=step)
+        stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
         metrics = self._reduce(stats)
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
@@ -85,25 +134,36 @@ class PolicyTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+        self.objective.after_update(metrics)
         metrics["time/forward_backward"] = computed - started
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
 
-    def accumulate_gradients(self, mini_batch: MiniBatch, *, step: int | None = None) -> Stats:
+    def accumulate_gradients(
+        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
+    ) -> Stats:
         """Forward and backward of all of this rank's micro-batches; gradients add to what is there. This rank's share of the stats."""
         stats = Stats()
-        for micro_batch in mini_batch.micro_batches[self.rank]:
-            inputs = self._inputs(micro_batch)
+        known = before if before is not None else self._score_before(mini_batch, recompute=False)
+        for micro_batch, scores in zip(mini_batch.micro_batches[self.rank], known, strict=True):
+            inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
+            old = scores.old_logp
+            if old is None:
+                old = logp.detach() if self.objective.terms.proximal == "recompute" else inputs.inference_logp
             tokens = TokenBatch(
                 logp=logp,
-                old_logp=inputs.inference_logp,  # the proximal policy is the one that sampled
+                old_logp=old,
                 inference_logp=inputs.inference_logp,
                 entropy=entropy,
                 advantages=inputs.advantages,
                 rollout_ids=inputs.rollout_ids,
                 rollout_lengths=inputs.rollout_lengths,
+                ref_logp=scores.ref_logp,
             )
+            if step is not None:
+                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.rollout_lengths
+                tokens = replace(tokens, on_policy=newest & fresh)
             loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences)
             if step is not None:
                 _add_lag(more, step - inputs.versions, mini_batch.num_loss_tokens)
@@ -111,15 +171,16 @@ class PolicyTrainer:
             stats.add(more)
         return stats
 
-    def score(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(logp [N], entropy [N]) of a micro-batch's trainable tokens in its order, without gradient."""
-        inputs = self._inputs(micro_batch)
+    def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
+        """(logp [N], entropy [N]) of a micro-batch's trainable tokens in its order, without gradient; by the policy, or another model."""
+        model = model or self.model
+        inputs = self._inputs(micro_batch, model)
         with torch.no_grad():
-            return self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
+            return model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
 
-    def _inputs(self, micro_batch: MicroBatch) -> _Inputs:
+    def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
         m, device = micro_batch, self.device
-        layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, self.model.layout_kind(device), device)
+        layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, model.layout_kind(device), device)
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array[m.loss_mask]).to(device=device, dtype=dtype)

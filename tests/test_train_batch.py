@@ -1,0 +1,162 @@
+"""All optimizer steps of a batch: what the ratios are against, the reference model, and how the two stay what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from trainer_examples import gradients, make_model, make_samples, make_trainer
+
+from rlx.config.schema import KlTerms
+from rlx.data.packing import pack
+from rlx.losses.aipo import opd
+from rlx.losses.grpo import grpo
+from rlx.losses.rloo import rloo
+from rlx.models.policy import PolicyModel
+from rlx.train.reference import Reference
+from rlx.types import StepBatch
+
+
+def make_batch(mini_batches: int = 2, tokens: int = 200, step: int = 2) -> StepBatch:
+    samples = make_samples()
+    parts = np.array_split(np.arange(len(samples)), mini_batches)
+    return pack(step, [[samples[i] for i in part] for part in parts], ranks=1, tokens=tokens)
+
+
+def test_recomputed_ratios_are_against_the_start_of_the_step_and_leave_one_with_every_optimizer_step():
+    compared, spread, told = [], [], []
+
+    def spy(tokens):
+        compared.append(tokens.old_logp)
+        spread.append(float(tokens.ratio().max() - tokens.ratio().min()))
+        return grpo(tokens)
+
+    trainer = make_trainer(make_model(), spy, proximal="recompute", correction="tis")
+    batch = make_batch(mini_batches=2, tokens=1000)
+    before = [trainer.score(mini.micro_batches[0][0])[0] for mini in batch.mini_batches]
+    values = trainer.train_batch(batch, iterations=2, starts=lambda update, of: told.append((update, of)))
+    assert told == [(i, 4) for i in range(4)]
+    assert trainer.updates == 4
+    assert all(torch.equal(old, before[i % 2]) for i, old in enumerate(compared))
+    assert spread[0] == 0
+    assert min(spread[1:]) > 1e-3
+    assert values["policy/ratio_max"] - values["policy/ratio_min"] >= max(spread) - 1e-6
+
+
+def test_one_optimizer_step_recomputes_for_nothing():
+    trainer = make_trainer(make_model(), grpo, proximal="recompute")
+    batch = make_batch(mini_batches=1)
+    assert [scores.old_logp for scores in trainer._score_before(batch.mini_batches[0], recompute=False)] == [None] * len(
+        batch.mini_batches[0].micro_batches[0]
+    )
+    values = trainer.train_batch(batch)
+    assert values["policy/ratio_min"] == values["policy/ratio_max"] == 1.0
+    assert values["mismatch/abs_logp_diff_max"] > 0.1, "the engine said something else"
+
+
+def test_ratios_against_the_engine_are_the_default():
+    values = make_trainer(make_model(), grpo).train_batch(make_batch(mini_batches=1))
+    assert values["policy/ratio_max"] > 1.5
+
+
+def test_rloo_weighs_rollouts_of_older_versions_only():
+    samples = make_samples()
+    for sample in samples:
+        sample.versions[sample.loss_mask] = 2 if sample.group % 2 else 1
+    (mini_batch,) = pack(2, [samples], ranks=1, tokens=1000).mini_batches
+    seen = []
+
+    def spy(tokens):
+        seen.append(tokens.on_policy.tolist())
+        return rloo(tokens)
+
+    trainer = make_trainer(make_model(), spy, "seq_sum")
+    trainer.accumulate_gradients(mini_batch, step=2)
+    trainer.accumulate_gradients(mini_batch, step=2, fresh=False)
+    assert sorted(seen[0]) == [False] * 6 + [True] * 6
+    assert seen[1] == [False] * 12
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_is_zero_against_the_initial_policy_and_grows_as_the_policy_moves(estimator):
+    hf = make_model()
+    reference = Reference(PolicyModel(copy.deepcopy(hf)))
+    trainer = make_trainer(hf, grpo, kl=KlTerms(beta=0.1, estimator=estimator), reference=reference)
+    batch = make_batch(mini_batches=1)
+    first = trainer.train_batch(batch)
+    assert first["loss/kl"] == pytest.approx(0, abs=1e-9)
+    assert first["ref/kl"] == pytest.approx(0, abs=1e-9)
+    assert first["ref/beta"] == 0.1
+    for _ in range(2):
+        later = trainer.train_batch(batch)
+    assert later["ref/kl"] > 1e-4
+    assert later["loss/total"] == pytest.approx(later["loss/policy"] + later["loss/kl"], rel=1e-6)
+    assert all(p.grad is None and not p.requires_grad for p in reference.model.parameters())
+
+
+def test_a_heavy_kl_weight_keeps_the_policy_near_the_reference():
+    moved = []
+    for beta in (0.0, 20.0):
+        hf = make_model()
+        reference = Reference(PolicyModel(copy.deepcopy(hf)))
+        trainer = make_trainer(hf, grpo, kl=KlTerms(beta=beta), reference=reference, max_norm=0.1)
+        for _ in range(5):
+            values = trainer.train_batch(make_batch(mini_batches=1))
+        moved.append(values["ref/kl"])
+    assert moved[1] < 0.5 * moved[0]
+
+
+def test_the_controller_sees_every_optimizer_step():
+    hf = make_model()
+    kl = KlTerms(beta=0.1, target_kl=1e9)
+    trainer = make_trainer(hf, grpo, kl=kl, reference=Reference(PolicyModel(copy.deepcopy(hf))))
+    values = trainer.train_batch(make_batch(mini_batches=2), iterations=2)
+    assert trainer.objective.state_dict()["beta"] == pytest.approx(0.1 * 0.98**4)
+    assert values["ref/beta"] == pytest.approx(0.1 * (1 + 0.98 + 0.98**2 + 0.98**3) / 4)
+
+
+def test_the_reference_takes_up_the_policy_when_it_is_time():
+    policy, frozen = PolicyModel(make_model(seed=1)), PolicyModel(make_model(seed=2))
+    old = [p.clone() for p in frozen.parameters()]
+    reference = Reference(frozen, sync_interval=3, alpha=0.25)
+    assert [reference.after_step(step, policy) for step in range(2)] == [False, False]
+    assert all(torch.equal(a, b) for a, b in zip(old, frozen.parameters(), strict=True))
+    assert reference.after_step(2, policy)
+    for own, before, new in zip(frozen.parameters(), old, policy.parameters(), strict=True):
+        torch.testing.assert_close(own, 0.75 * before + 0.25 * new)
+
+
+def test_a_teacher_of_a_smaller_vocabulary_is_refused():
+    with pytest.raises(ValueError, match=r"\(ref\.name\) has 30 token ids and the policy 40; it must know all of them"):
+        Reference(PolicyModel(make_model(vocab_size=30))).check_vocabulary(PolicyModel(make_model()))
+
+
+def test_distillation_brings_the_policy_to_its_teacher():
+    hf = make_model(seed=0)
+    trainer = make_trainer(hf, opd, reference=Reference(PolicyModel(make_model(seed=0, initializer_range=0.25))))
+    batch = make_batch(mini_batches=1, tokens=1000)
+    # On-policy samples of this batch do not exist; with the engine's log-probabilities equal to the policy's the weight is 1 and a token's
+    # log-probability moves to where the teacher has it.
+    (micro_batch,) = pack(2, [make_samples()], ranks=1, tokens=1000).mini_batches[0].micro_batches[0]
+    teacher, _ = trainer.score(micro_batch, trainer.reference.model)
+    gaps = []
+    for _ in range(10):
+        own, _ = trainer.score(micro_batch)
+        gaps.append(float((teacher - own).square().mean()))
+        trainer.train_batch(batch)
+    assert gaps[-1] < 0.85 * gaps[0]
+
+
+def test_packing_changes_neither_reference_nor_recomputed_scores():
+    found = []
+    for tokens in (1000, 60):
+        hf = make_model()
+        frozen = Reference(PolicyModel(make_model(seed=1)))
+        trainer = make_trainer(hf, grpo, kl=KlTerms(beta=0.1), reference=frozen, proximal="recompute", correction="seq_tis")
+        (mini_batch,) = make_batch(mini_batches=1, tokens=tokens).mini_batches
+        trainer.accumulate_gradients(mini_batch, before=trainer._score_before(mini_batch, recompute=True))
+        found.append(gradients(trainer))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
