@@ -1,4 +1,5 @@
-"""The rules between configuration keys, one function a rule. Types and single values are checked in `tree.py`.
+"""The rules between configuration keys, one function a rule. Types and single values are checked in `tree.py`;
+rules on the objective are in `checks_objective.py`.
 
 A rule reads the configuration, asks the machine at most for what a file or the driver says, and answers with the problem or None.
 `@rule(keys…)` names the keys that it needs: it is not asked when one of them has a problem already.
@@ -10,16 +11,16 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from rlx.config import checks_objective  # noqa: F401  (its rules are registered)
 from rlx.config.gpus import visible_gpus
+from rlx.config.rules import RULES, Show, rule
 from rlx.config.schema import Config
 from rlx.config.signatures import module_of
 from rlx.config.tree import Origins, Problem, show
 
-GROUP_RELATIVE = ("group_norm", "group_mean", "batch_norm", "leave_one_out", "opo", "max_rl")  # advantages that are 0 in a group of 1
-NO_RATIO = ("reinforce", "sft")  # objectives that use no importance ratio
 OWNED_BY_RLX = {  # vLLM's names of what other keys set
     "model": "model.name",
     "tokenizer": "model.name",
@@ -36,20 +37,6 @@ OWNED_BY_RLX = {  # vLLM's names of what other keys set
     "api_key": "inference.api_key",
     "seed": "seed",
 }
-
-Show = Callable[[str], str]
-Rule = Callable[[Config, Show], Iterator[str]]
-RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a rule together with the keys it needs."""
-
-    def register(function: Rule) -> Rule:
-        RULES.append((keys, function))
-        return function
-
-    return register
 
 
 def check(cfg: Config, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
@@ -73,11 +60,6 @@ def _overlap(a: str, b: str) -> bool:
     return a == b or a.startswith(b + ".") or b.startswith(a + ".")
 
 
-def target_name(node: dict) -> str:
-    """Last part of a node's `_target_`."""
-    return str(node.get("_target_", "")).rpartition(".")[2]
-
-
 # batch arithmetic
 
 
@@ -90,16 +72,6 @@ def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"a batch must hold whole groups: {of('orchestrator.batch_size')} is not a multiple of "
             f"{of('orchestrator.rollouts_per_example')}.\nUse orchestrator.batch_size={fixes}."
-        )
-
-
-@rule("orchestrator.rollouts_per_example", "advantage")
-def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
-    name = target_name(cfg.advantage)
-    if cfg.orchestrator.rollouts_per_example == 1 and name in GROUP_RELATIVE:
-        yield (
-            f"the advantage {name} compares the rollouts of a group, and is always 0 in a group of one: "
-            f"{of('orchestrator.rollouts_per_example')}.\nUse at least 2 rollouts, or advantage=none."
         )
 
 
@@ -177,48 +149,7 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-# sampling against the objective
-
-
-@rule("sampling", "loss")
-def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
-    s = cfg.sampling
-    # min_tokens forbids the end-of-sequence token, and the engine's log-probabilities are of what is left.
-    is_cut = {"top_p": s.top_p < 1, "top_k": s.top_k > 0, "min_p": s.min_p > 0, "min_tokens": s.min_tokens > 0}
-    cut = [key for key, cuts in is_cut.items() if cuts]
-    name = target_name(cfg.loss)
-    if cut and not s.allow_biased_ratio and name not in NO_RATIO:
-        keys = ", ".join(of(f"sampling.{key}") for key in cut)
-        yield (
-            f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
-            "The engine samples from a cut distribution, the trainer scores with the whole one. Turn it off "
-            "(top_p=1, top_k=-1, min_p=0, min_tokens=0), or accept the bias with sampling.allow_biased_ratio=true."
-        )
-
-
-@rule("loss")
-def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.loss.get("correction", "none") != "none" and cfg.loss.get("proximal", "inference") == "inference":
-        yield (
-            f"there is nothing to correct where the ratios are against the engine already: {of('loss.correction')} with "
-            "loss.proximal=inference.\nSet loss.proximal=recompute, or leave loss.correction=none."
-        )
-
-
-@rule("loss", "ref")
-def reference(cfg: Config, of: Show) -> Iterator[str]:
-    kl = cfg.loss.get("kl") or {}
-    if kl.get("target_kl") is not None and not kl.get("beta"):
-        yield f"a KL weight of 0 stays 0 whatever it is multiplied by: {of('loss.kl.target_kl')}. Give it a start: loss.kl.beta=0.01."
-    if target_name(cfg.loss) == "opd" and cfg.ref.name is None:
-        yield "loss=opd learns from a teacher, and none is named. Set ref.name to a model with the policy's vocabulary."
-    if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
-        yield (
-            f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "
-            "Leave one of them null; without ref.name the reference is the initial policy."
-        )
-    if cfg.ref.sync_interval is not None and not cfg.uses_reference:
-        yield f"there is no reference model that could follow the policy: {of('ref.sync_interval')}. Set loss.kl.beta above 0."
+# sampling
 
 
 @rule("sampling.top_k")

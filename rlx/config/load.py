@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from rlx.config.checks import check, target_name
+from rlx.config.checks import check
 from rlx.config.errors import ConfigError
+from rlx.config.rules import target_name
 from rlx.config.schema import Config
 from rlx.config.targets import check_targets, instantiate
 from rlx.config.tree import Builder, Origins
