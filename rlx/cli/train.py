@@ -26,6 +26,8 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python t
   rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
                                                         what would run where, and what it needs; nothing is started
+  rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
+  rlx train -m sweeps=losses                            what a file of the group sweeps varies
   rlx train launcher=slurm slurm=my_cluster hardware=node8
                                                         as a job of a cluster: docs/slurm.md
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
@@ -45,6 +47,10 @@ def run(argv: list[str]) -> int:
     from rlx.launch.rundir import create, describe, settle
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
+    if any(part in ("-m", "--multirun") or part.startswith("sweeps=") for part in argv):
+        from rlx.cli import sweep
+
+        return sweep.run(argv)
     composed = compose(argv)
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None

@@ -54,12 +54,13 @@ class Tree:
     notes: list[str]  # what the user should be told
     problems: list[Problem] = field(default_factory=list)
     unresolved: list[str] = field(default_factory=list)  # keys without a value because of a problem that is listed
+    hydra: dict[str, Any] = field(default_factory=dict)  # the node `hydra` of the files: what a sweep varies
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
     """Compose what the command line asks for. Raises ConfigError when no tree can be made; other problems are in the result."""
     request = read_request(argv, environ)
-    loader = _make_loader([directory for _, directory in request.directories])
+    loader = make_loader([directory for _, directory in request.directories])
     groups = Groups(loader.get_sources())
     name = request.config_name
     if name not in groups.options(""):
@@ -93,7 +94,8 @@ def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
             loader._apply_overrides_to_config(groups.lines(values), cfg)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, groups)) from None
-    cfg.pop("hydra", None)  # settings for a sweep; no part of a run's configuration
+    sweep = cfg.pop("hydra", None)  # settings for a sweep; no part of a run's configuration
+    hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
     variables = [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values)
     off = _sections_off(variables, values, origins)
@@ -101,21 +103,40 @@ def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved)
+    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra)
 
 
-def _make_loader(directories: list[str]) -> ConfigLoaderImpl:
+def make_loader(directories: list[str]) -> ConfigLoaderImpl:
     """A loader that looks into the user's directories first, then into the shipped one."""
     version.setbase("1.3")
     Plugins.instance()
     setup_globals()
     OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout()[0], replace=True)
+    return ConfigLoaderImpl(_search_path(directories))
+
+
+def _search_path(directories: list[str]) -> ConfigSearchPathImpl:
     path = ConfigSearchPathImpl()
     for directory in directories:
         path.append("user", Path(directory).resolve().as_uri())
     path.append("main", conf_directory().as_uri())
     path.append("schema", "structured://")
-    return ConfigLoaderImpl(path)
+    return path
+
+
+class _SweepLoader(ConfigLoaderImpl):
+    """For hydra's sweepers, which load the runs that they propose to see whether they can be: the launcher checks them all anyway."""
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        return OmegaConf.create({})
+
+
+def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
+    """A loader of hydra's own configuration, with that of its plugins."""
+    make_loader(directories)  # registers what files may refer to
+    path = _search_path(directories)
+    path.prepend("hydra", "pkg://hydra.conf")
+    return _SweepLoader(path)
 
 
 def _store_nodes(variables: list[Variable]) -> None:

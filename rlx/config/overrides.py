@@ -24,7 +24,7 @@ from rlx.config.schema import Config
 from rlx.config.shipped import PRIMARY, conf_directory
 from rlx.config.tree import closest, leaves, show
 
-MAY_BE_ABSENT = ("experiment", "logger", "slurm")  # groups that may be set to null
+MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
 
@@ -135,7 +135,7 @@ class Groups:
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
         for o in overrides:
             if o.is_sweep_override():
-                found.append(f"`{line_of(o)}` gives several values to one run. A list is written {o.key_or_group}=[a,b].")
+                found.append(f"`{line_of(o)}` gives several values to one run. A list is written {o.key_or_group}=[a,b]; -m runs each.")
             elif o.type == OverrideType.DEL and not self.is_choice(o) and not o.key_or_group.startswith(tuple(f"{key}." for key in OPEN)):
                 found.append(
                     f"`{line_of(o)}`: only keys of {', '.join(OPEN)} can be removed. Set {o.key_or_group}=null where null is allowed."

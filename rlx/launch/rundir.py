@@ -167,6 +167,12 @@ def new_attempt(paths: RunPaths) -> int:
     return number
 
 
+def differences(paths: RunPaths, cfg: Config) -> list[str]:
+    """The keys in which a run's configuration is another than `cfg`, but for those that do not change what it computes."""
+    there, here = asdict(load_run(paths.root)), asdict(cfg)
+    return [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
+
+
 def looks_like_run(paths: RunPaths) -> bool:
     """Whether a directory was made by this program: only such a one is ever deleted."""
     return paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))

@@ -1,0 +1,49 @@
+"""The launcher that hydra's sweepers get: they propose runs, rlx launches them and answers with the final reward of each.
+
+Lies here because hydra takes plugins from `hydra_plugins` only. What a batch does is `rlx/cli/sweep.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from rlx.cli import sweep as runs
+from rlx.config.errors import ConfigError
+from rlx.config.sweeps import Element, element_name
+from rlx.launch.results import final_reward
+
+
+class RlxLauncher(Launcher):
+    """Made by hydra from the node `hydra.launcher`, which `rlx.cli.sweeper` fills."""
+
+    def __init__(self, name: str, directory: str, argv: Sequence[str]) -> None:
+        """`name` and `directory` of the sweep, and what the command lines of all its runs share."""
+        self.name, self.directory, self.argv = name, Path(directory), tuple(argv)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run a batch to its end; the final reward of each run. A run that is not completed makes its value an error."""
+        lines = [Element(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
+        alike = {line.name for line in lines if sum(line.name == other.name for other in lines) > 1}
+        if alike:
+            raise ConfigError(
+                f"the sweeper proposed runs with one directory: {', '.join(sorted(alike))}.\n  fix: let it propose other values"
+            )
+        elements = runs.prepare(lines, self.directory)
+        runs.start(elements, self.name, self.directory, wait=True)
+        returns = []
+        for line, element in zip(lines, elements, strict=True):
+            state, answer = runs.state_of(element), JobReturn(overrides=list(line.swept), working_dir=str(element.paths.root))
+            completed = state == "completed"
+            answer.status = JobStatus.COMPLETED if completed else JobStatus.FAILED
+            answer.return_value = final_reward(element.paths) if completed else RuntimeError(f"{element.paths.root}: {state}")
+            returns.append(answer)
+        return returns

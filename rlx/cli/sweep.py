@@ -1,0 +1,155 @@
+"""`rlx train -m`: several runs from one command line, as a SLURM job array or in a pool on this machine.
+
+All of them are composed, checked and planned before the first one starts. Not a command of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlx.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlx.config.sweeps import Element as Line
+    from rlx.config.sweeps import Sweep
+    from rlx.launch.sweep import Element
+
+MOST_PROBLEMS = 4  # elements whose problems are told in full
+
+
+def run(argv: list[str]) -> int:
+    """Run or submit the sweep of a command line; the exit code: 0, or 1 when a run of a local sweep is not completed."""
+    from rlx.config.sweeps import expand
+
+    sweep = expand(argv)
+    directory = folder(sweep)
+    if sweep.sweeper is not None:
+        from rlx.cli.sweeper import optimise
+
+        return optimise(sweep, directory)
+    elements = prepare(sweep.elements, directory)
+    if elements[0].cfg.dry_run:
+        print(dry_run(elements, sweep, directory))
+        return 0
+    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+
+
+def folder(sweep: Sweep) -> Path:
+    """The sweep's directory, absolute."""
+    if Path(sweep.name).name != sweep.name:
+        raise ConfigError(f"run.name={sweep.name} is not the name of one folder.\n  fix: name the folder only, or give run.dir=")
+    return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
+
+
+def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
+    """Compose, check and plan all runs. Raises one ConfigError with what is wrong with any of them."""
+    from rlx.config.load import compose
+    from rlx.config.schema import RunConfig
+    from rlx.launch.sweep import Element, plan_of
+
+    elements: list[Element] = []
+    problems: dict[str, list[str]] = {}  # text -> runs that have it
+    for line in lines:
+        try:
+            composed = compose(line.argv)
+            cfg = replace(composed.cfg, run=RunConfig(name=line.name, dir=str(directory / line.name)))
+            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg, visible(cfg.launcher.name))))
+        except ConfigError as error:
+            for text in error.problems:
+                problems.setdefault(text, []).append(line.name)
+    if problems:
+        told = [f"{text}\n(in {_runs(names, len(lines))})" for text, names in list(problems.items())[:MOST_PROBLEMS]]
+        more = len(problems) - len(told)
+        raise ConfigError(told + ([f"{more} more problems in other runs of the sweep."] if more > 0 else []))
+    if len({(e.cfg.launcher.name, e.cfg.launcher.array_parallelism, e.cfg.launcher.wait) for e in elements}) > 1:
+        raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys one value")
+    return elements
+
+
+def visible(launcher: str) -> list[str] | None:
+    """The GPUs that a plan may name: those of this machine for local runs, counted from 0 on a cluster's nodes."""
+    from rlx.launch.plan import visible_gpus
+
+    return visible_gpus() if launcher == "local" else None
+
+
+def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
+    """Start what is left to do of the elements."""
+    from rlx.launch import sweep
+
+    sweep.find_states(elements)
+    todo = [element for element in elements if element.state in ("new", "again")]
+    count = {state: sum(element.state == state for element in elements) for state in ("done", "alive", "again")}
+    words = {"done": "completed already", "alive": "waiting or running already", "again": "to go on with"}
+    known = "; ".join(f"{number} {words[state]}" for state, number in count.items() if number)
+    print(f"{len(elements)} runs in {directory}" + (f" ({known})" if known else ""), flush=True)
+    launcher = elements[0].cfg.launcher
+    if launcher.name == "slurm":
+        sweep.make_directories(todo)
+        try:
+            if todo:
+                sweep.submit_arrays(todo, name, directory)
+        except RuntimeError as error:
+            print(f"rlx: {error}", file=sys.stderr)
+            return 1
+        if wait:
+            sweep.wait_for_jobs(elements)
+            print("\n".join(sweep.summary(elements)))
+            return 1 if sweep.failed(elements) else 0
+        for element in elements:
+            print(f"  {element.job or '-':<10} {element.paths.root}")
+        return 0
+    gpus = _machine_gpus(elements)
+    parallel = sweep.check_local(elements, gpus, launcher.array_parallelism)
+    sweep.make_directories(todo)
+    try:
+        sweep.run_pool(todo, parallel, gpus, say=lambda text: print(text, flush=True))
+    finally:
+        print("\n".join(sweep.summary(elements)), flush=True)
+    left = sweep.failed(elements)
+    if left:
+        print(f"{len(left)} of {len(elements)} runs are not completed; the same command goes on with them", file=sys.stderr)
+    return 1 if left else 0
+
+
+def state_of(element: Element) -> str:
+    """What `status.json` says of an element's run."""
+    from rlx.launch.status import read_status
+
+    status = read_status(element.paths)
+    return "not started" if status is None else status.state
+
+
+def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
+    """What would run: the elements, the first one's plan, and the script of the array."""
+    from rlx.launch.explain import explain
+    from rlx.launch.slurm import FOLDER, sbatch_script
+
+    first = elements[0]
+    parts = [
+        f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),
+        f"the first one\n\n{explain(first.cfg, first.plan, {}, [], str(first.paths.root))}",
+    ]
+    if first.cfg.launcher.name == "slurm":
+        parts.append("sbatch script\n" + sbatch_script(first.cfg, sweep.name, directory / FOLDER, len(elements)))
+    return "\n\n".join([*parts, "dry run: nothing was started"])
+
+
+def _machine_gpus(elements: Sequence[Element]) -> list[str]:
+    from rlx.config.gpus import visible_gpus
+
+    if not any(element.cfg.num_gpus for element in elements):
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [part for part in named.split(",") if part] if named is not None else [str(gpu) for gpu in range(visible_gpus())]
+
+
+def _runs(names: list[str], total: int) -> str:
+    if len(names) == total:
+        return f"all {total} runs"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

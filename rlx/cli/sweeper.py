@@ -1,0 +1,57 @@
+"""Hydra's own sweepers (Optuna's, Ax's, one of yours) on our launcher: they propose runs, we launch them and answer with the final reward.
+
+    rlx train -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.direction=maximize optim.lr=tag(log,interval(1e-4,1e-2))
+
+Knows how hydra makes a sweeper; the launcher that it gets is in `hydra_plugins/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import OmegaConf, open_dict
+
+from rlx.config.composition import make_sweep_loader
+from rlx.config.errors import ConfigError
+from rlx.config.sweeps import Sweep
+
+
+def optimise(sweep: Sweep, directory: Path) -> int:
+    """Let the sweeper of `hydra/sweeper=NAME` run its course; 0, or 1 when it gave up because of a failed run."""
+    plugins = Plugins.instance()
+    node = {"_target_": "hydra_plugins.rlx_launcher.RlxLauncher", "name": sweep.name, "directory": str(directory), "argv": list(sweep.argv)}
+    ConfigStore.instance().store(group="hydra/launcher", name="rlx", node=node, provider="rlx")
+    loader = make_sweep_loader(
+        [part for option, part in zip(sweep.argv, sweep.argv[1:], strict=False) if option in ("--config-dir", "-cd")]
+    )
+    try:
+        lines = [*sweep.options, "hydra/launcher=rlx", f"hydra.sweep.dir='{directory}'"]
+        config = loader.load_configuration(config_name=None, overrides=lines, run_mode=RunMode.MULTIRUN)
+    except HydraException as error:
+        raise ConfigError(f"hydra/sweeper={sweep.sweeper}: {str(error).splitlines()[0]}\n  fix: install the sweeper's package") from None
+    with open_dict(config):
+        config.hydra.mode = RunMode.MULTIRUN
+        OmegaConf.set_readonly(config, False)
+    context = HydraContext(config_loader=loader, callbacks=_no_callbacks())
+    chosen = plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=_not_called)
+    try:
+        chosen.sweep(arguments=list(sweep.params))
+    except RuntimeError as error:  # of a run: sweepers raise what a failed run returned
+        print(f"rlx: the sweep ends: {error}")
+        return 1
+    return 0
+
+
+def _not_called(cfg: Any) -> None:
+    raise AssertionError("our launcher starts processes, not functions")
+
+
+def _no_callbacks() -> Any:
+    from hydra._internal.callbacks import Callbacks
+
+    return Callbacks()

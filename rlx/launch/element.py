@@ -1,0 +1,33 @@
+"""One run of a local sweep, in a process of its own: `python -m rlx.launch.element RUN_DIR GPUS`.
+
+The directory is made already; GPUS, as `2,3`, are those of the pool that are this run's. Shows nothing: the pool does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rlx.config.load import load_run
+from rlx.launch.local import launch
+from rlx.launch.plan import make_plan, write_plan
+from rlx.launch.rundir import RunLock
+from rlx.launch.supervisor import Limits
+from rlx.paths import RunPaths
+
+
+def main(run_dir: str, gpus: str) -> int:
+    paths = RunPaths(Path(run_dir))
+    cfg = load_run(paths.root)
+    lock = RunLock(paths)
+    if not lock.exclusive():
+        print(f"{paths.root} is in use by another run", file=sys.stderr)
+        return 1
+    if gpus:
+        write_plan(paths.plan, make_plan(cfg, paths.root, gpus.split(",")))
+    lock.share()
+    return launch(paths, Limits.of(cfg), lock)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

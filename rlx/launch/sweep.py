@@ -1,0 +1,217 @@
+"""The runs of a sweep: which of them are still to be done, and how they are done, as job arrays or in a pool on this machine.
+
+    outputs/<sweep>/<what makes the run differ>/   a run directory like any other
+
+Starting the same sweep again does what is left of it: runs that are completed are skipped, those that wait or run are left alone, and
+those that ended otherwise go on from their last checkpoint. Knows run directories and how runs are launched; nothing of what is swept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import Config
+from rlx.launch.explain import table
+from rlx.launch.plan import make_plan, require_one_host
+from rlx.launch.processes import die_with
+from rlx.launch.results import final_reward
+from rlx.launch.rundir import RunLock, create, differences
+from rlx.launch.slurm import ENDED, FOLDER, is_alive, job_of, queue, sbatch_options, submit
+from rlx.launch.status import FINAL, read_status
+from rlx.paths import RunPaths
+from rlx.types import ProcessSpec
+
+POLL = 0.2  # seconds between two looks at the pool
+ASK = 3.0  # seconds between two questions to SLURM
+
+
+@dataclass
+class Element:
+    """One run of a sweep, its configuration settled and checked."""
+
+    name: str
+    cfg: Config
+    overrides: list[str]
+    plan: list[ProcessSpec]
+    state: str = "new"  # new | done | alive | again: what there is of it already
+    job: str | None = None
+    note: str = field(default="", repr=False)
+
+    @property
+    def paths(self) -> RunPaths:
+        assert self.cfg.run.dir is not None
+        return RunPaths(Path(self.cfg.run.dir))
+
+
+def find_states(elements: Sequence[Element]) -> None:
+    """Note in each element what its directory holds. Raises ConfigError when one holds a run of another configuration."""
+    jobs: dict[str, str] | None = None
+    others = []
+    for element in elements:
+        paths, status = element.paths, read_status(element.paths)
+        if status is None or element.cfg.clean:
+            continue
+        changed = differences(paths, element.cfg)
+        if changed:
+            others.append(f"{paths.root}: {'; '.join(changed[:3])}")
+            continue
+        job = job_of(paths)
+        if job is not None and status.state != "completed":
+            jobs = queue() if jobs is None else jobs
+            if is_alive(job, jobs):
+                element.state, element.job = "alive", job
+                continue
+        element.state = "done" if status.state == "completed" else "alive" if _is_held(paths) else "again"
+    if others:
+        raise ConfigError(
+            "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
+            + "\n  ".join(others[:8])
+            + "\n  fix: give another run.name= for this sweep; or clean=true, which deletes them"
+        )
+
+
+def _is_held(paths: RunPaths) -> bool:
+    lock = RunLock(paths)
+    held = not lock.exclusive()
+    lock.close()
+    return held
+
+
+def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
+    """How many runs may go on at a time on this machine. Raises ConfigError when they want more than there is."""
+    for element in elements:
+        require_one_host(element.plan)
+    gpus = max(element.cfg.num_gpus for element in elements)
+    if not gpus:
+        return parallel or 1
+    if parallel and parallel * gpus > len(visible):
+        raise ConfigError(
+            f"launcher.array_parallelism={parallel} runs of {gpus} GPUs need {parallel * gpus}, and {len(visible)} are visible here.\n"
+            f"  fix: launcher.array_parallelism={max(1, len(visible) // gpus)}"
+        )
+    return parallel or max(1, len(visible) // gpus)
+
+
+def make_directories(elements: Sequence[Element]) -> None:
+    """Make the run directories of those that are to run, or take them back to their last checkpoint."""
+    for element in elements:
+        if element.state == "new":
+            _, lock = create(element.cfg, element.overrides, element.plan)
+            lock.close()
+
+
+def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
+    """Submit runs as job arrays, one for all that want the same of SLURM; their job ids. Raises RuntimeError."""
+    groups: dict[str, list[Element]] = {}
+    for element in elements:
+        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name).items())), []).append(element)
+    jobs = []
+    for group in groups.values():
+        jobs += submit([(element.paths, element.cfg) for element in group], name, directory / FOLDER)
+        for element in group:
+            element.job = jobs[len(jobs) - len(group) + group.index(element)]
+    return jobs
+
+
+def wait_for_jobs(elements: Sequence[Element]) -> None:
+    """Wait until the jobs of all elements are over, and close the status of those that could not."""
+    from rlx.launch.follow import LATE, close
+
+    gone: dict[str, int] = {}
+    waiting = [element for element in elements if element.job is not None]
+    while waiting:
+        time.sleep(ASK)
+        try:
+            states = queue()
+        except RuntimeError:  # the controller may answer later
+            continue
+        for element in list(waiting):
+            assert element.job is not None
+            status = read_status(element.paths)
+            state = states.get(element.job, "CANCELLED")
+            gone[element.job] = gone.get(element.job, 0) + 1 if state in ENDED else 0
+            if status is not None and status.state in FINAL and status.state != "preempted":
+                waiting.remove(element)
+            elif gone[element.job] >= LATE:
+                close(element.paths, element.job, state)
+                waiting.remove(element)
+
+
+def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str], say: Callable[[str], None]) -> None:
+    """Run elements on this machine, `parallel` at a time, each with GPUs of its own. An interrupt stops them all and is raised."""
+    waiting = list(elements)
+    running: dict[subprocess.Popen[bytes], tuple[Element, int]] = {}
+    slots = list(range(parallel))
+    try:
+        while waiting or running:
+            while waiting and slots:
+                element, slot = waiting.pop(0), slots.pop(0)
+                gpus = element.cfg.num_gpus
+                mine = ",".join(visible[slot * gpus : (slot + 1) * gpus]) if gpus else ""
+                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root), mine]
+                say(f"{element.name}: starting")
+                # A session of its own: a Ctrl-C reaches the pool alone, which passes it on once.
+                child = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
+                )
+                running[child] = (element, slot)
+            for child in [child for child in running if child.poll() is not None]:
+                element, slot = running.pop(child)
+                slots.append(slot)
+                say(f"{element.name}: {describe(element)}")
+            time.sleep(POLL)
+    except KeyboardInterrupt:
+        for child in running:
+            child.send_signal(signal.SIGTERM)
+        for child in running:
+            child.wait()
+        raise
+
+
+def describe(element: Element) -> str:
+    """How an element's run ended, in words."""
+    status = read_status(element.paths)
+    if status is None:
+        return "not started"
+    reward = final_reward(element.paths)
+    cause = f": {status.cause.role}, {status.cause.reason}" if status.cause is not None else ""
+    return (
+        f"{status.state} after {status.step} of {status.max_steps} steps" + (f", reward {reward:.3f}" if reward is not None else "") + cause
+    )
+
+
+def summary(elements: Sequence[Element]) -> list[str]:
+    """The table of a sweep, a line for each run."""
+    rows = []
+    for element in elements:
+        status, reward = read_status(element.paths), final_reward(element.paths)
+        cause = f"{status.cause.role}: {status.cause.reason}" if status is not None and status.cause is not None else ""
+        rows.append(
+            [
+                element.name,
+                status.state if status else "-",
+                f"{status.step}/{status.max_steps}" if status else "-",
+                "-" if reward is None else f"{reward:.3f}",
+                element.job or "-",
+                cause,
+            ]
+        )
+    return table(["run", "state", "steps", "reward", "job", ""], rows)
+
+
+def failed(elements: Sequence[Element]) -> list[Element]:
+    """Those that are not completed."""
+    return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
+
+
+def plan_of(cfg: Config, visible: Sequence[str] | None) -> list[ProcessSpec]:
+    assert cfg.run.dir is not None
+    return make_plan(cfg, Path(cfg.run.dir), visible)

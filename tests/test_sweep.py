@@ -1,0 +1,223 @@
+"""Sweeps: how a command line becomes runs, what is refused before anything starts, and which runs are done, skipped and gone on with."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rlx.cli import main, sweep
+from rlx.config.errors import ConfigError
+from rlx.config.shipped import conf_directory
+from rlx.config.sweeps import element_name, expand
+from rlx.launch.status import read_status
+from rlx.types import ProcessSpec
+
+SHIPPED = sorted(path.stem for path in (conf_directory() / "sweeps").glob("*.yaml"))
+TOY = """
+    import json, os, sys, time
+    from pathlib import Path
+    from rlx.config.load import load_run
+    root = Path(sys.argv[1])
+    cfg = load_run(root)
+    if cfg.seed == 3 and not (root.parent / "mended").exists():
+        print("seed 3 is broken"); sys.exit(5)
+    with (root / "metrics.jsonl").open("a") as file:
+        for step in range(cfg.max_steps):
+            for source in ("orchestrator", "trainer"):
+                file.write(json.dumps({"step": step, "source": source, "time": 0, "reward/mean": cfg.seed / 10}) + "\\n")
+    (root / "ran").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    if cfg.seed == 9: time.sleep(60)
+"""
+
+
+def names(*argv: str) -> list[str]:
+    return [element.name for element in expand(list(argv), {}).elements]
+
+
+def test_values_of_groups_and_keys_are_multiplied_and_name_their_directories():
+    assert names("-m", "loss=grpo,gspo", "seed=range(2)", "max_steps=3") == [
+        "loss=grpo,seed=0",
+        "loss=grpo,seed=1",
+        "loss=gspo,seed=0",
+        "loss=gspo,seed=1",
+    ]
+    assert expand(["-m", "seed=1,2", "max_steps=3"], {}).elements[1].argv == ("max_steps=3", "seed=2")
+    assert names("-m", "env=[math],[math,reverse_text]") == ["env=[math]", "env=[math,reverse_text]"]
+    assert names("-m", "model.name=a/b,c") == ["model.name=a_b", "model.name=c"]
+
+
+def test_the_folder_of_a_sweep_is_the_same_for_the_same_sweep_and_no_other():
+    one = expand(["-m", "seed=1,2", "max_steps=3"], {}).name
+    assert one == expand(["max_steps=3", "-m", "seed=1,2", "launcher=slurm", "slurm=dev"], {}).name
+    assert one != expand(["-m", "seed=1,2", "max_steps=4"], {}).name
+    assert expand(["-m", "sweeps=losses"], {}).name == "losses"
+    assert expand(["-m", "seed=1,2", "run.name=mine"], {}).name == "mine"
+    assert expand(["-m", "seed=1,2", "run.dir=/tmp/x"], {}).directory == "/tmp/x"
+
+
+def test_long_names_are_cut_and_stay_different():
+    long = [f"inference.api_key={letter * 200}" for letter in "ab"]
+    cut = [element_name([line]) for line in long]
+    assert len(set(cut)) == 2
+    assert all(len(name) <= 120 for name in cut)
+
+
+def test_the_command_line_wins_over_a_file_of_the_group_sweeps():
+    assert names("sweeps=seeds", "seed=7,8") == ["seed=7", "seed=8"]
+    assert names("sweeps=async_level", "seed=5") == [f"max_async_level={k}" for k in (0, 1, 2, 4)]
+
+
+def test_files_of_ones_own_are_found(tmp_path: Path):
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text("# @package _global_\nmax_steps: 5\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
+    elements = sweep.prepare(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out")
+    assert [(e.cfg.seed, e.cfg.max_steps, e.cfg.run.dir) for e in elements] == [
+        (1, 5, f"{tmp_path}/out/seed=1"),
+        (2, 5, f"{tmp_path}/out/seed=2"),
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path):
+    elements = sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
+    assert len({str(e.paths.root) for e in elements}) == len(elements) >= 2
+    assert all(e.plan for e in elements)
+
+
+def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):
+    def of(name: str) -> list:
+        return [e.cfg for e in sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)]
+
+    losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft"}
+    assert {cfg.run.name for cfg in of("losses")} == {f"loss={loss}" for loss in losses}
+    clips = of("lr_clip")
+    assert {(cfg.optim["lr"], cfg.loss["eps_low"]) for cfg in clips} == {(lr, e) for lr in (1e-4, 3e-4, 1e-3) for e in (0.1, 0.2, 0.4)}
+    assert all(cfg.loss["eps_high"] == cfg.loss["eps_low"] for cfg in clips)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["-m", "max_steps=3"], "nothing here has several values"),
+        (["-m", "seed=1,1"], "two runs of the sweep have the directory seed=1"),
+        (["-m", "loss=grpo,grppo"], "there is no loss=grppo"),
+        (["-m", "seed=1,2", "seq_len=2"], "(in all 2 runs)"),
+        (["-m", "orchestrator.batch_size=64,65"], "(in orchestrator.batch_size=65)"),
+        (["-m", "launcher=local,slurm", "dry_run=true"], "launched together"),
+        (["sweeps=lossses"], "Did you mean sweeps=losses?"),
+    ],
+)
+def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *argv]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def toy_plan(cfg, visible):
+    code = textwrap.dedent(TOY)
+    gpus = {"CUDA_VISIBLE_DEVICES": ""}
+    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), env=gpus, argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Runs are toys, in a directory of their own."""
+    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, capsys: pytest.CaptureFixture[str]):
+    argv = ["train", "-m", "seed=1,2,3", "max_steps=3", f"run.dir={toys}", "launcher.array_parallelism=2"]
+    assert main(argv) == 1
+    text = capsys.readouterr().out
+    assert [line.split()[:4] for line in text.splitlines()[-3:]] == [
+        ["seed=1", "completed", "3/3", "0.100"],
+        ["seed=2", "completed", "3/3", "0.200"],
+        ["seed=3", "failed", "0/3", "-"],
+    ]
+    assert "trainer: exit code 5" in text
+    before = {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
+
+    (toys / "mended").touch()
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "2 completed already; 1 to go on with" in text
+    assert text.splitlines()[-1].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
+    assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
+
+    with pytest.raises(ConfigError, match=r"max_steps: 3 ≠ 4"):
+        sweep.run(["-m", "seed=1,2", "max_steps=4", f"run.dir={toys}"])
+
+
+def test_an_interrupted_sweep_stops_its_runs(toys: Path):
+    code = f"""
+import sys
+from rlx.cli import main
+import rlx.launch.sweep
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_sweep import toy_plan
+rlx.launch.sweep.plan_of = toy_plan
+sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
+"""
+    pool = subprocess.Popen([sys.executable, "-c", code], cwd=toys.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 30
+    while not (toys / "seed=9" / "ran").exists():
+        assert time.monotonic() < deadline
+        assert pool.poll() is None, pool.stdout.read()
+        time.sleep(0.05)
+    pool.send_signal(signal.SIGTERM)
+    out, _ = pool.communicate(timeout=15)
+    assert pool.returncode == 130
+    status = read_status(sweep_paths(toys / "seed=9"))
+    assert status is not None
+    assert status.state == "interrupted"
+    assert not (toys / "seed=8" / "ran").exists()
+    assert "seed=9" in out
+
+
+def sweep_paths(root: Path):
+    from rlx.paths import RunPaths
+
+    return RunPaths(root)
+
+
+def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    from rlx.launch import sweep as launch_sweep
+
+    elements = sweep.prepare(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys)
+    assert launch_sweep.check_local(elements, ["4", "5", "6", "7"], None) == 2
+    with pytest.raises(ConfigError, match="3 runs of 2 GPUs need 6, and 4 are visible"):
+        launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
+
+
+def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
+    from hydra_plugins.rlx_launcher import RlxLauncher
+    from rlx.cli import sweeper
+    from rlx.config.sweeps import Sweep
+
+    def through_hydra(values: str) -> int:
+        """`hydra/sweeper=basic` stands for any: it is made and asked as Optuna's is."""
+        return sweeper.optimise(Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), (values,), ("max_steps=2",)), toys)
+
+    assert through_hydra("seed=1,2") == 0
+    assert {path.name for path in toys.glob("seed=*")} == {"seed=1", "seed=2"}
+    jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=2"], ["seed=1"]], 0)
+    assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=2"], 0.2), (["seed=1"], 0.1)]
+    assert "2 completed already" in capsys.readouterr().out
+    assert through_hydra("seed=3,4") == 1
+    assert "seed=3: failed" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="with one directory: seed=4"):
+        RlxLauncher("mine", str(toys), []).launch([["seed=4"], ["seed=4"]], 0)
+
+
+def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "-m", "hydra/sweeper=nowhere", "seed=1,2"]) == 2
+    assert "hydra/sweeper=nowhere" in capsys.readouterr().err
