@@ -14,7 +14,7 @@ from rlx.config.shipped import conf_directory
 from rlx.config.signatures import locate, signature_of
 from rlx.launch.plan import make_plan
 
-GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "experiment")
+GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((conf_directory() / group).glob("*.yaml"))]
 NEEDED = {("env", "custom"): ["env.id=rlx_math"], ("loss", "opd"): ["ref.name=a/teacher"]}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
