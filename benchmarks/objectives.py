@@ -1,0 +1,111 @@
+"""Every objective in the real main job: does the reward rise, and how fast, on the CPU default with the same budget for all?
+
+    python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--out DIR] [--table] [--write] [OVERRIDE …]
+
+One run of `python train.py loss=NAME seed=S` after the other; a run directory that is complete is not run again, so the benchmark can be
+stopped and gone on with. `--table` only prints what is there. `--write` appends the table to `benchmarks/RESULTS.md`.
+Presets keep their papers' constants; everything else is the default run's. `sft` and `opd` are left out: they do not follow the reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rlx.config.shipped import conf_directory
+from rlx.metrics import read_metrics
+from rlx.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = ("sft", "opd")
+GOAL, WINDOW = 0.9, 5  # the goal is a mean reward over so many steps
+
+
+def presets() -> list[str]:
+    """Names of the objectives that follow the reward."""
+    return [path.stem for path in sorted((conf_directory() / "loss").glob("*.yaml")) if path.stem not in LEFT_OUT]
+
+
+def run_of(out: Path, name: str, seed: int) -> Path:
+    return out / f"{name}-seed{seed}"
+
+
+def is_complete(run: Path) -> bool:
+    status = run / "status.json"
+    return status.exists() and json.loads(status.read_text())["state"] == "completed"
+
+
+def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
+    """One run, unless it is there already; what is left of an interrupted one is deleted."""
+    run = run_of(out, name, seed)
+    if is_complete(run):
+        return
+    command = [sys.executable, "train.py", f"loss={name}", f"seed={seed}", f"run.dir={run}", "clean=true", *overrides]
+    print("$", shlex.join(["python", *command[1:]]), flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}", flush=True)
+
+
+def rewards_of(run: Path) -> list[float]:
+    """Mean reward of every step."""
+    return [r["reward/mean"] for r, _ in read_metrics(RunPaths(run).metrics) if r["source"] == "orchestrator"]
+
+
+def goal_step(rewards: list[float]) -> int | None:
+    """The first step at whose end the mean reward of the last five steps was at the goal."""
+    for step in range(WINDOW - 1, len(rewards)):
+        if statistics.mean(rewards[step - WINDOW + 1 : step + 1]) >= GOAL:
+            return step
+    return None
+
+
+def table(out: Path) -> str:
+    """A row an objective; the values of its seeds side by side."""
+    lines = [
+        f"| objective | seeds | reward, first {WINDOW} steps | reward, last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in presets():
+        found = {int(run.name.rpartition("seed")[2]): rewards_of(run) for run in out.glob(f"{name}-seed*") if is_complete(run)}
+        if found:
+            seeds = sorted(found)
+            steps = [goal_step(found[seed]) for seed in seeds]
+            cells = [
+                ", ".join(map(str, seeds)),
+                ", ".join(f"{statistics.mean(found[seed][:WINDOW]):.3f}" for seed in seeds),
+                ", ".join(f"{statistics.mean(found[seed][-WINDOW:]):.3f}" for seed in seeds),
+                ", ".join("–" if step is None else str(step) for step in steps),
+            ]
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=presets(), choices=presets(), metavar="NAME")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "objectives")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--write", action="store_true", help="append the table to benchmarks/RESULTS.md")
+    arguments, overrides = parser.parse_known_args()
+    if not arguments.table:
+        for seed in arguments.seeds:
+            for name in arguments.only:
+                play(arguments.out.resolve(), name, seed, overrides)
+    found = table(arguments.out)
+    print(found)
+    if arguments.write:
+        with (ROOT / "benchmarks" / "RESULTS.md").open("a") as file:
+            title = f"## {datetime.date.today()} Every objective on the default run: `python benchmarks/objectives.py`"
+            file.write(f"\n{title}\n\n{found}\n")
+
+
+if __name__ == "__main__":
+    main()
