@@ -69,7 +69,7 @@ def goal_step(rewards: list[float]) -> int | None:
 def table(out: Path) -> str:
     """A row an objective; the values of its seeds side by side."""
     lines = [
-        f"| objective | seeds | reward, first {WINDOW} steps | reward, last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
+        f"| objective | seeds | reward, first {WINDOW} steps | last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in presets():

@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "length/completion_mean": "sampled tokens per rollout, mean",
     "length/completion_max": "sampled tokens per rollout, largest",
     "length/truncated_frac": "share of rollouts cut by a length limit",
+    "filter/<rule>": "groups that a rule of `orchestrator.difficulty_filter` left out of the step; only rules that are on",
     "rollouts/dropped_<cause>": "rollouts thrown away since the run began, by cause: off_policy, error, timeout, too_long",
     "rollouts/failed_<cause>": "rollouts that failed since the run began, by cause",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",

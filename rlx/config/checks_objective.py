@@ -63,3 +63,21 @@ def reference(cfg: Config, of: Show) -> Iterator[str]:
         )
     if cfg.ref.sync_interval is not None and not cfg.uses_reference:
         yield f"there is no reference model that could follow the policy: {of('ref.sync_interval')}. Set loss.kl.beta above 0."
+
+
+@rule("orchestrator.difficulty_filter")
+def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
+    low, high = cfg.orchestrator.difficulty_filter.min_reward, cfg.orchestrator.difficulty_filter.max_reward
+    if low is not None and high is not None and low > high:
+        keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
+        yield f"the filter leaves out every group: {keys}. Lower the first or raise the second."
+
+
+@rule("reward", "sampling.max_tokens", "envs")
+def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
+    longest = min([cfg.sampling.max_tokens, *(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())])
+    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
+        yield (
+            f"every rollout would be punished for its length: {of('reward.overlong_cache')} is above the most new tokens of a turn, "
+            f"{longest}. Lower it, or leave it null."
+        )

@@ -123,9 +123,35 @@ class EnvConfig:
 
 
 @dataclass
+class RewardConfig:
+    """How rewards are changed before advantages are computed; what is reported stays the environment's."""
+
+    soft_overlong: bool = key(False, "add 0 up to max_tokens - overlong_cache sampled tokens, then linearly down to -1 at max_tokens")
+    overlong_cache: int | None = key(None, "tokens over which it falls; null: a fifth of max_tokens, as 4096 of 20480 in DAPO", low=1)
+    length_penalty: float = key(
+        0.0, "c: take off c · tokens / max_tokens · share of the group's rollouts with a reward above 0; 0 is off", low=0
+    )
+
+
+@dataclass
+class DifficultyFilter:
+    """Groups that are not trained on: counted by rule, and replaced until the batch is full."""
+
+    min_reward: float | None = key(None, "leave out groups whose mean reward is below; null is off")
+    max_reward: float | None = key(None, "leave out groups whose mean reward is above; null is off")
+    min_reward_variance: float | None = key(None, "leave out groups whose rewards have less variance; null is off", low=0)
+    zero_advantage: bool = key(False, "leave out groups whose advantages are all 0")
+    max_rounds: int = key(10, "groups left out for one batch at most, as a multiple of it; then the batch stays smaller", low=1)
+
+
+@dataclass
 class OrchestratorConfig:
     batch_size: int = key(MISSING, "rollouts a step; a multiple of `rollouts_per_example`", low=1)
     rollouts_per_example: int = key(MISSING, "rollouts of one prompt: the group size G", low=1)
+    difficulty_filter: DifficultyFilter = section(DifficultyFilter)
+    oversampling_factor: float = key(
+        1.0, "groups requested for a batch, as a multiple of what it holds, so that filtered ones need no second round", low=1
+    )
     max_concurrent: int = key(256, "rollouts in flight at most", low=1)
     rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced", above=0)
     max_retries: int = key(3, "failed groups replaced in a row before the run stops with the last failure", low=0)
@@ -322,6 +348,7 @@ class Config:
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
+    reward: RewardConfig = section(RewardConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix by name")
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)

@@ -25,7 +25,8 @@ from typing import Any
 
 import uvloop
 
-from rlx.advantages.base import Remembers
+from rlx.advantages.base import GroupScores, Remembers
+from rlx.advantages.shaping import shape
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.packing import pack
@@ -38,9 +39,10 @@ from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, set_cpu_threads
-from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, scores_of
+from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
+from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.record import records, write_rollouts
 from rlx.rollout.tasks import TaskSequence
 from rlx.rollout.updates import WeightUpdates
@@ -72,6 +74,7 @@ class Orchestrator:
         self.tracker = tracker
         self.envs = envs
         self.advantage = instantiate(config.advantage)
+        self._max_tokens = max_tokens_of(config)
         self.collector = Collector(
             envs=envs,
             tasks=TaskSequence(envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
@@ -88,7 +91,11 @@ class Orchestrator:
             max_async_level=config.max_async_level,
             max_concurrent=config.orchestrator.max_concurrent,
             max_retries=config.orchestrator.max_retries,
+            left_out=self._left_out,
+            max_rounds=config.orchestrator.difficulty_filter.max_rounds,
+            oversampling_factor=config.orchestrator.oversampling_factor,
         )
+        self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -112,14 +119,17 @@ class Orchestrator:
             self.step = step
             rollouts = await self.collector.collect()
             clock.collected()
-            scores = scores_of(rollouts)
+            filtered = self.collector.filtered
+            check_rewards([*rollouts, *(group for _, group in filtered)])
+            scores = self._scores(rollouts)
             groups = make_groups(rollouts, scores, self.advantage)
             if isinstance(self.advantage, Remembers):
                 self.advantage.update(scores)
-            check_rewards(groups)
             mini_batches = make_samples(groups, self.config)
             batch = await asyncio.to_thread(self._pack, mini_batches)
-            values = describe(groups, mini_batches, self.collector.tally) | {"time/update_weights": self.updates.seconds}
+            values = describe(groups, mini_batches, self.collector.tally, filtered, self.rules) | {
+                "time/update_weights": self.updates.seconds
+            }
             state = await self._inference_state()
             # The metrics of step n stand in the file before the trainer can begin with batch n: at max_async_level 0 their order is fixed.
             self.metrics.write(step, values | clock.step())
@@ -134,8 +144,17 @@ class Orchestrator:
     def _pack(self, mini_batches: Sequence[Sequence[Any]]) -> StepBatch:
         return pack(self.step, mini_batches, ranks=self.config.hardware.trainer_ranks, tokens=self.config.micro_batch_tokens)
 
+    def _scores(self, batch: Sequence[Sequence[Rollout]]) -> GroupScores:
+        return shape(scores_of(batch), self.config.reward, self._max_tokens)
+
+    def _left_out(self, rollouts: Sequence[Rollout]) -> str | None:
+        """Why a finished group is not trained on."""
+        filters = self.config.orchestrator.difficulty_filter
+        return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores([group]))[0])
+
     def _in_words(self, groups: Sequence[Group], clock: StepClock) -> str:
-        oldest = min(int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns)
+        versions = [int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns]
+        oldest = min(versions, default=self.collector.version)
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
 
     async def _save(self, groups: Sequence[Group]) -> None:

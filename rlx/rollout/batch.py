@@ -26,9 +26,16 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
     )
 
 
+def max_tokens_of(config: Config) -> dict[str, int]:
+    """Most new tokens of a turn, by environment."""
+    return {name: int(sampling_of(config, env)["max_tokens"]) for name, env in config.envs.items()}
+
+
 def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advantage: Advantage) -> list[Group]:
     """Groups with their advantages. Raises ValueError when an advantage is not finite."""
-    groups = []
+    groups: list[Group] = []
+    if not batch:
+        return groups
     for rollouts, values in zip(batch, advantage(scores), strict=True):
         task = rollouts[0].task
         values = np.asarray(values, dtype=np.float32)
@@ -58,9 +65,19 @@ def make_samples(groups: Sequence[Group], config: Config) -> list[list[TrainingS
     return mini_batches
 
 
-def describe(groups: Sequence[Group], mini_batches: Sequence[Sequence[TrainingSample]], tally: Tally) -> dict[str, float]:
-    """The step's metrics that follow from its rollouts (`rlx.metrics`, source orchestrator)."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+def describe(
+    groups: Sequence[Group],
+    mini_batches: Sequence[Sequence[TrainingSample]],
+    tally: Tally,
+    filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
+    rules: Sequence[str] = (),
+) -> dict[str, float]:
+    """The step's metrics that follow from its rollouts (`rlx.metrics`, source orchestrator).
+
+    `filtered`: rule and rollouts of the groups that were left out; they count for everything but `batch/…`. `rules`: those that are on.
+    """
+    played = [list(group.rollouts) for group in groups] + [list(rollouts) for _, rollouts in filtered]
+    rollouts = [rollout for group in played for rollout in group]
     samples = [sample for part in mini_batches for sample in part]
     rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
@@ -69,33 +86,34 @@ def describe(groups: Sequence[Group], mini_batches: Sequence[Sequence[TrainingSa
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "batch/groups": len(groups),
-        "batch/rollouts": len(rollouts),
+        "batch/rollouts": sum(len(group.rollouts) for group in groups),
         "batch/samples": len(samples),
         "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
         "batch/tokens": sum(len(sample.token_ids) for sample in samples),
-        "batch/zero_advantage_frac": np.mean([not group.advantages.any() for group in groups]),
+        "batch/zero_advantage_frac": sum(not group.advantages.any() for group in groups) / max(len(groups), 1),
         "length/completion_mean": lengths.mean(),
         "length/completion_max": lengths.max(),
         "length/truncated_frac": np.mean([rollout.is_truncated for rollout in rollouts]),
         "time/rollout_mean": seconds.mean(),
         "time/rollout_max": seconds.max(),
     }
-    for name in sorted({group.task.env for group in groups}):
+    for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
-        values[f"env/{name}/share"] = sum(group.task.env == name for group in groups) / len(groups)
+        values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
         values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
         values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
+    values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in tally.dropped.items()}
     values |= {f"rollouts/failed_{cause}": count for cause, count in tally.failed.items()}
     return {name: float(value) for name, value in values.items()}
 
 
-def check_rewards(groups: Sequence[Group]) -> None:
+def check_rewards(batch: Sequence[Sequence[Rollout]]) -> None:
     """Raises RuntimeError when every rollout of an environment's share of the step scored 0 because a reward function raised."""
-    for name in {group.task.env for group in groups}:
-        own = [rollout for group in groups if group.task.env == name for rollout in group.rollouts]
+    for name in {rollouts[0].task.env for rollouts in batch}:
+        own = [rollout for rollouts in batch if rollouts[0].task.env == name for rollout in rollouts]
         if all(rollout.metrics.get("reward_error") for rollout in own):
             raise RuntimeError(f"environment {name}: a reward function raised in each of the step's {len(own)} rollouts; {own[-1].error}")
 

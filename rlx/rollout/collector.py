@@ -4,7 +4,7 @@ Batch m may be started when the servers have version m - max_async_level, so a t
 it trains. The first groups to finish make the batch, but it waits for those that would be too old for the next one: to drop them would
 drop the long rollouts (with a heavy tail and one version of slack, half of the longest). It does not wait for a group that takes `PATIENCE`
 times as long as any other did lately; such a group is given up, counted and replaced by another example of its environment.
-So is a group that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
+So is a group that a filter leaves out, and one that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
 
 Knows environments, tasks and versions as numbers. Knows neither servers nor files.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlx.envs.base import Environment, Policy
@@ -62,7 +63,14 @@ class Collector:
         max_async_level: int,
         max_concurrent: int,
         max_retries: int,
+        left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
+        max_rounds: int = 10,
+        oversampling_factor: float = 1.0,
     ) -> None:
+        """`left_out` tells why a finished group is not to be trained on; after `max_rounds` batches of those, the batch stays smaller.
+
+        `oversampling_factor`: groups in flight for the next batch, as a multiple of what it holds.
+        """
         self.envs = envs
         self.tasks = tasks
         self.policy = policy
@@ -72,12 +80,17 @@ class Collector:
         self.max_async_level = max_async_level
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
+        self.left_out = left_out
+        self.most_filtered = max_rounds * num_groups
+        self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
         self.version = 0
         self.taken = 0  # batches handed out
+        self.filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of the groups left out of the batch handed out last
         self.tally = Tally()
         self.waited_for_weights = 0.0  # seconds since the run began in which nothing could be played for want of new weights
         self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
         self._finished: dict[int, Pending] = {}
+        self._filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of the groups left out since the batch before
         self._cancelled: set[asyncio.Task] = set()
         self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
         self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
@@ -91,20 +104,24 @@ class Collector:
         self._advance()
 
     async def collect(self) -> list[list[Rollout]]:
-        """The next batch: `num_groups` lists of `group_size` rollouts, by task index. Raises RolloutsFailed."""
+        """The next batch: `num_groups` lists of `group_size` rollouts, by task index; fewer when too many were left out.
+
+        Raises RolloutsFailed.
+        """
         self._advance()
-        while len(self._finished) < self.num_groups or self._patience() > 0:
+        while not self._complete or self._patience() > 0:
             if self._broken is not None:
                 raise self._broken
             idle, began = not self._playing, time.monotonic()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._patience() if len(self._finished) >= self.num_groups else None)
+                await asyncio.wait_for(self._changed.wait(), self._patience() if self._complete else None)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished, key=lambda index: (self._finished[index].version, index))
         batch = [self._finished.pop(index).rollouts for index in sorted(expiring_first[: self.num_groups])]
         self.taken += 1
+        self.filtered, self._filtered = self._filtered, []
         self._advance()
         return batch
 
@@ -113,6 +130,11 @@ class Collector:
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the next batch has all its groups, or will get no more."""
+        return len(self._finished) >= self.num_groups or len(self._filtered) >= self.most_filtered
 
     @property
     def in_flight(self) -> int:
@@ -124,7 +146,7 @@ class Collector:
         """What is being waited for, in words."""
         if not self._playing and len(self._finished) < self.num_groups:
             return f"waiting for weights {self.taken - self.max_async_level}"
-        if len(self._finished) >= self.num_groups:
+        if self._complete:
             return "waiting for the last long rollouts" if self._patience() > 0 else "batch complete"
         wanted = self.num_groups * self.group_size
         played = (len(self._finished) + len(self._playing)) * self.group_size - self.in_flight
@@ -147,8 +169,11 @@ class Collector:
             self._cancelled.add(playing)
             playing.add_done_callback(self._cancelled.discard)
             self._replace(pending, "off_policy")
-        allowed = self.num_groups * min(self.max_steps, self.version + self.max_async_level + 1)
+        batches = min(self.max_steps, self.version + self.max_async_level + 1)
+        allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
         while self._broken is None and self.num_groups * self.taken + len(self._playing) + len(self._finished) < allowed:
+            if len(self._filtered) >= self.most_filtered:
+                break
             if self._playing and self.in_flight + self.group_size > self.max_concurrent:
                 break
             env, chain = self._owed.popleft() if self._owed else (None, 0)
@@ -188,7 +213,12 @@ class Collector:
                 self._broken = RuntimeError(
                     f"a token of version {pending.version} came, although all servers had {began} before its group began"
                 )
-            self._finished[task.index] = pending
+            rule = self.left_out(pending.rollouts)
+            if rule is None:
+                self._finished[task.index] = pending
+            else:
+                self._filtered.append((rule, pending.rollouts))
+                self._owed.append((task.env, 0))
             self._durations.append(time.monotonic() - pending.began)
             self._finished_groups[task.env] += 1
         self._advance()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlx.envs.base import Environment, Policy
 from rlx.types import Rollout, Task
@@ -56,7 +57,7 @@ async def play_group(
     try:
         rollouts = await asyncio.gather(*members)
         if env.scores_groups:
-            rollouts = await env.score_group(rollouts)
+            rollouts = [refuse_infinite(rollout) for rollout in await env.score_group(rollouts)]
             failed = [rollout for rollout in rollouts if rollout.status != "ok"]
             for rollout in failed:
                 tally.add_failure(rollout)
@@ -71,9 +72,17 @@ async def play_group(
         raise
 
 
+def refuse_infinite(rollout: Rollout) -> Rollout:
+    """The rollout, as a failed one when its reward is NaN or infinite: one such number would spoil the whole batch."""
+    if rollout.status != "ok" or math.isfinite(rollout.reward):
+        return rollout
+    error = f"the reward of rollout {rollout.member} of group {rollout.task.index} is {rollout.reward}; rewards must be finite"
+    return replace(rollout, status="error", stop="reward_not_finite", error=error)
+
+
 async def _play_member(env: Environment, task: Task, member: int, policy: Policy, max_retries: int, tally: Tally) -> Rollout:
     for attempt in range(max_retries + 1):
-        rollout = await env.rollout(task, member, attempt, policy)
+        rollout = refuse_infinite(await env.rollout(task, member, attempt, policy))
         if rollout.status == "ok":
             tally.finished += 1
             tally.tokens += rollout.num_completion_tokens
