@@ -61,7 +61,7 @@ CASES = {
     "unreadable": Case("seq_len = 3", environ={}),
     "several_values": Case("seed=0,1,2"),
     "cannot_remove": Case("~trainer.compile"),
-    "filter_leaves_nothing": Case("orchestrator.difficulty_filter={min_reward: 0.8, max_reward: 0.2}"),
+    "filter_leaves_nothing": Case("orchestrator.difficulty_filter.min_reward=0.8 orchestrator.difficulty_filter.max_reward=0.2"),
     "overlong_cache_above_all": Case("reward.overlong_cache=13"),
     "section_that_is_off": Case("logger.wandb.project=mine model=qwen3_0_6b model.warm_start.steps=3 dry_run=true"),
     "environment_not_named": Case("env=[math,reverse_text] env.weight=2"),

@@ -104,6 +104,35 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
 
 
 @pytest.mark.slow
+def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_path):
+    paths = make_run(
+        tmp_path / "run",
+        loss="grpo",
+        **{
+            "trainer.num_iterations": 2,
+            "loss.proximal": "recompute",
+            "loss.correction": "tis",
+            "loss.kl.beta": 0.05,
+            "loss.kl.target_kl": 0.01,
+            "ref.sync_interval": 2,
+            "ref.alpha": 1.0,
+            "optim.lr": 1e-2,
+            "scheduler.warmup_steps": 0,
+        },
+    )
+    output = finish(start(paths))
+    found = records(paths)
+    assert "optimizer step 4 of 4" in read_heartbeats(paths)["trainer"]["phase"] or "done" in read_heartbeats(paths)["trainer"]["phase"]
+    assert "step 1: the reference took up the policy with weight 1" in output
+    for record in found:
+        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios leave 1 within the step"
+        assert record["ref/kl"] > 0
+        assert record["loss/kl"] > 0
+    assert found[2]["ref/kl"] < found[1]["ref/kl"], "after two steps the reference is where the policy was then"
+    assert len({record["ref/beta"] for record in found}) == 3
+
+
+@pytest.mark.slow
 def test_two_ranks_train_like_one(tmp_path):
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", ranks=2)
     finish(start(one))

@@ -1,0 +1,43 @@
+"""No objective depends on the number of processes: two real ones (gloo, FSDP2) against one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from objective_worker import CASES, train
+from trainer_examples import make_model
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of one process, and of two."""
+    folder = tmp_path_factory.mktemp("objectives")
+    make_model(tie_word_embeddings=True).save_pretrained(folder / "model")
+    make_model(tie_word_embeddings=True, seed=1).save_pretrained(folder / "teacher")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    command = [*launcher, str(HERE / "objective_worker.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return train(folder, 1), torch.load(folder / "results_2.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
+    (gradients, metrics), (others, other_metrics) = (result[case] for result in results)
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    assert scale > 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5 * scale, msg=name)
+    assert other_metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert other_metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
