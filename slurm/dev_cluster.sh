@@ -5,6 +5,8 @@
 #   slurm/dev_cluster.sh down    cancel all jobs, stop every process that `up` started, take its entries out of /etc/hosts
 #   slurm/dev_cluster.sh status  exit code 0 when it runs
 #
+# Exit code 3: it cannot be on this machine (no root, no Debian, another cluster). 1: it should and does not.
+#
 # Needs root on Debian or Ubuntu. NODES, CPUS, GPUS and MEMORY (MiB) of each node may be given as variables.
 # It writes /etc/slurm, and refuses to do so where another cluster's configuration is.
 set -euo pipefail
@@ -15,6 +17,7 @@ CONF=/etc/slurm RUN=/run/rlx-slurm SPOOL=/var/spool/rlx-slurm LOG=/var/log/rlx-s
 ADDRESS=192.0.2.101 # of the range for documentation: it is nobody's
 
 fail() { echo "dev_cluster: $*" >&2; exit 1; }
+not_here() { echo "dev_cluster: $*" >&2; exit 3; }
 
 ours() { [ -f $CONF/slurm.conf ] && head -1 $CONF/slurm.conf | grep -qF "$MARK"; }
 
@@ -26,7 +29,7 @@ is_up() { ours && alive $RUN/slurmctld.pid slurmctld && [ "$(sinfo -h -o %D -t i
 
 install_packages() {
   command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v squeue >/dev/null && command -v munged >/dev/null && return
-  command -v apt-get >/dev/null || fail "SLURM is not installed, and this is no Debian: install slurmctld, slurmd, slurm-client and munge yourself"
+  command -v apt-get >/dev/null || not_here "SLURM is not installed, and this is no Debian: install slurmctld, slurmd, slurm-client and munge yourself"
   local policy=/usr/sbin/policy-rc.d made=
   if [ ! -e $policy ]; then # apt is to install, not to start services
     printf '#!/bin/sh\nexit 101\n' >$policy
@@ -88,8 +91,8 @@ X
 }
 
 up() {
-  [ "$(id -u)" = 0 ] || fail "needs root: it installs packages and writes $CONF"
-  [ ! -e $CONF/slurm.conf ] || ours || fail "$CONF/slurm.conf is another cluster's; nothing was changed"
+  [ "$(id -u)" = 0 ] || not_here "needs root: it installs packages and writes $CONF"
+  [ ! -e $CONF/slurm.conf ] || ours || not_here "$CONF/slurm.conf is another cluster's; nothing was changed"
   if is_up; then
     echo "SLURM is up already: $(wc -l <$RUN/nodes) nodes"
     return

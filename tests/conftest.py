@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,3 +28,18 @@ def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]
     yield begin
     for job in jobs:
         job.destroy()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """The development cluster; where it cannot be, the tests are left out and say why. One that runs already is left running."""
+    script = Path(__file__).resolve().parent.parent / "slurm" / "dev_cluster.sh"
+    runs = subprocess.run([script, "status"], check=False).returncode == 0
+    if not runs:
+        done = subprocess.run([script, "up"], check=False, capture_output=True, text=True, timeout=300)
+        if done.returncode == 3:
+            pytest.skip(f"no SLURM here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    yield
+    if not runs:
+        subprocess.run([script, "down"], check=True, capture_output=True, timeout=60)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
+from rlx.launch.jobs import ENDED, queue
 from rlx.launch.local import UPDATE, Observer
-from rlx.launch.slurm import ENDED, queue
 from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
 from rlx.paths import RunPaths
 

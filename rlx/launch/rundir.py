@@ -23,6 +23,7 @@ import yaml
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
+from rlx.launch.jobs import is_alive, job_of
 from rlx.launch.plan import write_plan
 from rlx.launch.provenance import write_provenance
 from rlx.paths import RunPaths, write_text
@@ -193,6 +194,7 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     if not lock.exclusive():
         lock.close()
         raise ConfigError(f"a run is alive in {root}.\n  fix: stop it, or give another run.name= or run.dir=")
+    _refuse_waiting(paths)
     _refuse_taken(paths, clean=clean)  # now that nobody else can change it
     for entry in root.iterdir():
         if entry == paths.lock:
@@ -202,6 +204,20 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
         else:
             entry.unlink()
     return lock
+
+
+def _refuse_waiting(paths: RunPaths) -> None:
+    """Raise ConfigError where a SLURM job is to run in the directory: while it waits, nobody holds the lock."""
+    job = job_of(paths)
+    try:
+        waits = job is not None and is_alive(job)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{paths.root} was given to SLURM job {job}, and whether that lives cannot be found out: {error}.\n"
+            "  fix: ask again where SLURM answers, or give another run.name= or run.dir="
+        ) from error
+    if waits:
+        raise ConfigError(f"{paths.root} belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}, or give another run.name=")
 
 
 def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:

@@ -15,7 +15,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from submitit import JobEnvironment, SlurmExecutor
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
+from rlx.launch.jobs import note_job, restarts_of
 from rlx.launch.provenance import DIFF, source_state
 from rlx.launch.results import final_reward
 from rlx.launch.rundir import RunLock, new_attempt
@@ -113,36 +113,8 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
-        write_text(paths.job, json.dumps({"id": job.job_id, "submitted": time.time()}) + "\n")
+        note_job(paths, job.job_id)
     return [job.job_id for job in jobs]
-
-
-def job_of(paths: RunPaths) -> str | None:
-    """The id of the SLURM job that a run was last given to."""
-    try:
-        return json.loads(paths.job.read_text())["id"]
-    except FileNotFoundError:
-        return None
-
-
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
-
-
-def queue() -> dict[str, str]:
-    """SLURM's word for the state of each of the user's jobs that it has not forgotten, by job id.
-
-    Raises RuntimeError when the controller does not answer.
-    """
-    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
-    return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
-
-
-def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
-    """Whether a job waits or runs."""
-    return (queue() if states is None else states).get(job_id, "CANCELLED") not in ENDED
 
 
 class Run:
@@ -177,7 +149,7 @@ class Run:
             attempt=status.attempt,
             watched={},
             starter=SrunStarter(environment.raw_job_id, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
-            meaning_of_sigterm=lambda: "preempted" if _restarts(environment.raw_job_id) > restarts else "interrupted",
+            meaning_of_sigterm=lambda: "preempted" if restarts_of(environment.raw_job_id) > restarts else "interrupted",
         )
         code = supervisor.run()
         if supervisor.status.state == "preempted":
@@ -200,7 +172,7 @@ class Run:
 
     def _requeue(self, paths: RunPaths, cfg: Config, status: Status, job_id: str, restarts: int) -> int:
         """Put the job back into the queue, unless SLURM has done so or it was too often; the exit code."""
-        if _restarts(job_id) > restarts:
+        if restarts_of(job_id) > restarts:
             return status.exit_code or 0
         if restarts >= cfg.launcher.max_requeues:
             _fail(paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; go on with resume=latest")
@@ -225,13 +197,6 @@ def code_change(paths: RunPaths) -> str | None:
     if (now["diff"] or "") != before:
         return f"the uncommitted changes to the code are not those of the submission ({paths.root / DIFF})"
     return None
-
-
-def _restarts(job_id: str) -> int:
-    """How often SLURM has put a job back into the queue; it counts at once, before the job has ended. -1: it does not say."""
-    done = subprocess.run(["scontrol", "show", "job", "--oneliner", job_id], capture_output=True, text=True, check=False)
-    words = (word.partition("=") for word in done.stdout.split())
-    return next((int(value) for name, _, value in words if name == "Restarts"), -1)
 
 
 def _fail(paths: RunPaths, status: Status, reason: str) -> None:

@@ -20,11 +20,12 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.launch.explain import table
+from rlx.launch.jobs import ENDED, is_alive, job_of, queue
 from rlx.launch.plan import make_plan, require_one_host
 from rlx.launch.processes import die_with
 from rlx.launch.results import final_reward
 from rlx.launch.rundir import RunLock, create, differences
-from rlx.launch.slurm import ENDED, FOLDER, is_alive, job_of, queue, sbatch_options, submit
+from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.launch.status import FINAL, read_status
 from rlx.paths import RunPaths
 from rlx.types import ProcessSpec

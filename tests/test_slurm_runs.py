@@ -1,0 +1,150 @@
+"""Runs on a real SLURM: three nodes, an array, a job that is cancelled, roles that die. With real roles, on emulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_job import ROOT, SlurmJob, slurm, train
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+SHORT = ("max_async_level=0", "orchestrator.batch_size=64", "max_steps=4", "model.warm_start.steps=40")
+LONG = ("orchestrator.batch_size=64", "max_steps=100000", "model.warm_start.steps=40")
+NODES = "hardware=cpu_3nodes"
+
+
+@pytest.fixture
+def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., SlurmJob]]:
+    """`submit("name", *overrides)` submits a run; whatever is left of it at the test's end is cancelled."""
+    jobs: list[SlurmJob] = []
+
+    def begin(name: str, *overrides: str) -> SlurmJob:
+        jobs.append(SlurmJob(tmp_path / name, model_cache, *overrides))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        subprocess.run(["scancel", job.id], check=False)
+
+
+def test_a_run_over_three_nodes_ends_well_and_trains_as_on_one(submit, tmp_path, model_cache):
+    job = submit("three", NODES, *SHORT)
+    assert job.until_over() == "completed", job.text()
+    status = job.status()
+    assert (status["exit_code"], status["step"], status["job"], job.state()) == (0, 4, job.id, "COMPLETED")
+    hosts = {(p["role"], p["replica"]): p["host"] for p in status["processes"]}
+    assert hosts == {
+        ("prepare", 0): "node2", ("inference", 0): "node1", ("orchestrator", 0): "node2", ("trainer", 0): "node2", ("trainer", 1): "node3"
+    }  # fmt: skip
+    assert job.left() == []
+    one = train(f"run.dir={tmp_path / 'one'}", "hardware=cpu", "hardware.trainer_ranks=2", *SHORT, cwd=tmp_path, cache=model_cache)
+    assert one.returncode == 0, one.stdout + one.stderr
+    from main_job import reproducible_lines
+
+    assert reproducible_lines(tmp_path / "one") == job.reproducible_lines()
+
+
+def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, tmp_path, model_cache):
+    where = ["launcher=slurm", "slurm=dev", f"run.dir={tmp_path / 'sweep'}", "launcher.array_parallelism=3"]
+    line = ["-m", "loss=grpo,gspo", "seed=1,2,3", *where, "max_steps=1", "orchestrator.batch_size=16", "model.warm_start.steps=40"]
+    started = time.monotonic()
+    done = train(*line, cwd=tmp_path, cache=model_cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - started < 60  # the prompt is back long before the runs are
+    ids = [each.split()[0] for each in done.stdout.splitlines()[1:]]
+    array = ids[0].split("_")[0]
+    assert ids == [f"{array}_{i}" for i in range(6)]
+    try:
+        assert "(6 waiting or running already)" in train(*line, cwd=tmp_path, cache=model_cache).stdout
+        done = train(*line, "launcher.wait=true", cwd=tmp_path, cache=model_cache, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[0].startswith("6 runs in")
+        assert [row.split()[1] for row in done.stdout.splitlines()[-6:]] == ["completed"] * 6
+        last = train(*line, cwd=tmp_path, cache=model_cache)
+        assert "(6 completed already)" in last.stdout
+        assert slurm("squeue", "-h") == ""
+    finally:
+        subprocess.run(["scancel", array], check=False)
+
+
+def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(submit, tmp_path, model_cache):
+    job = submit("run", NODES, *LONG)
+    for more in ("clean=false", "clean=true"):
+        again = train("launcher=slurm", "slurm=dev", f"run.dir={job.run_dir}", more, *LONG, cwd=tmp_path, cache=model_cache)
+        assert again.returncode == 2, again.stdout + again.stderr
+        assert str(job.run_dir) in again.stderr
+    job.pid("trainer", 1)
+    slurm("scancel", job.id)
+    assert job.until_over(timeout=20) == "interrupted", job.text()
+    assert (job.status()["exit_code"], job.state()) == (130, "CANCELLED")
+    assert job.left() == []
+
+
+@pytest.mark.parametrize(("role", "replica", "node"), [("inference", 0, 1), ("orchestrator", 0, 2), ("trainer", 0, 2), ("trainer", 1, 3)])
+def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role, replica, node):
+    job = submit("run", NODES, *LONG)
+    pid = job.pid(role, replica)
+    if (role, replica) == ("trainer", 1):
+        job.until_step(1)  # in mid-run; the others die while they start
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.until_over(timeout=20) == "failed", job.text()
+    assert time.monotonic() - killed < 15
+    assert job.left() == []
+    cause = job.status()["cause"]
+    assert (cause["role"], cause["replica"], cause["returncode"]) == (role, replica, -9), job.text()
+    assert cause["last_lines"]
+    assert f"node{node}" in {p["host"] for p in job.status()["processes"] if (p["role"], p["replica"]) == (role, replica)}
+    assert (job.status()["exit_code"], job.state()) == (1, "FAILED")
+    assert slurm("sinfo", "-h", "-o", "%T", "-p", "debug").split() == ["idle"]
+
+
+def test_a_killed_supervisor_ends_the_job(submit):
+    job = submit("run", *LONG)
+    job.pid("orchestrator")
+    os.kill(job.status()["supervisor"]["pid"], signal.SIGKILL)
+    assert job.until_over(timeout=20) == "failed", job.text()
+    assert job.left() == []
+    assert job.status()["cause"]["role"] == "supervisor"
+
+
+def test_code_that_changed_since_the_submission_is_refused(submit, tmp_path, monkeypatch):
+    slurm("scontrol", "update", "PartitionName=debug", "State=DOWN")  # jobs wait
+    try:
+        job = submit("run", *LONG)
+        provenance = json.loads((job.run_dir / "provenance.json").read_text())
+        assert provenance["source"]["commit"]
+        provenance["source"]["commit"] = "0" * 40
+        (job.run_dir / "provenance.json").write_text(json.dumps(provenance))
+    finally:
+        slurm("scontrol", "update", "PartitionName=debug", "State=UP")
+    assert job.until_over(timeout=30) == "failed"
+    assert "launcher.code_changes=warn" in job.status()["cause"]["reason"]
+
+
+def test_a_waiting_launcher_shows_the_run_and_leaves_with_its_exit_code(cluster, tmp_path, model_cache):
+    line = ["launcher=slurm", "slurm=dev", "launcher.wait=true", f"run.dir={tmp_path / 'run'}", "env.id=rlx_reverse_text", *LONG]
+    waiting = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *line],
+        cwd=tmp_path,
+        env=os.environ | {"RLX_CACHE": str(model_cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    status = tmp_path / "run" / "status.json"
+    deadline = time.monotonic() + 60
+    while not (status.exists() and (job := json.loads(status.read_text())["job"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    slurm("scancel", job)
+    out, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130, out
+    assert f"job {job}" in out
