@@ -1,5 +1,6 @@
 # make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
-# make test                              set everything up, then run every test (make test-fast: without vLLM)
+# make test                              set everything up, then run every test (make test-fast: without vLLM); on Debian as root
+#                                        also those on a SLURM of its own, which it installs, starts and stops
 SHELL := /bin/bash
 ARGS ?=
 # the first of these that runs and is 3.11 or 3.12
@@ -17,7 +18,8 @@ train: install
 
 test: install
 	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
-	.venv/bin/python -m pytest -m "slow and not gpu"
+	.venv/bin/python -m pytest -m "slow and not gpu and not slurm"
+	.venv/bin/python -m pytest -m "slurm and not gpu"
 
 test-fast: install
 	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
