@@ -6,6 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, instantiate
+from rlx.config.schema import LossTerms, split_terms
+from rlx.losses.base import Objective
+from rlx.losses.tokens import TokenBatch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -14,6 +23,48 @@ import metrics_doc  # noqa: E402  (a script, not a module of the package)
 
 def test_the_metrics_page_is_up_to_date():
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_doc.render(), "run `make docs`"
+
+
+def test_every_preset_is_explained_and_none_that_does_not_ship():
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    presets, _, rest = page.partition("## Advantages")
+    assert set(re.findall(r"^### `(\w+)`$", presets, re.MULTILINE)) == {path.stem for path in (ROOT / "conf" / "loss").glob("*.yaml")}
+    advantages = rest.partition("## What any")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", advantages, re.MULTILINE)) == {
+        path.stem for path in (ROOT / "conf" / "advantage").glob("*.yaml")
+    }
+    for command in re.findall(r"^python train\.py (.*)$", page, re.MULTILINE):
+        compose(command.split(), {})
+
+
+def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    (function,) = re.findall(r"```python\n# my_losses\.py\n(.*?)```", page, re.DOTALL)
+    (preset,) = re.findall(r"```yaml\n# my_conf/loss/leaky\.yaml\n(.*?)```", page, re.DOTALL)
+    (arguments,) = re.findall(r"`PYTHONPATH=\. python train\.py (.*?)`", page)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_losses.py").write_text(function)
+    Path("my_conf/loss").mkdir(parents=True)
+    Path("my_conf/loss/leaky.yaml").write_text(preset)
+    cfg = compose(arguments.split(), {}).cfg
+    assert cfg.advantage["_target_"] == "rlx.advantages.group.group_mean"
+    terms, loss = split_terms(cfg.loss, LossTerms)
+    tokens = TokenBatch(
+        logp=torch.tensor([-1.0, -2.0], requires_grad=True),
+        old_logp=torch.zeros(2),
+        inference_logp=torch.zeros(2),
+        entropy=torch.zeros(2),
+        advantages=torch.tensor([1.0, -1.0]),
+        rollout_ids=torch.tensor([0, 1]),
+        rollout_lengths=torch.tensor([1, 1]),
+    )
+    total, _ = Objective(instantiate(loss), terms)(tokens, 2, 2)
+    total.backward()
+    assert tokens.logp.grad is not None
+    assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient of what was bad: loss.leak=0.5"
+    with pytest.raises(ConfigError, match=r"leaky takes leak=0\.25"):
+        compose([*arguments.split(), "loss.lek=1"], {})
 
 
 def test_links_between_the_pages_lead_somewhere():

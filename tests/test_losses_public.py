@@ -1,0 +1,140 @@
+"""Objectives that others have too: value and gradient on padded batches against Liger's fused GRPO and TRL's trainer.
+
+What they call differently is in `public_examples.SHARED`; what they compute differently is in `docs/objectives.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from public_examples import BETA, CAP, EXTRAS, LENGTHS, MAX_LENGTH, SHARED, make, takes
+
+from rlx.config.schema import KlTerms, LossTerms
+from rlx.kernels.logprob import logprob
+from rlx.losses.base import Objective
+from rlx.losses.cispo import cispo
+from rlx.losses.grpo import grpo
+from rlx.losses.gspo import gspo
+from rlx.losses.sapo import sapo
+from rlx.losses.tokens import TokenBatch
+from rlx.paths import cache_root
+
+HERE = Path(__file__).parent
+OURS = {
+    "grpo": (grpo, "seq_mean"),
+    "dr_grpo": (grpo, "fixed_length"),
+    "dapo": (partial(grpo, eps_high=0.28), "token_mean"),
+    "gspo": (gspo, "seq_mean"),
+    "gspo_wide": (partial(gspo, eps_low=0.1, eps_high=0.15), "seq_mean"),
+    "cispo": (cispo, "token_mean"),
+    "cispo_tight": (partial(cispo, eps_high=0.1), "token_mean"),
+    "sapo": (sapo, "seq_mean"),
+}
+CASES = [(preset, extra) for preset in SHARED for extra in EXTRAS if takes(preset, extra)]
+NAMES = ["+".join(filter(None, case)) for case in CASES]
+
+
+def ours(preset: str, extra: str, logp: torch.Tensor) -> torch.Tensor:
+    """Our loss of the shared example, `logp` [N] its trainable tokens."""
+    function, aggregate = OURS[preset]
+    terms = LossTerms(
+        aggregate=aggregate,
+        proximal="recompute",
+        correction="tis" if extra == "tis" else "none",
+        correction_cap=CAP,
+        dual_clip=CAP if extra == "delta" else None,
+        kl=KlTerms(beta=BETA if extra == "kl" else 0.0, estimator="k3"),
+    )
+    batch, lengths = make(logp.dtype), torch.tensor(LENGTHS)
+    mask = batch["mask"]
+    tokens = TokenBatch(
+        logp=logp,
+        old_logp=batch["old"][mask],
+        inference_logp=batch["inference"][mask],
+        entropy=torch.zeros_like(logp),
+        advantages=batch["advantages"].repeat_interleave(lengths),
+        rollout_ids=torch.arange(len(LENGTHS)).repeat_interleave(lengths),
+        rollout_lengths=lengths,
+        ref_logp=batch["ref"][mask],
+    )
+    return Objective(function, terms, max_length=MAX_LENGTH)(tokens, sum(LENGTHS), len(LENGTHS))[0]
+
+
+@pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)
+def test_liger_computes_the_same_loss_and_gradients_from_hidden_states(preset, extra):
+    liger = pytest.importorskip("liger_kernel.chunked_loss")
+    loss_type, level, low, high = SHARED[preset]
+    generator = torch.Generator().manual_seed(5)
+    batch = make(torch.float64)
+    rows, columns = batch["mask"].shape
+    ids = torch.randint(0, 30, (rows, columns), generator=generator)
+    inputs = torch.randn(rows, columns, 8, generator=generator, dtype=torch.float64), torch.randn(30, 8, generator=generator).double()
+    found = []
+    for liger_s in (False, True):
+        hidden, head = (t.clone().requires_grad_() for t in inputs)
+        if liger_s:
+            fused = liger.LigerFusedLinearGRPOLoss(
+                beta=BETA if extra == "kl" else 0.0,
+                compiled=False,
+                use_ref_model=extra == "kl",
+                epsilon_low=low,
+                epsilon_high=high,
+                loss_type=loss_type,
+                max_completion_length=MAX_LENGTH,
+                importance_sampling_level=level,
+                temperature=0.8,
+                delta=CAP if extra == "delta" else None,
+            )
+            weight = (batch["old"] - batch["inference"]).exp().clamp(max=CAP) if extra == "tis" else None
+            loss, _ = fused(
+                hidden,
+                head,
+                ids,
+                batch["mask"].double(),
+                batch["advantages"],
+                old_per_token_logps=batch["old"],
+                ref_per_token_logps=batch["ref"] if extra == "kl" else None,
+                vllm_is_ratio=weight,
+            )
+        else:
+            temperature = torch.full((sum(LENGTHS),), 0.8, dtype=torch.float64)
+            logp, _ = logprob(hidden[batch["mask"]], head, ids[batch["mask"]], temperature)
+            loss = ours(preset, extra, logp)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, head.grad))
+    assert found[0][1].abs().max() > 0
+    for mine, theirs in zip(*found, strict=True):
+        # Liger computes in float32 whatever its inputs are.
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5 * float(mine.abs().max()))
+
+
+@pytest.fixture(scope="module")
+def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+    """Of TRL in the environment of its own that `benchmarks/demo.py` makes; its packages do not fit into ours."""
+    python = cache_root() / "benchmarks" / "trl" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("TRL's environment is not there; `python benchmarks/demo.py` makes it")
+    out = tmp_path_factory.mktemp("trl") / "results.pt"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, HERE / "trl_worker.py", out], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)
+def test_trl_computes_the_same_loss_and_gradient(preset, extra, trl_results):
+    mask = make()["mask"]
+    logp = make()["logp"][mask].requires_grad_()
+    loss = ours(preset, extra, logp)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    theirs, their_gradient = trl_results[preset, extra]
+    digits = 1e-6 if preset == "sapo" else 1e-9  # its temperatures are float32
+    torch.testing.assert_close(loss.detach(), theirs, rtol=digits, atol=1e-12)
+    torch.testing.assert_close(gradient, their_gradient[mask], rtol=digits, atol=1e-12)
+    assert not their_gradient[~mask].any()
