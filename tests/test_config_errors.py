@@ -78,6 +78,10 @@ CASES = {
     "forbidden_end": Case("sampling.min_tokens=4"),
     "correction_without_recompute": Case("loss.correction=tis"),
     "kl_target_without_weight": Case("loss.kl.target_kl=0.01"),
+    "terms_of_the_loss": Case(
+        "loss.kl.beta=much loss.kl.estimator=k4 loss.kl.gamma=1 loss.correction=is loss.dual_clip=1 loss.proximal=old"
+    ),
+    "terms_are_a_section": Case("loss.kl=0.1"),
     "teacher_not_named": Case("loss=opd"),
     "teacher_that_follows": Case("ref.name=a/teacher ref.sync_interval=10"),
     "nothing_follows": Case("ref.sync_interval=10"),

@@ -51,8 +51,7 @@ def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("loss", "ref")
 def reference(cfg: Config, of: Show) -> Iterator[str]:
-    kl = cfg.loss.get("kl") or {}
-    if kl.get("target_kl") is not None and not kl.get("beta"):
+    if cfg.kl_terms.get("target_kl") is not None and not cfg.kl_terms.get("beta"):
         yield f"a KL weight of 0 stays 0 whatever it is multiplied by: {of('loss.kl.target_kl')}. Give it a start: loss.kl.beta=0.01."
     if target_name(cfg.loss) == "opd" and cfg.ref.name is None:
         yield "loss=opd learns from a teacher, and none is named. Set ref.name to a model with the policy's vocabulary."

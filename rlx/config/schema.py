@@ -380,7 +380,13 @@ class Config:
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer loads a second, frozen model."""
-        return self.ref.name is not None or bool((self.loss.get("kl") or {}).get("beta"))
+        return self.ref.name is not None or bool(self.kl_terms.get("beta"))
+
+    @property
+    def kl_terms(self) -> dict[str, Any]:
+        """What is set of `loss.kl`; nothing where it is no section, which the check of `loss` says."""
+        kl = self.loss.get("kl")
+        return kl if isinstance(kl, dict) else {}
 
     @property
     def num_updates(self) -> int:
