@@ -186,3 +186,17 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "the card must have at least",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:
+    filters = {"zero_advantage": True, "max_rounds": 3}
+    cfg = config("node8", trainer={"num_iterations": 2}, orchestrator={"oversampling_factor": 1.25, "difficulty_filter": filters})
+    cfg.loss = {"kl": {"beta": 0.1}}
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    for words in (
+        "40 are requested at a time",
+        "left out by zero_advantage are replaced, at most 96",
+        "2 a step, 2 times over",
+        "reference ",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rlx.config.schema import Config
 from rlx.launch.memory import engine_memory, trainer_memory
+from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
 
@@ -80,7 +81,7 @@ def _batch(cfg: Config) -> list[str]:
     return table(
         ["quantity", "value"],
         [
-            ["prompts", f"{cfg.num_groups:,}"],
+            ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
             ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts of each"],
             ["new tokens", f"at most {sampled:,} = {rollouts:,} × sampling.max_tokens {cfg.sampling.max_tokens:,} (a turn)"],
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
@@ -93,6 +94,16 @@ def _batch(cfg: Config) -> list[str]:
             ["staleness", stale],
         ],
     )[1:]
+
+
+def _more_prompts(cfg: Config) -> str:
+    """What oversampling and filters add to the prompts of a step."""
+    filters, text = cfg.orchestrator.difficulty_filter, ""
+    if cfg.orchestrator.oversampling_factor > 1:
+        text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
+    if rules := rules_of(filters):
+        text += f"; groups left out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} of them a step"
+    return text
 
 
 def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
