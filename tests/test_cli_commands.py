@@ -134,3 +134,25 @@ def test_train_py_is_rlx_train_from_any_folder(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert "seed" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from rlx.launch.rundir import RunLock
+    from rlx.launch.status import Status
+    from rlx.metrics import MetricsWriter
+    from rlx.paths import RunPaths
+
+    done, lost, alive = (RunPaths(tmp_path / name) for name in ("done", "sweep/seed=1", "sweep/seed=2"))
+    for paths, state in ((done, "completed"), (lost, "running"), (alive, "running")):
+        status = Status(state=state, step=3, max_steps=9)
+        paths.root.mkdir(parents=True)
+        status.write(paths)
+    MetricsWriter(done.metrics, "orchestrator").write(2, {"reward/mean": 0.25})
+    lock = RunLock(alive)
+    assert lock.share()
+    assert main(["runs", str(tmp_path)]) == 0
+    rows = {line.split()[0]: line.split()[1:4] for line in capsys.readouterr().out.splitlines()}
+    assert rows[str(done.root)] == ["completed", "3/9", "0.250"]
+    assert rows[str(lost.root)] == ["lost", "3/9", "-"]
+    assert rows[str(alive.root)] == ["running", "3/9", "-"]
+    assert main(["runs", str(tmp_path / "nowhere")]) == 2

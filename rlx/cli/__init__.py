@@ -13,6 +13,7 @@ from pathlib import Path
 
 COMMANDS = {  # in the order of the help text; the words are in the command's own file
     "train": "rlx.cli.train",
+    "runs": "rlx.cli.runs",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",

@@ -5,6 +5,7 @@ Knows git, `/proc` and the installed packages. Nothing here may stop a run: what
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -39,7 +40,7 @@ def write_provenance(paths: RunPaths, cfg: Config) -> None:
         "rlx": rlx.__version__,
         "source": {**source, "diff": DIFF if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": dict(sorted((d.name, d.version) for d in importlib.metadata.distributions())),
+        "packages": packages(),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
@@ -49,6 +50,12 @@ def write_provenance(paths: RunPaths, cfg: Config) -> None:
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     write_text(paths.reproduce, reproduce_script(source["commit"]))
     paths.reproduce.chmod(0o755)
+
+
+@functools.cache
+def packages() -> dict[str, str]:
+    """Installed packages and their versions; read once, since a sweep asks for each of its runs."""
+    return dict(sorted((d.name, d.version) for d in importlib.metadata.distributions()))
 
 
 def source_state() -> dict[str, Any]:
