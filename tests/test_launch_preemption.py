@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from test_launch_supervisor import FOREVER, RUN_DIR, Run, start, toy  # noqa: F401  (a fixture)
+import pytest
+from toy_run import FOREVER, RUN_DIR, Run, starting, toy
 
 LEAVES = """
     import sys, time
@@ -18,7 +20,12 @@ LEAVES = """
 """
 
 
-def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Callable[..., Run]) -> None:  # noqa: F811
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    yield from starting(tmp_path)
+
+
+def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
@@ -28,7 +35,7 @@ def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Ca
     run.assert_nothing_left()
 
 
-def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run]) -> None:  # noqa: F811
+def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", LEAVES.replace("sys.exit(75)", "sys.exit(3)"), arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
@@ -38,12 +45,12 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
     assert status.cause.returncode == 3
 
 
-def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[..., Run]) -> None:  # noqa: F811
+def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", "import sys; sys.exit(75)")])
     assert run.wait(timeout=10).state == "failed"
 
 
-def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callable[..., Run]) -> None:  # noqa: F811
+def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], preempt_grace=0.5)
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]

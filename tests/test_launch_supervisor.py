@@ -6,132 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_run import FOREVER, RUN_DIR, Run, starting, toy
 
-from rlx.launch.plan import write_plan
-from rlx.launch.processes import start_time
-from rlx.launch.status import Status, read_status
-from rlx.paths import RunPaths
 from rlx.types import ProcessSpec
-
-# The launcher, as the command line uses it, on a plan that is already in the directory.
-LAUNCHER = """
-import sys
-from pathlib import Path
-from rlx.launch.local import launch
-from rlx.launch.rundir import RunLock
-from rlx.launch.supervisor import Limits
-from rlx.paths import RunPaths
-
-paths = RunPaths(Path(sys.argv[1]))
-lock = RunLock(paths)
-assert lock.share(timeout=0)
-grace, heartbeat_timeout, preempt_grace = map(float, sys.argv[2:5])
-limits = Limits(grace=grace, heartbeat_timeout=heartbeat_timeout, last_lines=5, max_steps=3, preempt_grace=preempt_grace)
-sys.exit(launch(paths, limits, lock))
-"""
-FOREVER = "import time\nprint('working', flush=True)\nwhile True: time.sleep(0.05)"
-
-
-RUN_DIR = "@run_dir@"  # stands for the run directory in a toy's arguments
-
-
-def toy(role: str, code: str, *, service: bool = False, arguments: tuple[str, ...] = ()) -> ProcessSpec:
-    return ProcessSpec(
-        role=role, replica=0, node=0, gpus=(), argv=(sys.executable, "-c", textwrap.dedent(code), *arguments), service=service
-    )
-
-
-class Run:
-    """A launcher in front of toy processes."""
-
-    def __init__(
-        self, root: Path, plan: list[ProcessSpec], *, grace: float = 2.0, heartbeat_timeout: float = 60.0, preempt_grace: float = 60.0
-    ) -> None:
-        self.paths = RunPaths(root)
-        root.mkdir(exist_ok=True)
-        self.plan = [replace(spec, argv=tuple(part.replace(RUN_DIR, str(root)) for part in spec.argv)) for spec in plan]
-        write_plan(self.paths.plan, self.plan)
-        self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
-        self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout), str(preempt_grace)],
-            env={**os.environ, "RLX_TEST_MARK": self.mark},
-            start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def status(self) -> Status:
-        self.until(self.paths.status.exists)
-        status = read_status(self.paths)
-        assert status is not None
-        return status
-
-    def wait(self, timeout: float = 20.0) -> Status:
-        """The launcher's end."""
-        self.launcher.wait(timeout)
-        status = self.status()
-        assert status.exit_code == self.launcher.returncode
-        return status
-
-    def until(self, probe: Callable[[], object], timeout: float = 15.0) -> None:
-        deadline = time.monotonic() + timeout
-        while not probe():
-            assert time.monotonic() < deadline, f"not in {timeout} s; log:\n{self.log('launcher')}"
-            time.sleep(0.02)
-
-    def until_started(self) -> None:
-        """Every process has written its first line."""
-        self.until(lambda: all(self.log(spec.name) for spec in self.plan))
-
-    def log(self, name: str) -> str:
-        path = self.paths.log(0, name)
-        return path.read_text() if path.exists() else ""
-
-    def pid(self, role: str) -> int:
-        return next(process["pid"] for process in self.status().processes if process["role"] == role)
-
-    def left(self) -> list[str]:
-        """Command lines of living processes that this run started, of whatever kind."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or start_time(int(entry.name)) is None or int(entry.name) == self.launcher.pid:
-                continue
-            try:
-                if f"RLX_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        return found
-
-    def assert_nothing_left(self, timeout: float = 5.0) -> None:
-        deadline = time.monotonic() + timeout
-        while self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.left() == []
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def make(plan: list[ProcessSpec], name: str = "run", **limits: float) -> Run:
-        runs.append(Run(tmp_path / name, plan, **limits))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.launcher.poll() is None:
-            run.launcher.kill()
-            run.launcher.wait()
-        assert run.launcher.stderr is not None
-        run.launcher.stderr.close()
+    yield from starting(tmp_path)
 
 
 def test_a_run_is_completed_when_all_but_the_services_are_done_and_the_services_are_stopped(start: Callable[..., Run]) -> None:
