@@ -1,7 +1,7 @@
 """The log-probability op by Liger's fused linear scaled cross entropy, where it computes the same function.
 
-It knows one temperature for all tokens, and no bias or bound on the logits. Off the H100 family it is a chunked loop in plain torch that
-rounds logits to the dtype of its inputs, which for 16 bit is wrong by 1e-2 nats: refused. Knows no model.
+It knows one temperature for all tokens, and no bias or bound on the logits. On compute capability 9.0 it is a kernel for bfloat16;
+elsewhere a loop over 512 tokens in plain torch that rounds logits to the dtype of its inputs, for 16 bit wrong by 1e-2 nats: refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend cannot take such inputs; null where it can."""
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install liger-kernel)"
-    if dtype not in (torch.float32, torch.float64) and not (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)):
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and dtype != torch.bfloat16:
+        return f"its kernel for compute capability 9.0 takes bfloat16, and these tensors are {dtype}"
+    if hopper and find_spec("cutlass") is None:
+        return "its kernel for compute capability 9.0 needs nvidia-cutlass-dsl, which is not installed"
+    if not hopper and dtype not in (torch.float32, torch.float64):
         return f"on {device.type} it rounds logits to {dtype}, which only its kernel for compute capability 9.0 does not"
     return None
 
