@@ -88,7 +88,8 @@ CASES = {
     "thinking_interleaved": Case("model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved"),
     "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
-    "triton_on_cpu": Case("model.logprob_backend=triton hardware=cpu"),
+    "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),
+    "liger_neither_on_nor_off": Case("model.liger=maybe"),
     "liger_two_temperatures": Case(
         "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[math,reverse_text] envs.math.sampling.temperature=0.5"
     ),

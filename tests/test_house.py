@@ -22,7 +22,12 @@ FLOORS = {
 }
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train")
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
-OPTIONAL = {"rlx/kernels/rows_triton.py": "triton", "rlx/kernels/logprob.py": "triton", "rlx/kernels/liger.py": "liger_kernel"}
+OPTIONAL = {  # libraries that these files import where they are installed
+    "rlx/kernels/rows_triton.py": "triton",
+    "rlx/kernels/logprob.py": "triton",
+    "rlx/kernels/liger.py": "liger_kernel",
+    "rlx/models/liger.py": "liger_kernel",
+}
 HOME_OF = {  # library -> rooms that may import it
     "vllm": ("inference",),
     "verifiers": ("envs",),

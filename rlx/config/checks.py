@@ -195,6 +195,12 @@ def varlen_attention(cfg: Config, of: Show) -> Iterator[str]:
         yield f"FlashAttention needs a GPU: {of('model.attention')} with {of('hardware.device')}. Use model.attention=auto."
 
 
+@rule("model.liger", "hardware.device")
+def liger_layers(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.model.liger is True and cfg.hardware.device == "cpu":
+        yield f"Liger's layer kernels need a GPU: {of('model.liger')} with {of('hardware.device')}. Use model.liger=auto."
+
+
 @rule("model.logprob_backend", "model.dtype", "hardware.device", "sampling.temperature", "envs")
 def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
     name, cpu, remedy = cfg.model.logprob_backend, cfg.hardware.device == "cpu", "Use model.logprob_backend=auto."

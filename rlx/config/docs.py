@@ -5,6 +5,7 @@ The page's own words are in this file; every key, type, default and meaning is t
 
 from __future__ import annotations
 
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
@@ -137,6 +138,8 @@ def _table(title: str, cls: type, prefix: str) -> list[str]:
 
 
 def _type_name(kind: Any, optional: bool) -> str:
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_type_name(each, False) for each in typing.get_args(kind)) + (" or null" if optional else "")
     name = {"list": "list of texts", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
     name = name or {int: "integer", float: "number", bool: "true or false", str: "text"}[kind]
     return f"{name} or null" if optional else name

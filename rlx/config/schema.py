@@ -90,6 +90,11 @@ class ModelConfig:
         "the fused head + log-probability + entropy op: `torch`, `triton` (CUDA), `liger` (one temperature, plain head) or `auto`",
         choices=("auto", "torch", "triton", "liger"),
     )
+    liger: bool | str = key(
+        "auto",
+        "Liger's layer kernels (norms, rotary positions, feed-forward): `true`, `false` or `auto`, on CUDA for the families it knows",
+        choices=("auto", "true", "false"),
+    )
     trust_remote_code: bool = key(False, "run model code from the hub")
     warm_start: WarmStartConfig | None = key(None, "make the model here by supervised training on the environments' examples")
 

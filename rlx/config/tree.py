@@ -222,7 +222,7 @@ def range_of(metadata: typing.Mapping[str, Any]) -> str:
 def in_range(metadata: typing.Mapping[str, Any], value: Any) -> bool:
     """Whether a value is one of a key's choices and within its range."""
     if metadata["choices"]:
-        return value in metadata["choices"]
+        return show(value) in metadata["choices"]  # true and false as they are written
     low, above, high = metadata["low"], metadata["above"], metadata["high"]
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.kernels.logprob import choose_backend
 from rlx.models.layout import build_layout
+from rlx.models.liger import apply_liger
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations, shard
 
@@ -33,6 +34,7 @@ def load_policy(
     reduce_dtype: str = "float32",
     attention: str = "auto",
     logprob_backend: str = "auto",
+    liger: bool | str = "auto",
     ac_freq: int = 0,
     cpu_offload: bool = False,
     compile: bool = False,
@@ -41,8 +43,8 @@ def load_policy(
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     Shards over all ranks of the default process group. Without one, it must be that `dtype` equals `optimization_dtype`.
-    Raises ValueError for a dtype that is not known, a `logprob_backend` that does not apply, or a model whose packed forward differs from
-    its own.
+    Raises ValueError for a dtype that is not known, a `logprob_backend` or `liger` that does not apply, or a model whose packed forward
+    differs from its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -54,18 +56,28 @@ def load_policy(
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
         )
-    choose_backend(logprob_backend, device, compute)  # says now what does not apply
+    logprob_backend = choose_backend(logprob_backend, device, compute)  # says now what does not apply
+
+    def finished(model: PolicyModel) -> PolicyModel:
+        model.attention, model.logprob_backend, model.compute_dtype = attention, logprob_backend, compute
+        model.liger = apply_liger(model.hf, liger, device)  # after the check, which runs on the CPU
+        checkpoint_activations(model, ac_freq)
+        if compile:
+            for layer in model.layers:
+                layer.compile(dynamic=True)
+        return model
+
     full = None
     if first:
         hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
         if not sharded:
-            return _finished(full, attention, logprob_backend, compute, ac_freq, compile).to(device)
+            return finished(full).to(device)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
-    model = _finished(PolicyModel(empty, attention=attention), attention, logprob_backend, compute, ac_freq, compile)
+    model = finished(PolicyModel(empty, attention=attention))
     shard(model, device, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"
@@ -73,15 +85,6 @@ def load_policy(
     for module, name, parameter_of in tied:  # to_empty makes one tensor of each name
         setattr(module, name, getattr(*parameter_of))
     _scatter(full.hf if full else None, model.hf, device)
-    return model
-
-
-def _finished(model: PolicyModel, attention: str, logprob_backend: str, compute: torch.dtype, ac_freq: int, compile: bool) -> PolicyModel:
-    model.attention, model.logprob_backend, model.compute_dtype = attention, logprob_backend, compute
-    checkpoint_activations(model, ac_freq)
-    if compile:
-        for layer in model.layers:
-            layer.compile(dynamic=True)
     return model
 
 

@@ -36,6 +36,7 @@ class PolicyModel(nn.Module):
         hf.eval()  # no dropout: the trainer must compute what the inference engine computes
         self.attention = attention
         self.logprob_backend = logprob_backend
+        self.liger = "off"  # what `rlx.models.liger.apply_liger` said
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         config = hf.config

@@ -76,12 +76,14 @@ class Trainer:
             "reduce_dtype": cfg.trainer.reduce_dtype,
             "attention": cfg.model.attention,
             "logprob_backend": cfg.model.logprob_backend,
+            "liger": cfg.model.liger,
             "cpu_offload": cfg.trainer.fsdp_cpu_offload,
             "compile": cfg.trainer.compile,
             "trust_remote_code": cfg.model.trust_remote_code,
         }
         self.beat("loading the model")
         self.model = load_policy(source, device, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+        log.info("log-probability backend: %s; Liger layer kernels: %s", self.model.logprob_backend, self.model.liger)
         self.reference: Reference | None = None
         if cfg.uses_reference:
             self.beat("loading the reference model")

@@ -1,0 +1,72 @@
+"""Liger's layer kernels (norms, rotary positions, gated feed-forward layers) put into one model, for the families that Liger knows.
+
+Liger patches modules of the model it is given, and also names in the family's transformers module, which every later model of the
+process would find. Those are put back: classes as they were, functions so that CPU tensors take transformers' own. Its losses are left
+out, the log-probability op is ours. Knows transformers models; knows no configuration tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+
+
+def apply_liger(hf: Any, wanted: bool | str, device: torch.device) -> str:
+    """Patch `hf`, a transformers `…ForCausalLM` that will compute on `device`; what was done, in words.
+
+    `wanted` is true, false or `auto`: wherever it applies. Raises ValueError naming the reason when it is true and does not apply.
+    """
+    if wanted is False:
+        return "off: model.liger is false"
+    reason = _why_not(hf, device)
+    if reason is None:
+        return patch(hf)
+    if wanted is True:
+        raise ValueError(f"model.liger is true: {reason}; set model.liger=auto")
+    return f"off: {reason}"
+
+
+def _why_not(hf: Any, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"its kernels need CUDA, and this is {device.type}"
+    if find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if hf.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"it has no kernels for the family {hf.config.model_type}"
+    return None
+
+
+def patch(hf: Any) -> str:
+    """Put Liger's kernels into this model, of a family that Liger knows; their names and how many modules have one."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    family = hf.config.model_type
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
+    options = inspect.signature(function).parameters
+    module = vars(sys.modules[type(hf).__module__])
+    before = dict(module)
+    function(model=hf, **{name: False for name in LOSSES if name in options})
+    for name, plain in before.items():
+        if module[name] is not plain:
+            module[name] = plain if isinstance(plain, type) else _by_device(module[name], plain)
+    kernels = [name for name, option in options.items() if option.default is True and name not in LOSSES]
+    patched = sum(child._get_name().startswith("Liger") for child in hf.modules())
+    return f"{', '.join(kernels)} of {family}; {patched} modules"
+
+
+def _by_device(fast: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `fast` for CUDA tensors and `plain` for others."""
+
+    def choose(first: torch.Tensor, *args: Any, **keys: Any) -> Any:
+        return (fast if first.is_cuda else plain)(first, *args, **keys)
+
+    return choose

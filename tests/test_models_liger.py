@@ -1,0 +1,63 @@
+"""Liger's layer kernels: where they are put in, what the run says, and that the rest of the process is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainer_examples import make_model, make_samples, make_trainer
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gpt2 import GPT2Config
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config, modeling_qwen3
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+from rlx.data.packing import pack
+from rlx.models.liger import apply_liger, patch
+from rlx.models.load import check_packed_forward
+from rlx.models.policy import PolicyModel
+
+pytest.importorskip("liger_kernel")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_on_cpu_auto_leaves_the_model_alone_and_says_why():
+    hf = make_model()
+    assert apply_liger(hf, "auto", CPU) == "off: its kernels need CUDA, and this is cpu"
+    assert apply_liger(hf, False, CUDA) == "off: model.liger is false"
+    check_packed_forward(PolicyModel(hf))
+    with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, and this is cpu; set model\.liger=auto"):
+        apply_liger(hf, True, CPU)
+
+
+def test_a_family_that_liger_does_not_know_is_left_alone():
+    hf = make_model(GPT2Config, n_embd=16, n_layer=2, n_head=4, n_positions=128)
+    assert apply_liger(hf, "auto", CUDA) == "off: it has no kernels for the family gpt2"
+    with pytest.raises(ValueError, match="no kernels for the family gpt2"):
+        apply_liger(hf, True, CUDA)
+
+
+def test_kernels_are_put_into_one_model_and_no_other():
+    names = dict(vars(modeling_qwen3))
+    hf = make_model(num_hidden_layers=2)
+    said = apply_liger(hf, "auto", CUDA)  # nothing is computed: there is no GPU
+    assert said == "rope, rms_norm, swiglu of qwen3; 11 modules"  # 5 a layer, and the last norm
+    assert hf.model.norm._get_name() == "LigerRMSNorm"
+    assert hf.model.layers[1].mlp._get_name() == "LigerSwiGLUMLP"
+    changed = {name for name, value in vars(modeling_qwen3).items() if names.get(name) is not value}
+    assert changed == {"apply_rotary_pos_emb"}
+    check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a second model, such as the reference, on the CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config, Gemma2Config, Qwen3MoeConfig])
+def test_kernels_give_the_gradients_of_the_plain_model(config_class):
+    found = []
+    for with_kernels in (False, True):
+        trainer = make_trainer(make_model(config_class).to(CUDA), entropy_coef=0.1)
+        if with_kernels:
+            patch(trainer.model.hf)
+        trainer.accumulate_gradients(pack(0, [make_samples(longest=20)], ranks=1, tokens=10_000).mini_batches[0])
+        found.append({name: p.grad for name, p in trainer.model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=2e-3, atol=1e-5, msg=name)
