@@ -108,6 +108,24 @@ class RunPaths:
         return self.weights / f"step_{version}"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint_of(self, step: int) -> Path:
+        """The state after `step` training steps, of trainer and orchestrator; complete when it holds `COMPLETE`."""
+        return self.checkpoints / f"step_{step}"
+
+    @property
+    def start(self) -> Path:
+        """Which checkpoint this attempt starts from, written by the launcher; absent when it starts from version 0."""
+        return self.root / "start.json"
+
+    @property
+    def preempted(self) -> Path:
+        """The trainer's answer to `preempt`, after its checkpoint: `{"step": steps done}`. The orchestrator leaves when it is there."""
+        return self.root / "preempted.json"
+
+    @property
     def initial_model(self) -> Path:
         """A file that holds the path or hub name of policy version 0, written when it is ready."""
         return self.root / "initial_model.txt"

@@ -15,7 +15,7 @@ FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "wire", "paths", "metrics", "heartbeat", "waiting", "process", "tracking"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train"), 2),
-    **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport"), 2),
+    **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport", "checkpoints"), 2),
     "roles": 3,
     "cli": 4,
     "launch": 4,

@@ -30,6 +30,8 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python t
   rlx train -m sweeps=losses                            what a file of the group sweeps varies
   rlx train launcher=slurm slurm=my_cluster hardware=node8
                                                         as a job of a cluster: docs/slurm.md
+  rlx train run.name=mine resume=latest                  go on from the newest checkpoint of outputs/mine
+  rlx train resume=outputs/mine max_steps=200            another run, from a checkpoint of that one
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
 groups (from `conf/`, and from your own directory with --config-dir)
@@ -69,7 +71,7 @@ def run(argv: list[str]) -> int:
 
             script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
-        if composed.cfg.run.dir or composed.cfg.run.name:
+        if (composed.cfg.run.dir or composed.cfg.run.name) and cfg.resume is None:
             paths = describe(cfg, composed.overrides, plan, script)
             print(f"\nwritten: {paths.config}, {paths.plan}" + (f", {paths.sbatch}" if script else ""))
         print("\ndry run: nothing was started")

@@ -310,6 +310,19 @@ def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
+# going on
+
+
+@rule("resume", "clean", "run", "dry_run")
+def resuming(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.resume is None:
+        return
+    if cfg.clean:
+        yield f"a run cannot be deleted and go on: {of('resume')}, {of('clean')}.\nLeave one of the two out."
+    if (cfg.resume == "latest" or cfg.resume.isdecimal()) and cfg.run.name is None and cfg.run.dir is None:
+        yield f"{of('resume')} does not say which run goes on.\nName it: run.name=NAME or run.dir=PATH; or fork it: resume=PATH."
+
+
 # what must be installed
 
 

@@ -2,7 +2,7 @@
 
 Plain dataclasses without behaviour beyond derived properties; no torch, no hydra, no omegaconf, so that every room can import it.
 `conf/` holds values, `checks.py` holds the rules between keys, `load.py` composes.
-`docs/configuration.md` is generated from this file.
+Where a run is started and watched: `schema_launch.py`. `docs/configuration.md` is generated from both.
 
 `loss`, `advantage` and `optim` are open `_target_` nodes: their own keys are the keyword arguments of the target,
 beside the shared keys declared in `LossTerms` and `OptimTerms`.
@@ -11,34 +11,13 @@ beside the shared keys declared in `LossTerms` and `OptimTerms`.
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-MISSING: Any = "???"  # hydra's mark of a value that must be given
+from rlx.config.keys import MISSING, key, section
+from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
 
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-) -> Any:
-    """A configuration key with its one-line meaning and what its value must satisfy.
-
-    `choices`: the values it may take; `low` and `high`: smallest and largest; `above`: must be greater.
-    """
-    metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(cls: type) -> Any:
-    """A nested section."""
-    return field(default_factory=cls)
+__all__ = ["MISSING", "LauncherConfig", "LoggerConfig", "SlurmConfig", "TensorboardConfig", "WandbConfig"]
 
 
 @dataclass
@@ -218,6 +197,16 @@ class WeightBroadcastConfig:
 
 
 @dataclass
+class CkptConfig:
+    interval: int | None = key(50, "steps between two checkpoints, one more at the end; null: only when preempted", low=1)
+    save_async: bool = key(
+        False, "write in the background: the trainer waits for a copy of its state only, which takes as much memory again"
+    )
+    keep_last: int | None = key(2, "checkpoints kept, the newest ones; null: all", low=1)
+    keep_interval: int | None = key(None, "checkpoints whose step is a multiple of this are kept for ever, beside the newest", low=1)
+
+
+@dataclass
 class HardwareConfig:
     name: str = key(MISSING, "what was chosen; `auto` records its choice here")
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
@@ -228,65 +217,6 @@ class HardwareConfig:
     trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU, and more than a host has fill whole hosts", low=1)
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
-
-
-@dataclass
-class LauncherConfig:
-    name: str = key("local", "`local`: on this machine; `slurm`: a job of a cluster; both through submitit", choices=("local", "slurm"))
-    grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when the run is stopped", low=0)
-    preempt_grace: float = key(60.0, "seconds from the notice of a preemption to finish or give up the step and write a checkpoint", low=0)
-    heartbeat_timeout: float = key(900.0, "a role that says nothing for this many seconds is taken for hung", above=0)
-    last_lines: int = key(20, "log lines of the failed role that are shown", low=0)
-    array_parallelism: int | None = key(
-        None, "runs of a sweep at the same time; null: on SLURM all, on this machine as many as have GPUs, or one on CPU", low=1
-    )
-    max_requeues: int = key(
-        20, "SLURM: how often a job goes back into the queue after a preemption, a time limit or a node's failure", low=0
-    )
-    code_changes: str = key(
-        "refuse", "SLURM: `refuse` or `warn` when the code is not what it was at submission once the job starts", choices=("refuse", "warn")
-    )
-    wait: bool = key(False, "SLURM: stay in front of the job until it ends, with the run's exit code; else return once it is submitted")
-
-
-@dataclass
-class SlurmConfig:
-    """What must be known of a cluster to submit there; null is left to the cluster. One file for each cluster, chosen by `slurm=NAME`."""
-
-    partition: str | None = key(None, "partition or partitions: `gpu` or `gpu,preemptible`")
-    account: str | None = key(None, "account to charge")
-    qos: str | None = key(None, "quality of service")
-    constraint: str | None = key(None, "features that nodes must have")
-    gres: str = key("gpu", "name of the GPU resource, as in --gres=gpu:8; with a type: `gpu:h100`")
-    gpus_per_node: int | None = key(None, "GPUs a node has; a layout with more of them on a host is refused", low=1)
-    cpus_per_node: int | None = key(None, "processors taken of each node; null: whole nodes (--exclusive)", low=1)
-    memory_gb: float | None = key(None, "memory taken of each node, GiB; null: all of it", above=0)
-    time_minutes: int = key(1440, "time limit of the job; it requeues itself before that and goes on", low=1)
-    signal_seconds: int = key(120, "how long before the time limit, or a preemption, the job is told", low=10)
-    setup: list[str] = key([], "shell lines before the job's command: modules, variables")
-    container: list[str] = key([], "what stands before every role's command: [apptainer, exec, --nv, image.sif]")
-    options: dict[str, Any] = key({}, "further options of sbatch by their long names: {reservation: mine, exclude: node7}")
-
-
-@dataclass
-class WandbConfig:
-    project: str = key("rlx", "W&B project")
-    entity: str | None = key(None, "W&B entity")
-    mode: str = key("online", "`online` or `offline`", choices=("online", "offline"))
-    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 is none", low=0)
-    interval: int = key(10, "steps between two tables of samples", low=1)
-
-
-@dataclass
-class TensorboardConfig:
-    samples: int = key(4, "rollouts logged as text every `interval` steps; 0 is none", low=0)
-    interval: int = key(10, "steps between two texts of samples", low=1)
-
-
-@dataclass
-class LoggerConfig:
-    wandb: WandbConfig | None = key(None, "Weights & Biases; null is off")
-    tensorboard: TensorboardConfig | None = key(None, "TensorBoard; null is off")
 
 
 @dataclass
@@ -348,6 +278,9 @@ class Config:
     seq_len: int = key(MISSING, "longest training sample, prompt and completion, in tokens", low=2)
     dry_run: bool = key(False, "compose, check, plan and print; start nothing")
     clean: bool = key(False, "delete an existing run directory of this name first")
+    resume: str | None = key(
+        None, "go on from a checkpoint: `latest` or a step of this run; or the path of another run, which is left alone"
+    )
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
@@ -362,6 +295,7 @@ class Config:
     scheduler: SchedulerConfig = section(SchedulerConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
+    ckpt: CkptConfig = section(CkptConfig)
     hardware: HardwareConfig = section(HardwareConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     slurm: SlurmConfig = section(SlurmConfig)

@@ -27,18 +27,25 @@ SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-pa
 DIFF = "uncommitted.diff"
 
 
-def write_provenance(paths: RunPaths, cfg: Config) -> None:
-    """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`."""
+def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> None:
+    """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
+
+    `again`: of a later attempt. Its facts are added to those of the first, under `later_attempts`.
+    """
     source = source_state()
+    diff = DIFF
+    earlier = json.loads(paths.provenance.read_text()) if again else {}
+    if again:
+        diff = f"uncommitted_{len(earlier.get('later_attempts', [])) + 1}.diff"
     if source["diff"]:
-        write_text(paths.root / DIFF, source["diff"])
-    record = {
+        write_text(paths.root / diff, source["diff"])
+    record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "cwd": os.getcwd(),
         "user": os.environ.get("USER"),
         "rlx": rlx.__version__,
-        "source": {**source, "diff": DIFF if source["diff"] else None},
+        "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
@@ -47,7 +54,11 @@ def write_provenance(paths: RunPaths, cfg: Config) -> None:
             name: value for name, value in sorted(os.environ.items()) if name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES"
         },
     }
+    if again:
+        record = {**earlier, "later_attempts": [*earlier.get("later_attempts", []), record]}
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if again:
+        return
     write_text(paths.reproduce, reproduce_script(source["commit"]))
     paths.reproduce.chmod(0o755)
 

@@ -20,17 +20,21 @@ from typing import Any
 
 import yaml
 
+from rlx.checkpoints.folders import write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
 from rlx.launch.jobs import is_alive, job_of
 from rlx.launch.plan import write_plan
 from rlx.launch.provenance import write_provenance
+from rlx.launch.resume import LATEST, check_room, find_fork, is_fork, rewind, say, source_of
 from rlx.paths import RunPaths, write_text
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
-NOT_COMPARED = ("run", "dry_run", "clean")  # keys that do not change what a run computes
+NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
+# Keys that may change when a run goes on in its own directory: how long, where and how watched, not what is learnt.
+MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "logger", "hardware", "inference", "weight_broadcast")
 
 
 class RunLock:
@@ -85,14 +89,49 @@ def settle(cfg: Config, label: str) -> Config:
 def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
     """Make the run directory of a settled configuration, with what a run has before it starts; the lock is held shared.
 
-    Raises ConfigError when the directory is taken, in use, or cannot be written.
+    With `resume=latest` or a step, the directory is that of the run that goes on; with a path, the new run starts from that checkpoint.
+    Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume.
     """
     paths = _paths(cfg)
     with writing(paths.root):
+        if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
+            return paths, _go_on(paths, cfg, overrides, plan)
+        start = None
+        if is_fork(cfg.resume):
+            start = find_fork(str(cfg.resume))
+            check_room(start, cfg.max_steps)
+            cfg = replace(cfg, resume=str(start.checkpoint))
         lock = _claim(paths, clean=cfg.clean)
+        if start is not None:
+            source = source_of(start).initial_model
+            write_text(paths.initial_model, source.read_text())
+            write_start(paths, start)
         _fill(paths, cfg, overrides, plan)
     lock.share()
     return paths, lock
+
+
+def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> RunLock:
+    """Take the directory of a run that ended, back at the checkpoint that `cfg.resume` names; the lock is held shared."""
+    assert cfg.resume is not None
+    if not paths.config.is_file() or not looks_like_run(paths):
+        raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
+    lock = _alone(paths)
+    before = load_run(paths.root)
+    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
+    if differences:
+        shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
+        raise ConfigError(
+            f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
+            f"  fix: go on with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
+            f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
+        )
+    start = rewind(paths, cfg.resume, max_steps=cfg.max_steps)
+    say(f"{paths.root}: going on after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
+    write_provenance(paths, cfg, again=True)
+    _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
+    lock.share()
+    return lock
 
 
 def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
@@ -101,6 +140,8 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
     Raises ConfigError when it holds a run of another configuration.
     """
     paths = _paths(cfg)
+    if cfg.resume is not None:
+        raise ConfigError(f"resume={cfg.resume} is for `rlx train`, which prepares the directory for all roles.\n  fix: use that")
     with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if paths.status.exists():
@@ -190,11 +231,7 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
     _refuse_taken(paths, clean=clean)
-    lock = RunLock(paths)
-    if not lock.exclusive():
-        lock.close()
-        raise ConfigError(f"a run is alive in {root}.\n  fix: stop it, or give another run.name= or run.dir=")
-    _refuse_waiting(paths)
+    lock = _alone(paths)
     _refuse_taken(paths, clean=clean)  # now that nobody else can change it
     for entry in root.iterdir():
         if entry == paths.lock:
@@ -220,6 +257,16 @@ def _refuse_waiting(paths: RunPaths) -> None:
         raise ConfigError(f"{paths.root} belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}, or give another run.name=")
 
 
+def _alone(paths: RunPaths) -> RunLock:
+    """The lock of a directory, held exclusively. Raises ConfigError when somebody else has it."""
+    lock = RunLock(paths)
+    if not lock.exclusive():
+        lock.close()
+        raise ConfigError(f"a run is alive in {paths.root}.\n  fix: stop it, or give another run.name= or run.dir=")
+    _refuse_waiting(paths)
+    return lock
+
+
 def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
     if _is_free(paths):
         return
@@ -230,12 +277,15 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
             "clean=true does not delete that either.\n  fix: give another run.name= or run.dir="
         )
     if not clean:
-        raise ConfigError(f"{paths.root} holds a run already.\n  fix: give another run.name= or run.dir=; or clean=true, which deletes it")
+        raise ConfigError(
+            f"{paths.root} holds a run already.\n"
+            "  fix: give another run.name= or run.dir=; or resume=latest, which goes on; or clean=true, which deletes it"
+        )
 
 
 def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
-    if cfg.model.warm_start is None:
+    if cfg.model.warm_start is None and not is_fork(cfg.resume):
         # A folder is named absolutely: the roles need not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")

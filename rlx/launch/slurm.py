@@ -26,6 +26,7 @@ from rlx.config.schema import Config
 from rlx.launch.jobs import note_job, restarts_of
 from rlx.launch.provenance import DIFF, source_state
 from rlx.launch.results import final_reward
+from rlx.launch.resume import rewind
 from rlx.launch.rundir import RunLock, new_attempt
 from rlx.launch.starters import SrunStarter
 from rlx.launch.status import Cause, Status
@@ -141,6 +142,9 @@ class Run:
         os.dup2(log, 2)
         print(f"job {environment.job_id}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
         self._may_start(paths, cfg, status, restarts)
+        if restarts:
+            start = rewind(paths)
+            print(f"going on after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),

@@ -27,6 +27,9 @@ import uvloop
 
 from rlx.advantages.base import GroupScores, Remembers
 from rlx.advantages.shaping import shape
+from rlx.checkpoints import folders
+from rlx.checkpoints.folders import Start, read_start
+from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.packing import pack
@@ -52,6 +55,14 @@ from rlx.types import Group, Rollout, StepBatch
 from rlx.waiting import wait_for
 
 log = logging.getLogger("rlx.orchestrator")
+
+
+POLL = 0.05  # seconds between two looks for a checkpoint that is being written
+LEFT = 75  # exit code when the run gave way to a preemption
+
+
+class Preempted(Exception):
+    """The trainer has written its checkpoint, with our part in it, and left."""
 
 
 class Orchestrator:
@@ -100,13 +111,31 @@ class Orchestrator:
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.batches = BatchWriter(paths)
-        self.step = 0
+        self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
+        self.step = self.first_step = 0
         self._saving: asyncio.Future[None] | None = None
+        if (start := read_start(paths)) is not None:
+            self._go_on_from(start)
+
+    def _go_on_from(self, start: Start) -> None:
+        """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
+        state = read_state(start.checkpoint)
+        self.step = self.first_step = start.step
+        self.collector.load_state_dict(state["collector"])
+        if isinstance(self.advantage, Remembers) and state["advantage"] is not None:
+            self.advantage.load_state_dict(state["advantage"])
+        log.info("going on after %d steps, from %s", start.step, start.checkpoint)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint of this moment holds."""
+        advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
+        return {"collector": self.collector.state_dict(), "advantage": advantage}
 
     async def run(self) -> None:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
         try:
-            await first_failure(self._train(), self.updates.follow(), forever=[self._beat(), self._track()])
+            forever = [self._beat(), self._track(), self._answer_checkpoints()]
+            await first_failure(self._train(), self.updates.follow(), forever=forever)
         finally:
             await self.collector.close()
             await asyncio.gather(*(env.close() for env in self.envs.values()))
@@ -114,8 +143,9 @@ class Orchestrator:
                 await asyncio.to_thread(self.tracker.close)
 
     async def _train(self) -> None:
+        await self.updates.reach(self.first_step)  # no token is sampled before the servers have the policy of the checkpoint
         clock = StepClock(self.collector)
-        for step in range(self.config.max_steps):
+        for step in range(self.first_step, self.config.max_steps):
             self.step = step
             rollouts = await self.collector.collect()
             clock.collected()
@@ -135,6 +165,7 @@ class Orchestrator:
             self.metrics.write(step, values | clock.step())
             if state:
                 self.inference_metrics.write(step, state)
+            self.snapshots.take(step + 1, self._state())
             await asyncio.to_thread(self.batches.send, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
             await self._save(groups)
@@ -183,8 +214,18 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
+            if self.updates.version < self.first_step:
+                phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
             await asyncio.sleep(INTERVAL / 2)
+
+    async def _answer_checkpoints(self) -> None:
+        """Give every checkpoint that the trainer writes our part, until the trainer has left for a preemption."""
+        while not self.paths.preempted.exists():
+            if any(folders.being_written(self.paths)):
+                await asyncio.to_thread(self.snapshots.answer)
+            await asyncio.sleep(POLL)
+        raise Preempted
 
     async def _track(self) -> None:
         """Forward metrics to the services that are asked for."""
@@ -289,6 +330,8 @@ def main() -> int:
         uvloop.run(stoppable())
     except asyncio.CancelledError:
         return 128 + stopped[0] if stopped else 1
+    except Preempted:
+        return LEFT
     except Exception as error:
         log.exception("the orchestrator failed")
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line

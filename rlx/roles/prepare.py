@@ -50,6 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     paths = RunPaths(parser.parse_args().run_dir)
+    if paths.initial_model.exists() and (Path(paths.initial_model.read_text().strip()) / COMPLETE).exists():
+        log.info("an earlier attempt has prepared %s", paths.initial_model.read_text().strip())
+        return 0
     config = load_run(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
     heartbeat.beat("looking for a cached model")

@@ -2,14 +2,18 @@
 
     batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  weights/step_{n+1}
 
+Beside that: a checkpoint of version n where one is due, and before the run gives way to a preemption.
+
 Started as `python -m rlx.roles.trainer --run-dir D` for one rank, under `python -m torch.distributed.run` for several on one host,
 and once for each rank, with RANK and WORLD_SIZE, for several hosts.
-Ends with 0 after `max_steps` steps; any other end is an error. Knows files, not the orchestrator or the servers.
+Ends with 0 after `max_steps` steps, with 75 when it left for a preemption (under torchrun with 0); any other end is an error.
+Knows files, not the orchestrator or the servers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -22,7 +26,7 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.process import die_with_parent, set_cpu_threads
 from rlx.transport.files import BatchReader
 from rlx.types import StepBatch
@@ -34,7 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
+LEFT = 75  # exit code when the run gave way to a preemption
 COLLECTIVE_MARGIN = 600.0  # seconds by which collectives outwait the batch, so that the wait itself is what times out
+
+
+class Preempted(Exception):
+    """The run is to give way, and the trainer's state is that after a whole number of steps."""
 
 
 class Trainer:
@@ -43,6 +52,8 @@ class Trainer:
     def __init__(self, cfg: Config, paths: RunPaths, rank: int, local_rank: int, world_size: int) -> None:
         import torch
 
+        from rlx.checkpoints.folders import TRAINER, read_start
+        from rlx.checkpoints.trainer import Checkpoints
         from rlx.losses.base import Objective
         from rlx.models.load import DTYPES, load_policy
         from rlx.models.shard import start_process_group
@@ -64,12 +75,13 @@ class Trainer:
             store = None
             if alone:
                 self.beat("waiting for the other ranks")
-                store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.tick)
+                store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.beat_on)
             start_process_group(device, rank=rank, world_size=world_size, timeout=timeout, store=store)
 
         self.beat("waiting for the initial model")
         path = paths.initial_model
-        wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=self.tick)
+        tick = self.beat_on if world_size > 1 else self.tick  # several ranks can only leave together
+        wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
         source = path.read_text().strip()
         loading: dict[str, Any] = {
             "dtype": cfg.model.dtype,
@@ -111,23 +123,99 @@ class Trainer:
         if rank == 0:
             self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
         self.save_dtype = DTYPES[cfg.model.dtype]
+        facts = {"ranks": world_size, "model": cfg.model.name}
+        self.checkpoints = Checkpoints(paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, tick=self.beat_on)
+        self.first_step = 0
+        self.updated = False  # whether the step that is being trained has changed the weights already
+        self.step_trainer.before_micro_batch = self.give_up_if_late
+        if (start := read_start(paths)) is not None:
+            self.beat(f"reading checkpoint {start.step}")
+            self.resume(start.checkpoint / TRAINER, start.step)
 
-    def run(self) -> None:
-        """Train `max_steps` steps, from version 0 to version `max_steps`."""
-        for step in range(self.cfg.max_steps):
+    def resume(self, folder: Path, step: int) -> None:
+        """Take the state of a checkpoint, and see that its policy version is there for the servers."""
+        from rlx.train.checkpoint import load
+        from rlx.weights import files
+
+        progress = load(folder, self.step_trainer)
+        assert progress.step == step, f"{folder} is the state after {progress.step} steps, not {step}"
+        self.first_step = step
+        missing = step not in files.versions(self.paths)
+        self.barrier()  # every rank has looked
+        if missing:
+            files.save_weights(self.model, self.paths, step, self.static, self.save_dtype)
+        log.info("going on after %d steps, from %s", step, folder)
+
+    def run(self) -> int:
+        """Train up to `max_steps` steps, from version n to version `max_steps`; returns the exit code."""
+        for step in range(self.first_step, self.cfg.max_steps):
             started = time.perf_counter()
-            batch = self.receive(step)
-            waited = time.perf_counter() - started
-            values = self.train(batch)
+            try:
+                batch = self.receive(step)
+                waited = time.perf_counter() - started
+                self.checkpoints.wait_copied()
+                values = self.train(batch)
+            except Preempted:
+                return self.give_way(step)
             values["time/wait_batch"] = waited
             self.publish(step, values, started)
+            self.keep(step + 1)
+        self.checkpoints.close()
         self.beat("done")
+        return 0
+
+    def keep(self, step: int) -> None:
+        """A checkpoint of the state after `step` steps where one is due; complete an earlier one that was written meanwhile."""
+        if self.checkpoints.due(step):
+            self.beat(f"writing checkpoint {step}", step)
+            self.checkpoints.save(step)
+        self.checkpoints.finish(wait=False)
+
+    # -- preemption
+
+    def give_way(self, step: int) -> int:
+        """The machine will be taken away: keep the state after `step` steps, say so, leave."""
+        if step > self.first_step:
+            self.beat(f"writing checkpoint {step} before leaving", step)
+            self.checkpoints.save(step)
+        self.checkpoints.close()
+        log.info("preempted after %d steps", step)
+        if self.rank == 0:
+            write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun takes any other code for a failure
+
+    def give_up_if_late(self) -> None:
+        """Between two micro-batches: raise Preempted when the notice is older than `launcher.grace` and nothing of the step is applied."""
+        if self.updated:
+            return
+        late = self.paths.preempt.exists() and time.time() - self.paths.preempt.stat().st_mtime > self.cfg.launcher.grace
+        if self.anyone(late):
+            raise Preempted
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; returns when all ranks have asked."""
+        import torch
+        import torch.distributed as dist
+
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    # -- one step
 
     def receive(self, step: int) -> StepBatch:
-        """The batch of this step, on every rank; its file is gone afterwards."""
+        """The batch of this step, on every rank; its file is gone afterwards. Raises Preempted, on all ranks, when one is to give way."""
         self.beat(f"waiting for batch {step}", step)
-        batch = self.batches.receive(step, self.cfg.trainer.batch_timeout, tick=self.tick)
-        self.barrier()
+        try:
+            self.tick()
+            batch = self.batches.receive(step, self.cfg.trainer.batch_timeout, tick=self.tick)
+            preempted = False
+        except Preempted:
+            preempted = True
+        if self.anyone(preempted):
+            raise Preempted
         if self.rank == 0:
             self.batches.done(step)
         ranks = {len(mini_batch.micro_batches) for mini_batch in batch.mini_batches}
@@ -141,6 +229,7 @@ class Trainer:
         """The optimizer steps of a batch; the step's metrics."""
 
         def starts(update: int, of: int) -> None:
+            self.updated = update > 0
             self.beat(f"training step {batch.step}, optimizer step {update + 1} of {of}", batch.step)
 
         iterations = self.cfg.trainer.num_iterations
@@ -168,7 +257,8 @@ class Trainer:
         self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started})
         files.publish(self.paths, version)
         # Servers may still be reading the version that is max_async_level + 1 behind this one.
-        files.prune(self.paths, keep_last=max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2))
+        keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
+        files.prune(self.paths, keep_last=keep_last, protect=self.checkpoints.protected())
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def peak_memory(self) -> float:
@@ -191,13 +281,19 @@ class Trainer:
         if self.heartbeat is not None:
             self.heartbeat.beat(phase, step)
 
-    def tick(self) -> None:
+    def beat_on(self) -> None:
         """While waiting: still alive, still the same phase."""
         if self.heartbeat is not None:
             self.heartbeat.beat(self.heartbeat.phase)
 
+    def tick(self) -> None:
+        """While waiting where it can be left: raises Preempted when the run is to give way."""
+        self.beat_on()
+        if self.paths.preempt.exists():
+            raise Preempted
 
-def main() -> None:
+
+def main() -> int:
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy: files appear whole or not at all
@@ -219,10 +315,15 @@ def main() -> None:
     if cfg.hardware.device == "cpu":
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  a debugging aid that costs time
-    Trainer(cfg, paths, rank, local_rank, world_size).run()
+    try:
+        trainer = Trainer(cfg, paths, rank, local_rank, world_size)
+    except Preempted:  # before there was anything to keep
+        return LEFT
+    code = trainer.run()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlx.envs.base import Environment, Policy
 from rlx.rollout.groups import GroupFailed, Tally, play_group
@@ -94,6 +95,7 @@ class Collector:
         self._cancelled: set[asyncio.Task] = set()
         self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
         self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
+        self._again: deque[tuple[Task, int]] = deque()  # task and chain of groups that were in flight when a checkpoint was written
         self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished last
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
@@ -130,6 +132,40 @@ class Collector:
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be done next, between two batches: nothing in it changes later. Rollouts of unfinished groups are not in it."""
+        playing = [(pending.task, pending.chain) for pending, _ in self._playing.values()]
+        return {
+            "taken": self.taken,
+            "tasks": self.tasks.state_dict(),
+            "tally": replace(
+                self.tally, failed=self.tally.failed.copy(), dropped=self.tally.dropped.copy(), failures=list(self.tally.failures)
+            ),
+            "finished": [(pending.task, pending.version, pending.chain, pending.rollouts) for pending in self._finished.values()],
+            "filtered": list(self._filtered),
+            "again": [*playing, *self._again],
+            "owed": list(self._owed),
+            "finished_groups": dict(self._finished_groups),
+            "durations": list(self._durations),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another collector was, before anything is played. Groups in flight at that time are played again, from their start.
+
+        Groups that do not fit this run (its environments, its group size) are left out.
+        """
+        self.taken = state["taken"]
+        self.tasks.load_state_dict(state["tasks"])
+        self.tally = state["tally"]
+        for task, version, chain, rollouts in state["finished"]:
+            if task.env in self.envs and len(rollouts) == self.group_size:
+                self._finished[task.index] = Pending(task, version, chain, 0, 0, time.monotonic(), rollouts)
+        self._filtered = list(state["filtered"])
+        self._again.extend((task, chain) for task, chain in state["again"] if task.env in self.envs)
+        self._owed.extend((env, chain) for env, chain in state["owed"] if env in self.envs)
+        self._finished_groups |= {env: count for env, count in state["finished_groups"].items() if env in self.envs}
+        self._durations.extend(state["durations"])
 
     @property
     def _complete(self) -> bool:
@@ -176,11 +212,17 @@ class Collector:
                 break
             if self._playing and self.in_flight + self.group_size > self.max_concurrent:
                 break
-            env, chain = self._owed.popleft() if self._owed else (None, 0)
-            task = self.tasks.next(env)
+            task, chain = self._next()
             pending = Pending(task, self.version, chain, self._finished_groups[task.env], self.group_size, time.monotonic())
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
+
+    def _next(self) -> tuple[Task, int]:
+        """What is to be played next, and how many groups of its environment failed in a row before it."""
+        if self._again:
+            return self._again.popleft()
+        env, chain = self._owed.popleft() if self._owed else (None, 0)
+        return self.tasks.next(env), chain
 
     def _replace(self, pending: Pending, cause: str, chain: int = 0) -> None:
         self.tally.dropped[cause] += self.group_size

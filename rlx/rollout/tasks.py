@@ -5,14 +5,18 @@ The whole sequence follows from the run's seed, the weights and the sizes of the
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlx.envs.base import Environment
 from rlx.types import Task
+
+log = logging.getLogger(__name__)
 
 
 class TaskSequence:
@@ -46,6 +50,22 @@ class TaskSequence:
         task = Task(env=name, example_id=int(row["example_id"]), index=self.index, row=row)
         self.index += 1
         return task
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sequence is; plain numbers."""
+        sizes = {name: len(env.rows) for name, env in self.envs.items()}
+        return {"index": self.index, "credit": dict(self._credit), "used": dict(self._used), "sizes": sizes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning."""
+        self.index = state["index"]
+        for name, env in self.envs.items():
+            size = state["sizes"].get(name)
+            if size == len(env.rows):
+                self._credit[name], self._used[name] = state["credit"][name], state["used"][name]
+            else:
+                had = "was not there" if size is None else f"had {size} examples"
+                log.warning("envs.%s %s when the checkpoint was written and has %d now; it begins anew", name, had, len(env.rows))
 
     def _next_env(self) -> str:
         """Smooth weighted round-robin: after n draws every environment was drawn n · its share times, give or take one."""

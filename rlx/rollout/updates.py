@@ -38,11 +38,11 @@ class WeightUpdates:
         self.version = 0
         self.seconds = 0.0  # of the latest update
 
-    async def follow(self) -> None:
-        """Runs until the last version is served. Raises what the client raises."""
-        while self.version < self.last:
+    async def reach(self, version: int) -> None:
+        """Returns when the servers have `version` or a newer one. Raises what the client raises."""
+        while self.version < version:
             newest = latest_version(self.paths)
-            if newest is None or newest <= self.version:
+            if newest is None or newest < version:
                 await asyncio.sleep(POLL)
                 continue
             began = time.monotonic()
@@ -50,3 +50,8 @@ class WeightUpdates:
             self.seconds = time.monotonic() - began
             self.version = newest
             self.reached(newest)
+
+    async def follow(self) -> None:
+        """Runs until the last version is served. Raises what the client raises."""
+        while self.version < self.last:
+            await self.reach(self.version + 1)

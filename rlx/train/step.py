@@ -76,6 +76,7 @@ class PolicyTrainer:
         self.device = device or self.parameters[0].device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.peak_lr = optimizer.param_groups[0]["lr"]
+        self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
 
     def train_batch(
         self,
@@ -146,6 +147,7 @@ class PolicyTrainer:
         stats = Stats()
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
         for micro_batch, scores in zip(mini_batch.micro_batches[self.rank], known, strict=True):
+            self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
             old = scores.old_logp

@@ -1,0 +1,192 @@
+"""Checkpoints as folders: written whole or not at all, found again, checked, pruned.
+
+`checkpoints/step_N/` is the state after N training steps, when the policy has version N. It holds `trainer/` and `orchestrator/`, and
+last of all `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, "xxh3": hex digest}}, …}`. While it is written it is called
+`.step_N.writing`; that this folder exists asks the orchestrator for its part. Needs no torch; knows nothing of what the parts hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.weights.files import WeightsError, verify
+
+TRAINER = "trainer"
+ORCHESTRATOR = "orchestrator"
+WRITING = ".writing"
+DELETED = ".deleted"
+
+Manifest = Mapping[str, Mapping[str, Any]]
+"""By file name, relative to the checkpoint: `size` in bytes and `xxh3`, the hex digest of the content."""
+
+
+class NoCheckpoint(ValueError):
+    """There is no checkpoint as it was asked for; the message says which there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What an attempt starts from: `start.json`."""
+
+    step: int  # training steps done
+    checkpoint: Path  # its folder, in this run directory or another
+
+
+# finding
+
+
+def steps(paths: RunPaths) -> list[int]:
+    """Steps of the checkpoints that claim to be complete, oldest first."""
+    return sorted(_number(path) for path in paths.checkpoints.glob("step_*") if (path / COMPLETE).is_file())
+
+
+def newest(paths: RunPaths, warn: Callable[[str], None]) -> Start | None:
+    """The newest checkpoint whose every byte is as it was written; damaged ones are skipped with a warning. None where there is none."""
+    for path in sorted(paths.checkpoints.glob("step_*"), key=_number, reverse=True):
+        try:
+            return check(path)
+        except WeightsError as error:
+            warn(f"checkpoint {path.name} is skipped: {error}")
+    return None
+
+
+def at(paths: RunPaths, step: int) -> Start:
+    """The checkpoint of this step. Raises NoCheckpoint when there is none or it is damaged."""
+    path = paths.checkpoint_of(step)
+    if not path.is_dir():
+        there = ", ".join(map(str, steps(paths))) or "none at all"
+        raise NoCheckpoint(f"{paths.root} has no checkpoint of step {step}; it has those of: {there}")
+    try:
+        return check(path)
+    except WeightsError as error:
+        raise NoCheckpoint(f"checkpoint {path} is damaged: {error}") from error
+
+
+def check(path: Path) -> Start:
+    """Read a whole checkpoint and compare it with its manifest. Raises WeightsError naming the file and what is wrong with it."""
+    manifest = verify(path)
+    if not isinstance(manifest.get("step"), int):
+        raise WeightsError(f"{path / COMPLETE} names no step; it is no checkpoint")
+    return Start(step=manifest["step"], checkpoint=path.absolute())
+
+
+def _number(path: Path) -> int:
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+# what an attempt starts from
+
+
+def write_start(paths: RunPaths, start: Start | None) -> None:
+    """Tell the roles of the coming attempt where they start; None: from version 0."""
+    if start is None:
+        paths.start.unlink(missing_ok=True)
+    else:
+        write_text(paths.start, json.dumps({"step": start.step, "checkpoint": str(start.checkpoint)}) + "\n")
+
+
+def read_start(paths: RunPaths) -> Start | None:
+    """Where this attempt starts; None: from version 0."""
+    if not paths.start.exists():
+        return None
+    record = json.loads(paths.start.read_text())
+    return Start(step=record["step"], checkpoint=Path(record["checkpoint"]))
+
+
+# writing
+
+
+def writing(paths: RunPaths, step: int) -> Path:
+    """The folder's name while it is being written."""
+    final = paths.checkpoint_of(step)
+    return final.with_name(f".{final.name}{WRITING}")
+
+
+def begin(paths: RunPaths, step: int) -> Path:
+    """Make the empty folder of a checkpoint under its hidden name, in place of one that was never finished."""
+    folder = writing(paths, step)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def being_written(paths: RunPaths) -> Iterator[tuple[int, Path]]:
+    """Steps and folders of the checkpoints that are being written."""
+    for folder in paths.checkpoints.glob(f".step_*{WRITING}"):
+        yield _number(folder.with_name(folder.name.removeprefix(".").removesuffix(WRITING))), folder
+
+
+def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]) -> Path:
+    """Write the marker, make the checkpoint appear (in place of an older one of the step), and return its folder.
+
+    Marker and names are on the disk when this returns, so that they survive the machine.
+    """
+    folder, final = writing(paths, step), paths.checkpoint_of(step)
+    with (folder / COMPLETE).open("w") as file:
+        file.write(json.dumps({"step": step, **facts, "files": files}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+    if final.exists():
+        _delete(final)
+    folder.rename(final)
+    _sync(final.parent)
+    return final
+
+
+def abandon(paths: RunPaths, step: int) -> None:
+    """Take back what was written of a checkpoint that cannot be finished, and with it the space."""
+    shutil.rmtree(writing(paths, step), ignore_errors=True)
+
+
+def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None) -> list[int]:
+    """Delete all but the newest `keep_last` checkpoints (null: delete none) and the multiples of `keep_interval`; returns what went."""
+    if keep_last is None:
+        return []
+    gone = [step for step in steps(paths)[:-keep_last] if not (keep_interval and step % keep_interval == 0)]
+    for step in gone:
+        _delete(paths.checkpoint_of(step))
+    return gone
+
+
+def discard_after(paths: RunPaths, step: int, *, keep_as_damaged: bool) -> list[int]:
+    """Clear what an earlier attempt left: unfinished folders, and those of later steps, whose steps are returned.
+
+    The latter are deleted, or renamed to `damaged_step_N` for people to look at.
+    """
+    later = sorted(_number(path) for path in paths.checkpoints.glob("step_*") if _number(path) > step)
+    for number in later:
+        path = paths.checkpoint_of(number)
+        if keep_as_damaged:
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        else:
+            _delete(path)
+    for path in [*paths.checkpoints.glob(f".*{WRITING}"), *paths.checkpoints.glob(f".*{DELETED}")]:
+        shutil.rmtree(path)
+    return later
+
+
+def _delete(path: Path) -> None:
+    """A folder vanishes at once: it is renamed first, so nobody finds half of it."""
+    doomed = path.with_name(f".{path.name}{DELETED}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

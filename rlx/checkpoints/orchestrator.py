@@ -1,0 +1,67 @@
+"""The orchestrator's part of a checkpoint: what it was going to do next, as of the moment when a step's batch had been handed out.
+
+The trainer decides which steps get a checkpoint, when the orchestrator is steps ahead already. So the orchestrator remembers its state
+at the end of each of its last steps (references, no copies of rollouts), and writes the one that is asked for.
+Knows folders and pickles; what the state holds is the business of those that give it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlx.checkpoints.folders import ORCHESTRATOR, being_written
+from rlx.paths import RunPaths, atomic
+
+STATE = "state.pkl"
+
+State = Mapping[str, Any]
+
+
+class Snapshots:
+    """The states of the last steps. `take` on the event loop, `answer` in a thread."""
+
+    def __init__(self, paths: RunPaths, keep: int) -> None:
+        """`keep`: states remembered; the trainer may be so many steps behind when it asks."""
+        self.paths, self.keep = paths, keep
+        self._states: dict[int, State] = {}
+
+    def take(self, step: int, state: State) -> None:
+        """Remember the state after the batches of `step` steps. Its parts must not change any more."""
+        self._states[step] = state
+        for old in [number for number in self._states if number <= step - self.keep]:
+            self._states.pop(old)
+
+    def answer(self) -> list[int]:
+        """Write the state into every checkpoint that waits for it; returns their steps.
+
+        Raises RuntimeError when the state that is asked for is not remembered, OSError when it cannot be written.
+        """
+        answered = []
+        for step, folder in being_written(self.paths):
+            file = folder / ORCHESTRATOR / STATE
+            if file.exists():
+                continue
+            if (state := self._states.get(step)) is None:
+                raise RuntimeError(f"the trainer asks for the state after step {step}; remembered are those of {sorted(self._states)}")
+            try:
+                with atomic(file) as temporary:
+                    temporary.write_bytes(pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
+            except FileNotFoundError:  # the trainer gave the checkpoint up meanwhile
+                if folder.exists():
+                    raise
+                continue
+            answered.append(step)
+        return answered
+
+
+def read_state(checkpoint: Path) -> State:
+    """The state in a checkpoint. Only load checkpoints of runs that you trust: it is a pickle.
+
+    Raises ValueError when there is none.
+    """
+    if not (checkpoint / ORCHESTRATOR / STATE).exists():
+        raise ValueError(f"{checkpoint} has no part of an orchestrator: it was written by a replay; go on from one of the run itself")
+    return pickle.loads((checkpoint / ORCHESTRATOR / STATE).read_bytes())

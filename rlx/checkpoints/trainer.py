@@ -1,0 +1,137 @@
+"""The trainer's side of checkpoints: when one is due, writing it now or in the background, completing it, keeping the newest.
+
+    begin (rank 0)  →  every rank writes its shards  →  the orchestrator adds its part  →  COMPLETE, rename  →  prune
+
+Knows the run directory and the trainer's state as a whole. A checkpoint that fails ends the run: going on would be without a net.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from rlx.checkpoints import folders
+from rlx.checkpoints.orchestrator import STATE
+from rlx.config.schema import CkptConfig
+from rlx.paths import RunPaths
+from rlx.train.checkpoint import Progress, Saver, Saving
+from rlx.train.step import PolicyTrainer
+from rlx.waiting import wait_for
+
+log = logging.getLogger(__name__)
+
+ORCHESTRATOR_TIMEOUT = 300.0  # seconds for the orchestrator's part, which it has in memory
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written; the message says why and which one is the last good one."""
+
+
+class Checkpoints:
+    """Of one run. Every rank has one and makes the same calls."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: CkptConfig,
+        trainer: PolicyTrainer,
+        *,
+        last: int,
+        facts: Mapping[str, Any],
+        with_orchestrator: bool = True,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`last`: the run's last step; `facts` stand in the marker for people; `tick` is called while waiting."""
+        self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
+        self.facts, self.with_orchestrator, self.tick = facts, with_orchestrator, tick
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.saved: int | None = None  # step of the last complete one of this attempt
+        self._saver: Saver | None = None
+        self._pending: tuple[int, Saving] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps is to be kept."""
+        return self.config.interval is not None and (step % self.config.interval == 0 or step == self.last)
+
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps; with `ckpt.save_async` the end of it comes later (`finish`). Raises CheckpointFailed."""
+        self.finish()
+        if self.saved == step:
+            return
+        if self._saver is None:
+            self._saver = Saver(self.trainer, xxhash.xxh3_64, in_background=self.config.save_async)
+        folder = folders.writing(self.paths, step)
+        if self.first:
+            self._or_fail(step, lambda: folders.begin(self.paths, step))
+        if dist.is_initialized():
+            dist.barrier()
+        progress = Progress(step, self.trainer.updates)
+        saver = self._saver
+        saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
+        self._pending = (step, saving)
+        if not self.config.save_async:
+            self.finish()
+
+    def wait_copied(self) -> None:
+        """Returns when the trainer may change its state again."""
+        if self._pending is not None:
+            step, saving = self._pending
+            self._or_fail(step, saving.wait_copied)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Complete what is being written in the background; where it is not ready, wait for it, or leave it for later."""
+        if self._pending is None or not (wait or self._pending[1].done):
+            return
+        (step, saving), self._pending = self._pending, None
+        self._or_fail(step, lambda: self._complete(step, saving))
+        self.saved = step
+
+    def protected(self) -> set[int]:
+        """Steps whose weights are kept, because a checkpoint has them or is about to."""
+        return {*folders.steps(self.paths), *([self._pending[0]] if self._pending else [])}
+
+    def close(self) -> None:
+        self.finish()
+        if self._saver is not None:
+            self._saver.close()
+
+    def _complete(self, step: int, saving: Saving) -> None:
+        files = {f"{folders.TRAINER}/{name}": record for name, record in saving.files().items()}
+        if not self.first:
+            return
+        if self.with_orchestrator:
+            name = f"{folders.ORCHESTRATOR}/{STATE}"
+            path = folders.writing(self.paths, step) / name
+            wait_for(path.exists, f"the orchestrator's part of checkpoint {step} ({path})", ORCHESTRATOR_TIMEOUT, tick=self.tick)
+            content = path.read_bytes()
+            files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+        folder = folders.finish(self.paths, step, files, self.facts)
+        size = sum(record["size"] for record in files.values())
+        log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)
+        folders.prune(self.paths, self.config.keep_last, self.config.keep_interval)
+
+    def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            if self.first:
+                folders.abandon(self.paths, step)
+            good = folders.steps(self.paths)
+            last = f"the last complete checkpoint is {self.paths.checkpoint_of(good[-1])}" if good else "there is no earlier one"
+            raise CheckpointFailed(
+                f"the checkpoint of step {step} could not be written: {_reason(error)}; {last}. "
+                "Free some space (or lower ckpt.keep_last, raise ckpt.interval), then go on with resume=latest"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in words: of several ranks the first's."""
+    failures = getattr(error, "failures", None)  # torch's CheckpointException: by rank, an exception and its traceback
+    if failures:
+        rank, (first, _) = next(iter(sorted(failures.items())))
+        return f"rank {rank}: {_reason(first)}"
+    return f"{type(error).__name__}: {error}"

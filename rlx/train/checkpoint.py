@@ -1,0 +1,257 @@
+"""The trainer's state on disk: weights, optimizer state, progress and random states, by torch.distributed.checkpoint (DCP).
+
+Every rank writes its shards; any number of ranks reads them. Weights and optimizer state are stored in their own precision, so a run
+that goes on computes the same bits. Learning rates are not stored: they follow from the configuration and the number of updates done.
+Knows tensors and one folder; knows no run directory and nothing of who else takes part in a checkpoint (`rlx.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from rlx.train.step import PolicyTrainer
+
+# One process without a process group is a case like any other here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+
+METADATA = ".metadata"
+DIGESTS = "digests_rank_{}.json"
+
+
+class Hash(Protocol):
+    """Like an object of hashlib."""
+
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training is."""
+
+    step: int  # training steps done: the policy's version
+    updates: int  # optimizer steps done; the learning rate follows from it
+
+
+class Saving:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(self, copied: Future[None] | None, written: Future[Any] | None, writer: _Writer) -> None:
+        self._copied, self._written, self._writer = copied, written, writer
+
+    def wait_copied(self) -> None:
+        """Returns when the trainer may change its state. Raises what copying raised."""
+        if self._copied is not None:
+            self._copied.result()
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has written its part."""
+        return self._written is None or self._written.done()
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """On rank 0: wait until all is written, and say what: `{name: {"size": bytes, "xxh3": digest}}`; nothing on other ranks.
+
+        Raises what writing raised on any rank: OSError for a full disk, CheckpointException where there are several ranks.
+        """
+        if self._written is not None:
+            self._written.result()
+        return self._writer.collect()
+
+
+class Saver:
+    """Writes the state of one trainer, again and again. Every rank of its process group has one and calls it alike."""
+
+    def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
+        """`new_hash` makes what digests are computed with, while the files are written. `in_background` needs the state's memory again."""
+        self.trainer, self.new_hash = trainer, new_hash
+        self._stager: DefaultStager | None = None
+        self._group: dist.ProcessGroup | None = None
+        if in_background:
+            cuda = trainer.device.type == "cuda"
+            options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
+            self._stager = DefaultStager(options)
+            if dist.is_initialized():
+                self._group = dist.new_group(backend="gloo")  # the background's collectives must not meet the trainer's
+
+    def save(self, folder: Path, progress: Progress) -> Saving:
+        """Write the state into `folder`, which is empty or absent. In the background where that was asked for; else it is written now."""
+        state = _state_of(self.trainer, progress)
+        writer = _Writer(folder, self.new_hash)
+        if self._stager is None:
+            dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+            return Saving(None, None, writer)
+        response: Any = dcp.async_save(
+            state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not dist.is_initialized()
+        )
+        return Saving(response.staging_completion, response.upload_completion, writer)
+
+    def close(self) -> None:
+        """Let go of the background's memory and threads."""
+        if self._stager is not None:
+            self._stager.close()
+
+
+def load(folder: Path, trainer: PolicyTrainer) -> Progress:
+    """Put the state in `folder` into a trainer of the same model and optimizer, on any number of ranks; every rank calls this.
+
+    Random states are those that were saved where the number of ranks is the same.
+    Raises ValueError when the state is of another model or optimizer.
+    """
+    reader = dcp.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    state = _state_of(trainer, Progress(0, 0))
+    mine = f"random.{_rank()}"
+    if f"random.{_ranks() - 1}" in stored and f"random.{_ranks()}" not in stored:
+        entry: Any = stored[mine]
+        state["random"] = {str(_rank()): torch.empty(entry.size, dtype=torch.uint8)}
+    else:
+        state["random"] = {}
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise ValueError(
+            f"the checkpoint {folder} does not fit this model and optimizer: {cause}. Go on with the model.* and optim._target_ it has"
+        ) from error
+    for packed in state["random"].values():
+        _set_random_state(packed)
+    progress = Progress(**state["progress"])
+    trainer.updates = progress.updates
+    if trainer.objective.terms.kl.target_kl is not None:  # else beta is the configuration's
+        trainer.objective.load_state_dict(state["objective"])
+    return progress
+
+
+def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
+    """The tensors themselves, not copies: loading writes into them. An optimizer that has made no step yet is given its state first."""
+    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)["state"]
+    moving = trainer.reference is not None and trainer.reference.sync_interval is not None
+    return {
+        "model": dict(trainer.model.named_weights()),
+        "optimizer": optimizer,
+        "reference": dict(trainer.reference.model.named_weights()) if trainer.reference is not None and moving else {},
+        "objective": trainer.objective.state_dict(),
+        "progress": asdict(progress),
+        "random": {str(_rank()): _random_state()},
+    }
+
+
+def _random_state() -> torch.Tensor:
+    """Every generator of this process, as bytes: [n] uint8."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    states = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), None if cuda is None else cuda.numpy()))
+    return torch.frombuffer(bytearray(states), dtype=torch.uint8)
+
+
+def _set_random_state(packed: torch.Tensor) -> None:
+    own, numpy, cpu, cuda = pickle.loads(packed.numpy().tobytes())
+    random.setstate(own)
+    np.random.set_state(numpy)
+    torch.set_rng_state(torch.from_numpy(cpu))
+    if cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.from_numpy(cuda))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextlib.contextmanager
+def _own_checksums() -> Iterator[None]:
+    """torch.save's CRC-32 of every tensor takes longer than writing it; our own digest of the file is there instead."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _HashedFile(io.FileIO):
+    """A file that is written from its begin to its end, with the digest of what was written."""
+
+    def __init__(self, path: Path, new_hash: Callable[[], Hash], digests: dict[str, dict[str, Any]]) -> None:
+        super().__init__(path, "wb")
+        self._hash, self._digests, self._file = new_hash(), digests, path.name
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):  # the system takes at most 2 GiB at a time
+            written += super().write(view[written:])
+        self._hash.update(view)
+        return written
+
+    def close(self) -> None:
+        if not self.closed:
+            self._digests[self._file] = {"size": self.tell(), "xxh3": self._hash.hexdigest()}
+        super().close()
+
+
+class _Disk(FileSystem):
+    """DCP's way to files, with digests of what it writes."""
+
+    def __init__(self, new_hash: Callable[[], Hash]) -> None:
+        self.new_hash = new_hash
+        self.digests: dict[str, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with _HashedFile(Path(path), self.new_hash, self.digests) as file:
+            yield file
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer; ranks other than 0 leave their digests in a file for rank 0."""
+
+    def __init__(self, folder: Path, new_hash: Callable[[], Hash]) -> None:
+        super().__init__(folder, overwrite=False)
+        self.folder = folder
+        self.fs = self.disk = _Disk(new_hash)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        with _own_checksums():
+            result = super().write_data(plan, planner)
+        if _rank() != 0:
+            (self.folder / DIGESTS.format(_rank())).write_text(json.dumps(self.disk.digests))
+        return result
+
+    def collect(self) -> dict[str, dict[str, Any]]:
+        if _rank() != 0:
+            return {}
+        found = dict(self.disk.digests)
+        for path in sorted(self.folder.glob(DIGESTS.format("*"))):
+            found |= json.loads(path.read_text())
+            path.unlink()
+        assert METADATA in found, sorted(found)
+        return found

@@ -1,0 +1,98 @@
+"""One rank of the checkpoint tests. Usage: checkpoint_worker.py RANK RANKS STORE JOB…, each JOB a JSON object (see `Job`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from trainer_examples import make_samples
+
+from rlx.config.schema import LossTerms, SchedulerConfig
+from rlx.data.packing import pack
+from rlx.losses.base import Objective
+from rlx.losses.grpo import grpo
+from rlx.models.load import load_policy
+from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.step import PolicyTrainer
+
+UPDATES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Train steps `first` … `last`-1; before that load a checkpoint, after that save one."""
+
+    model: str
+    out: str  # where rank 0 writes metrics and weights
+    first: int
+    last: int
+    load: str | None = None
+    save: str | None = None
+    in_background: bool = False
+    optimizer: str = "AdamW"
+
+
+def make_trainer(model: str, optimizer: str = "AdamW") -> PolicyTrainer:
+    policy = load_policy(model, torch.device("cpu"), dtype="float32")
+    return PolicyTrainer(
+        policy,
+        Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
+        getattr(torch.optim, optimizer)([p for p in policy.parameters() if p.requires_grad], lr=1e-2),
+        schedule=SchedulerConfig(type="cosine", warmup_steps=2),
+        total_updates=UPDATES,
+        max_norm=1.0,
+    )
+
+
+def run(job: Job, rank: int, ranks: int) -> None:
+    trainer = make_trainer(job.model, job.optimizer)
+    step = 0
+    if job.load is not None:
+        step = load(Path(job.load), trainer).step
+    assert step == job.first, (step, job.first)
+    records: list[dict[str, Any]] = []
+    saver = Saver(trainer, xxhash.xxh3_64, in_background=job.in_background)
+    for step in range(job.first, job.last):
+        batch = pack(step, [make_samples(seed=step)], ranks=ranks, tokens=60)
+        values = trainer.train_minibatch(batch.mini_batches[0], step=step)
+        records.append({name: value for name, value in values.items() if not name.startswith("time/")})
+    weights = {name: full(tensor) for name, tensor in trainer.model.named_weights()}
+    out = Path(job.out)
+    if job.save is not None:
+        saving = saver.save(Path(job.save), Progress(job.last, trainer.updates))
+        saving.wait_copied()
+        if job.in_background:  # what happens to the state now must not reach the disk
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter.zero_()
+        files = saving.files()
+        if rank == 0:
+            (out.with_suffix(".files.json")).write_text(json.dumps(files))
+    saver.close()
+    if rank == 0:
+        torch.save({"records": records, "weights": weights}, out)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def main() -> None:
+    rank, ranks, store, *jobs = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.manual_seed(int(rank))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
+    for job in jobs:
+        run(Job(**json.loads(job)), int(rank), int(ranks))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The trainer's state on disk: what comes back is what went in, bit for bit, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from checkpoint_worker import UPDATES, Job, make_trainer, run
+from trainer_examples import make_model
+from transformers.models.llama import LlamaConfig
+
+from rlx.train.checkpoint import Progress, Saver, load
+
+HERE = Path(__file__).parent
+HALF = UPDATES // 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(tie_word_embeddings=True).save_pretrained(folder)
+    return str(folder)
+
+
+def two_ranks(folder: Path, *jobs: Job) -> None:
+    """Both ranks in processes of their own, over gloo, sharded by FSDP2."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
+    arguments = ["2", str(folder / "store"), *(json.dumps(asdict(job)) for job in jobs)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "checkpoint_worker.py"), str(rank), *arguments], env=environment, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()[-3000:]
+
+
+def result(path: Path) -> dict[str, Any]:
+    return torch.load(path)
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(b[name], tensor), name
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: str, tmp_path: Path, optimizer: str) -> None:
+    job = {"model": model, "optimizer": optimizer}
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), 0, 1)
+    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), 0, 1)
+    run(Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / "saved")), 0, 1)
+    whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
+    assert half["records"] + rest["records"] == whole["records"]
+    same_weights(rest["weights"], whole["weights"])
+
+
+def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    trainer = make_trainer(model)
+    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(4, 7))
+    expected = draw()
+    draw()
+    assert load(tmp_path / "saved", trainer) == Progress(4, 7)
+    assert trainer.updates == 7
+    assert draw() == expected
+
+
+@pytest.mark.slow
+def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path) -> None:
+    def job(name: str, first: int, last: int, **keys: Any) -> Job:
+        return Job(model=model, out=str(tmp_path / name), first=first, last=last, **keys)
+
+    run(job("one", 0, HALF, save=str(tmp_path / "from_one")), 0, 1)
+    two_ranks(
+        tmp_path,
+        job("two", 0, HALF, save=str(tmp_path / "from_two")),
+        job("two_rest", HALF, UPDATES, load=str(tmp_path / "from_two")),
+        job("two_in_background", 0, HALF, save=str(tmp_path / "from_background"), in_background=True),
+        job("one_to_two", HALF, HALF, load=str(tmp_path / "from_one"), save=str(tmp_path / "from_one_again")),
+        job("one_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_one")),
+        job("two_whole", 0, UPDATES),
+    )
+    # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went through two ranks and back to one
+    same_weights(result(tmp_path / "one_to_two")["weights"], result(tmp_path / "one")["weights"])
+    run(job("one_rest", HALF, UPDATES, load=str(tmp_path / "from_one")), 0, 1)
+    run(job("one_again_rest", HALF, UPDATES, load=str(tmp_path / "from_one_again")), 0, 1)
+    same_weights(result(tmp_path / "one_again_rest")["weights"], result(tmp_path / "one_rest")["weights"])
+    assert result(tmp_path / "one_again_rest")["records"] == result(tmp_path / "one_rest")["records"]
+    # two → two, and two → one
+    whole = result(tmp_path / "two_whole")
+    assert result(tmp_path / "two")["records"] + result(tmp_path / "two_rest")["records"] == whole["records"]
+    same_weights(result(tmp_path / "two_rest")["weights"], whole["weights"])
+    run(job("two_to_one", HALF, HALF, load=str(tmp_path / "from_two")), 0, 1)
+    same_weights(result(tmp_path / "two_to_one")["weights"], result(tmp_path / "two")["weights"])
+    # in the background: what was the state when it was asked for, though it changed meanwhile
+    run(job("background_to_one", HALF, HALF, load=str(tmp_path / "from_background")), 0, 1)
+    same_weights(result(tmp_path / "background_to_one")["weights"], result(tmp_path / "two")["weights"])
+    # one and two ranks differ by the order of sums only
+    for a, b in zip(result(tmp_path / "one_to_two_rest")["records"], result(tmp_path / "one_rest")["records"], strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_digests_are_those_of_the_files(model: str, tmp_path: Path, in_background: bool) -> None:
+    saver = Saver(make_trainer(model), xxhash.xxh3_64, in_background=in_background)
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        saving = saver.save(folder, Progress(1, 1))
+        saving.wait_copied()
+        files = saving.files()
+        assert set(files) == {path.name for path in folder.iterdir()}
+        for file, record in files.items():
+            content = (folder / file).read_bytes()
+            assert record == {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+    saver.close()
+
+
+def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model)
+    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(2, 2))
+    other = make_trainer(model)
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    load(tmp_path / "saved", other)
+    assert other.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
+    Saver(make_trainer(model), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1))
+    for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
+        other.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Go on with the model"):
+            load(tmp_path / "saved", make_trainer(str(tmp_path / name)))
+    with pytest.raises(ValueError, match="does not fit this model and optimizer"):
+        load(tmp_path / "saved", make_trainer(model, "Adagrad"))
