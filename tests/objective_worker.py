@@ -58,6 +58,9 @@ def train(folder: Path, world_size: int) -> dict[str, Any]:
         trainer.optimizer.zero_grad()
         values = trainer.train_batch(batch, iterations=2)
         results[case] = gradients, {k: v for k, v in values.items() if not k.startswith("time/")}
+    frozen.sync_interval, frozen.alpha = 1, 0.25
+    assert frozen.after_step(0, model)
+    results["the reference"] = {name: _whole(p).clone() for name, p in frozen.model.named_parameters()}, {}
     return results
 
 

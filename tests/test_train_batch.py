@@ -30,7 +30,8 @@ def test_recomputed_ratios_are_against_the_start_of_the_step_and_leave_one_with_
 
     def spy(tokens):
         compared.append(tokens.old_logp)
-        spread.append(float(tokens.ratio().max() - tokens.ratio().min()))
+        ratio = tokens.ratio().detach()
+        spread.append(float(ratio.max() - ratio.min()))
         return grpo(tokens)
 
     trainer = make_trainer(make_model(), spy, proximal="recompute", correction="tis")

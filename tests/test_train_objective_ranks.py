@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "the reference"])  # the last: its parameters after it took up the policy
 def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
     (gradients, metrics), (others, other_metrics) = (result[case] for result in results)
     scale = max(float(g.abs().max()) for g in gradients.values())

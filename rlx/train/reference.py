@@ -25,6 +25,12 @@ class Reference:
         if own < wanted:
             raise ValueError(f"the reference model (ref.name) has {own} token ids and the policy {wanted}; it must know all of them")
 
+    def scored(self) -> None:
+        """Nothing more is scored for now. A sharded model holds its root's parameters whole until backward, and here none comes."""
+        reshard = getattr(self.model, "reshard", None)
+        if reshard is not None:
+            reshard()
+
     @torch.no_grad()
     def after_step(self, step: int, policy: PolicyModel) -> bool:
         """After step `step` (0, 1, …): θ_ref ← α·θ + (1 − α)·θ_ref when it is time (arXiv 2404.09656, there after every τ steps)."""

@@ -111,6 +111,8 @@ class PolicyTrainer:
             old = self.score(micro_batch)[0] if recompute else None
             ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
             scores.append(Before(old_logp=old, ref_logp=ref))
+        if self.reference is not None:
+            self.reference.scored()
         return scores
 
     def train_minibatch(
