@@ -1,0 +1,95 @@
+"""Runs that SLURM takes the machine away from: they come back with the same job and directory, and end as if nothing had been.
+
+At `max_async_level=0` on CPU a run's metrics are the same bit for bit whenever and wherever it was interrupted, which is what is compared.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from main_job import reproducible_lines
+from slurm_job import SlurmJob, slurm, train
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+STEPS = 8
+SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}", "model.warm_start.steps=40")
+RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
+
+
+@pytest.fixture
+def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., SlurmJob]]:
+    jobs: list[SlurmJob] = []
+
+    def begin(name: str, *overrides: str) -> SlurmJob:
+        jobs.append(SlurmJob(tmp_path / name, model_cache, *overrides))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        subprocess.run(["scancel", job.id], check=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> SlurmJob:
+    """The run over three nodes, left alone."""
+    job = SlurmJob(tmp_path_factory.mktemp("runs") / "undisturbed", model_cache, *RUN)
+    assert job.until_over() == "completed", job.text()
+    return job
+
+
+def test_a_run_over_three_nodes_ends_well_and_trains_as_on_one(undisturbed, tmp_path, model_cache):
+    status = undisturbed.status()
+    assert (status["exit_code"], status["step"], status["job"], undisturbed.state()) == (0, STEPS, undisturbed.id, "COMPLETED")
+    hosts = {(p["role"], p["replica"]): p["host"] for p in status["processes"]}
+    assert hosts == {
+        ("prepare", 0): "node2", ("inference", 0): "node1", ("orchestrator", 0): "node2", ("trainer", 0): "node2", ("trainer", 1): "node3"
+    }  # fmt: skip
+    assert undisturbed.left() == []
+    one = [*RUN, "hardware=cpu", "hardware.trainer_ranks=2", f"run.dir={tmp_path / 'one'}"]
+    done = train(*one, cwd=tmp_path, cache=model_cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert reproducible_lines(tmp_path / "one") == undisturbed.reproducible_lines()
+
+
+def requeue(job: SlurmJob) -> None:
+    slurm("scontrol", "requeue", job.id)
+
+
+def signal_before_the_time_limit(job: SlurmJob) -> None:
+    slurm("scancel", "--batch", "--signal=USR2", job.id)  # what --signal=B:USR2@… sends
+
+
+@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit])
+def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, undisturbed, disturb):
+    job = submit("run", *RUN)
+    job.until_step(4)
+    disturb(job)
+    job.until(lambda: (job.run_dir / "logs" / "attempt_1" / "trainer.log").exists(), "second attempt", timeout=60)
+    assert job.until_over() == "completed", job.text()
+    status = job.status()
+    assert (status["attempt"], status["exit_code"], status["step"], status["job"]) == (1, 0, STEPS, job.id)
+    assert job.state() == "COMPLETED"
+    first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
+    second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
+    if disturb is requeue:
+        assert "going on after 3 steps" in second  # the last checkpoint that there was
+    else:
+        assert "back in the queue" in first
+        assert "going on after 5 steps" in second or "going on after 6 steps" in second  # one was written for the occasion
+    assert job.reproducible_lines() == undisturbed.reproducible_lines()
+
+
+def test_a_run_that_may_not_be_requeued_again_fails_and_says_so(submit):
+    job = submit("run", *RUN, "launcher.max_requeues=0", "launcher.preempt_grace=3")
+    job.pid("trainer", 1)
+    signal_before_the_time_limit(job)
+    asked = time.monotonic()
+    assert job.until_over(timeout=30) == "failed", job.text()
+    assert time.monotonic() - asked < 15
+    assert "launcher.max_requeues=0 is used up" in job.status()["cause"]["reason"]
+    assert job.state() == "FAILED"
+    assert job.left() == []
