@@ -47,6 +47,13 @@ class RunLock:
         """Take it alone. False when somebody else holds it, and then this process holds nothing."""
         return self._try(fcntl.LOCK_EX)
 
+    def take(self, timeout: float) -> bool:
+        """Take it alone, waiting at most `timeout` seconds for those who hold it."""
+        deadline = time.monotonic() + timeout
+        while not (alone := self.exclusive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return alone
+
     def share(self, timeout: float = 5.0) -> bool:
         """Take it beside others; wait at most `timeout` seconds for one who is making the directory."""
         deadline = time.monotonic() + timeout
@@ -58,9 +65,7 @@ class RunLock:
 
     def wait_until_alone(self, timeout: float) -> bool:
         """Wait until nobody else holds it, at most `timeout` seconds; it is held shared again afterwards."""
-        deadline = time.monotonic() + timeout
-        while not (alone := self.exclusive()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        alone = self.take(timeout)
         self.share()
         return alone
 

@@ -34,6 +34,7 @@ from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 
 FOLDER = ".submitit"  # of a run or a sweep: what submitit writes for its jobs
+OLD_ATTEMPT = 60.0  # seconds for what is left of an earlier attempt to go
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID")  # variables of a run that a job submitted from inside one must not inherit
 
 
@@ -131,7 +132,7 @@ class Run:
         environment = JobEnvironment()
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         lock = RunLock(paths)
-        if not lock.exclusive():
+        if not lock.take(timeout=OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
         status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=environment.job_id)
