@@ -28,7 +28,7 @@ from rlx.envs.chat import Chat
 from rlx.heartbeat import Heartbeat
 from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Completion, GenerateRequest, PolicyState
+from rlx.inference.protocol import Answer, Asked, Completion, PolicyState
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator, first_failure
@@ -38,17 +38,23 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
     """The mock server, in its own process."""
     from aiohttp import web
 
-    decoder, encoder = msgspec.msgpack.Decoder(GenerateRequest), msgspec.msgpack.Encoder()
+    decoder, encode = msgspec.msgpack.Decoder(Asked), msgspec.msgpack.Encoder().encode
     ids = np.arange(num_tokens, dtype=np.int32) % 90 + 8
     ids[-1] = 2  # <|im_end|>
     logprobs = np.full(num_tokens, -0.5, dtype=np.float32).tobytes()
 
-    async def generate(request: web.Request) -> web.Response:
-        call = decoder.decode(await request.read())
-        if latency:
-            await asyncio.sleep(latency)
-        answer = Completion(token_ids=ids.tobytes(), logprobs=logprobs, versions=[(call.version, num_tokens)], finish_reason="stop")
-        return web.Response(body=encoder.encode(answer))
+    async def generate(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=0, compress=False)
+        await socket.prepare(request)
+        async for message in socket:
+            asked = decoder.decode(message.data)
+            if latency:
+                await asyncio.sleep(latency)
+            await socket.send_bytes(encode([Answer(number, 200, complete(call.version)) for number, call in asked.requests]))
+        return socket
+
+    def complete(version: int) -> Completion:
+        return Completion(token_ids=ids.tobytes(), logprobs=logprobs, versions=[(version, num_tokens)], finish_reason="stop")
 
     async def policy(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(PolicyState(version=0, model="mock", context_length=1 << 20)))
@@ -58,7 +64,7 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
 
     async def main() -> None:
         app = web.Application()
-        app.add_routes([web.post("/generate", generate), web.get("/policy", policy), web.post("/update_weights", update)])
+        app.add_routes([web.get("/generate", generate), web.get("/policy", policy), web.post("/update_weights", update)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

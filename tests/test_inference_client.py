@@ -16,7 +16,18 @@ from aiohttp import web
 
 from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Completion, GenerateRequest, InferenceError, PolicyState, ServerUnreachable, StaleServer, UpdateRefused
+from rlx.inference.protocol import (
+    Answer,
+    Asked,
+    Completion,
+    GenerateRequest,
+    InferenceError,
+    PolicyState,
+    RequestRefused,
+    ServerUnreachable,
+    StaleServer,
+    UpdateRefused,
+)
 
 SAMPLING = {"max_tokens": 3}
 
@@ -29,14 +40,15 @@ class Stand:
         self.version = 0
         self.requests: list[GenerateRequest] = []
         self.served: list[int] = []  # version of each answer
-        self.in_flight = self.aborted = 0
+        self.in_flight = self.aborted = self.messages = 0
         self.refuse: str | None = None
+        self.transports: list[asyncio.Transport] = []
         self.runner: web.AppRunner | None = None
         self.port = 0
 
     async def __aenter__(self) -> Stand:
         application = web.Application()
-        application.router.add_post("/generate", self.generate)
+        application.router.add_get("/generate", self.connection)
         application.router.add_post("/update_weights", self.update)
         application.router.add_post("/reload_weights", self.reload)
         application.router.add_get("/policy", self.policy)
@@ -49,17 +61,40 @@ class Stand:
 
     async def __aexit__(self, *exception: object) -> None:
         assert self.runner is not None
+        for transport in self.transports:
+            transport.abort()  # as a killed process does
+        self.transports.clear()
         await self.runner.cleanup()
 
     @property
     def endpoint(self) -> Endpoint:
         return Endpoint(f"http://127.0.0.1:{self.port}", "key")
 
-    async def generate(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer key"
-        asked = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)
+    async def connection(self, request: web.Request) -> web.StreamResponse:
+        if request.headers["Authorization"] != "Bearer key":
+            return web.Response(status=403)
+        socket = web.WebSocketResponse(max_msg_size=0)
+        await socket.prepare(request)
+        assert request.transport is not None
+        self.transports.append(request.transport)
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for message in socket:
+                self.messages += 1
+                asked = msgspec.msgpack.decode(message.data, type=Asked)
+                for number, one in asked.requests:
+                    tasks[number] = asyncio.ensure_future(self.generate(socket, number, one))
+                for number in asked.given_up:
+                    tasks[number].cancel()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return socket
+
+    async def generate(self, socket: web.WebSocketResponse, number: int, asked: GenerateRequest) -> None:
         if asked.version > self.version:
-            return web.json_response({"error": "stale", "version": self.version}, status=409)
+            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
+            return
         self.requests.append(asked)
         self.in_flight += 1
         try:
@@ -74,7 +109,7 @@ class Stand:
         completion = Completion(
             ids.tobytes(), (-ids / 7).astype(np.float32).tobytes(), [(self.version, 1), (self.version + 1, len(ids) - 1)], "stop"
         )
-        return web.Response(body=msgspec.msgpack.encode(completion))
+        await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
 
     async def update(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -254,3 +289,22 @@ def test_no_server_at_all_is_refused():
     with pytest.raises(ValueError, match=r"inference\.base_url"):
         InferenceClient([], 1)
     assert issubclass(StaleServer, InferenceError)
+
+
+def test_requests_of_one_moment_share_a_message_and_one_connection():
+    async def scene(client: InferenceClient, stand: Stand) -> None:
+        await client.generate([1], SAMPLING, "a")  # the connection is there
+        turns = await asyncio.gather(*[client.generate([n, n + 1], SAMPLING, "a") for n in range(64)])
+        assert [turn.completion_ids.tolist() for turn in turns] == [[n + 1, n] for n in range(64)]
+        assert (stand.messages, len(stand.transports)) == (2, 1)
+
+    play(scene, Stand())
+
+
+def test_a_wrong_key_is_said_at_once():
+    async def whole() -> None:
+        async with Stand() as stand, InferenceClient([Endpoint(stand.endpoint.url, "guess")], request_timeout=10) as client:
+            with pytest.raises(RequestRefused, match="is the key right"):
+                await client.generate([1], SAMPLING, "a")
+
+    asyncio.run(whole())

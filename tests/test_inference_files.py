@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConfig
 from rlx.inference.arguments import engine_arguments, environment, runs_in_process
-from rlx.inference.cpu_gemm import padded_rows
+from rlx.inference.cpu_ops import BLOCK, blocks, padded_rows
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
 from rlx.inference.policy_files import check_policy, tensor_shapes
 from rlx.paths import RunPaths
@@ -141,3 +141,13 @@ def test_padded_rows_are_few_and_never_an_eighth_more():
     assert len(sizes) < 100
     assert all(rows <= padded_rows(rows) <= rows * 9 / 8 for rows in range(1, 8193))
     assert [padded_rows(rows) for rows in (1, 15, 16, 17, 64, 65, 256, 257)] == [1, 15, 16, 18, 64, 72, 256, 288]
+
+
+def test_rows_go_through_whole_and_in_few_sizes():
+    sizes = set()
+    for rows in (1, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 77):
+        parts = blocks(rows)
+        assert [row for start, stop, _ in parts for row in range(start, stop)] == list(range(rows))
+        assert all(stop - start <= size <= BLOCK for start, stop, size in parts)
+        sizes |= {size for _, _, size in parts}
+    assert sizes <= {padded_rows(rows) for rows in range(1, BLOCK + 1)}

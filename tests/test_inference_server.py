@@ -96,6 +96,32 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
     assert all(set(turn.versions.tolist()) == {3} for turn in later)
 
 
+def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: Run) -> None:
+    """Requests that come while the update waits are sampled under the new version alone; where one has too far to go, nothing waits."""
+    folder = run.version(1)
+    ids = prompts(12, seed=3)
+
+    async def conversation(client: InferenceClient) -> list[list[Turn]]:
+        async with InferenceClient(run.ready(), request_timeout=120, drain_tokens=60) as draining:
+            flying = [asyncio.create_task(sample(client, one, seed, min_tokens=40)) for seed, one in enumerate(ids)]
+            await asyncio.sleep(0.1)
+            update = asyncio.create_task(draining.update_weights(folder, 1))
+            await asyncio.sleep(0.02)
+            late = await asyncio.gather(*[sample(client, one, seed) for seed, one in enumerate(ids)])
+            await update
+            await client.wait_ready(60)  # back to version 0
+            long = [asyncio.create_task(sample(client, one, seed, max_tokens=200, min_tokens=190)) for seed, one in enumerate(ids)]
+            await asyncio.sleep(0.2)
+            await draining.update_weights(folder, 1)
+            return [await asyncio.gather(*flying), late, await asyncio.gather(*long)]
+
+    flying, late, long = talk(run, conversation)
+    assert {version for turn in flying for version in turn.versions.tolist()} == {0}
+    assert {version for turn in late for version in turn.versions.tolist()} == {1}
+    assert all(set(turn.versions.tolist()) == {0, 1} for turn in long)
+    assert run.worst(late, 1.0) < EXACT
+
+
 def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) -> None:
     async def first(client: InferenceClient) -> None:
         await client.update_weights(run.version(1), 1)
@@ -256,7 +282,6 @@ def test_everything_but_health_asks_for_the_key(run: Run) -> None:
     async def conversation() -> None:
         assert await status("GET", "/health", None) == 200
         for method, path in (
-            ("POST", "/generate"),
             ("POST", "/update_weights"),
             ("POST", "/reload_weights"),
             ("GET", "/policy"),
@@ -266,7 +291,12 @@ def test_everything_but_health_asks_for_the_key(run: Run) -> None:
                 assert await status(method, path, key) == 401, (path, key)
         assert await status("GET", "/policy", endpoint.api_key) == 200
         assert await status("POST", "/policy", endpoint.api_key) == 405
-        assert await status("POST", "/generate", endpoint.api_key) == 400
+        assert await status("POST", "/generate", endpoint.api_key) == 404
+        async with aiohttp.ClientSession() as session:
+            for key in ("", endpoint.api_key + "x"):
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await session.ws_connect(endpoint.url + "/generate", headers={"Authorization": f"Bearer {key}"})
+                assert refused.value.status == 403
 
     asyncio.run(conversation())
     file = endpoint_file(run.paths, 0)

@@ -194,6 +194,12 @@ class WeightBroadcastConfig:
     type: str = key("filesystem", "`filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
     keep_last: int = key(2, "versions kept on disk, beside the final one", low=1)
     timeout: float = key(600.0, "seconds for one update of all servers", above=0)
+    drain_tokens: int = key(
+        16,
+        "an update waits for the requests in flight where each has at most this many tokens to go; otherwise, and with 0, "
+        "they go on under the new version, their keys and values computed again",
+        low=0,
+    )
 
 
 @dataclass

@@ -20,10 +20,12 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from rlx.inference.channel import Channel
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
     FLOAT,
     INT,
+    Answer,
     Completion,
     ContextTooLong,
     Failure,
@@ -45,8 +47,6 @@ PAUSE = 0.25  # seconds between two attempts at a server that does not answer
 RESTART = 60.0  # seconds a server may be away before a request on it fails
 REMEMBERED = 16384  # affinities kept; the least recently used is forgotten
 
-_encode = msgspec.msgpack.Encoder().encode
-_completion = msgspec.msgpack.Decoder(Completion)
 _state = msgspec.json.Decoder(PolicyState)
 _failure = msgspec.json.Decoder(Failure)
 
@@ -59,10 +59,21 @@ class _Server:
         self.load = 0  # requests in flight
         self.away_until = 0.0  # monotonic time before which other servers are preferred: it did not answer
         self.updating = asyncio.Lock()
+        self.channel: Channel | None = None
+        self.connecting = asyncio.Lock()
 
     @property
     def name(self) -> str:
         return f"inference server {self.endpoint.url}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.endpoint.api_key}"}
+
+    def gone(self, endpoint: Endpoint) -> None:
+        """It did not answer at `endpoint`: others are preferred for a while, and it may be at another address now."""
+        self.away_until = time.monotonic() + 4 * PAUSE
+        self.endpoint = endpoint.refreshed()
 
 
 class InferenceClient:
@@ -71,8 +82,13 @@ class InferenceClient:
     `version` is what all servers were last told to serve. A request never samples from an older one.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], request_timeout: float, restart_timeout: float = RESTART) -> None:
-        """`request_timeout`: seconds for one request, retries included; `restart_timeout`: seconds that servers may be away meanwhile."""
+    def __init__(
+        self, endpoints: Sequence[Endpoint], request_timeout: float, restart_timeout: float = RESTART, drain_tokens: int = 0
+    ) -> None:
+        """`request_timeout`: seconds for one request, retries included; `restart_timeout`: seconds that servers may be away meanwhile.
+
+        `drain_tokens`: see `protocol.UpdateRequest`.
+        """
         if not endpoints:
             raise ValueError("no inference server: give inference.base_url, or hardware.inference_replicas of at least 1")
         self.version = 0
@@ -81,6 +97,7 @@ class InferenceClient:
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
         self._request_timeout = request_timeout
         self._restart_timeout = restart_timeout
+        self._drain_tokens = drain_tokens
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> InferenceClient:
@@ -90,6 +107,9 @@ class InferenceClient:
 
     async def __aexit__(self, *exception: object) -> None:
         assert self._session is not None
+        for server in self._servers:
+            if server.channel is not None:
+                await server.channel.close()
         await self._session.close()
 
     # -- sampling
@@ -111,10 +131,9 @@ class InferenceClient:
             async with asyncio.timeout(self._request_timeout):
                 while True:
                     server = self._choose(affinity)
-                    body = _encode(GenerateRequest(request_id, prompt, parameters, self.version))
                     server.load += 1
                     try:
-                        status, answer = await self._ask(server, "POST", "/generate", body)
+                        answer = await self._sample(server, GenerateRequest(request_id, prompt, parameters, self.version))
                     except ServerUnreachable:
                         away_since = away_since or time.monotonic()
                         if time.monotonic() - away_since > self._restart_timeout:
@@ -123,16 +142,44 @@ class InferenceClient:
                         continue
                     finally:
                         server.load -= 1
-                    if status == 200:
-                        return _turn(prompt, _completion.decode(answer))
-                    if status == 409:
+                    if answer.completion is not None:
+                        return _turn(prompt, answer.completion)
+                    if answer.status == 409:
                         await self._restore(server)
                         continue
-                    raise _error(server, status, answer)
+                    raise _error(server, answer.status, answer.error)
         except TimeoutError:
             raise ServerUnreachable(
                 f"{server.name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
             ) from None
+
+    async def _sample(self, server: _Server, request: GenerateRequest) -> Answer:
+        """The server's answer. Raises ServerUnreachable for none, or when the engine behind it is dead; RequestRefused for a wrong key."""
+        endpoint = server.endpoint
+        try:
+            channel = server.channel
+            if channel is None or channel.ended:
+                channel = await self._connect(server)
+            answer = await channel.ask(request)
+            if answer.status != 503:
+                return answer
+            cause = f"{server.name}: {answer.error}"
+        except aiohttp.WSServerHandshakeError as error:
+            if 400 <= error.status < 500:
+                raise RequestRefused(f"{server.name} ({error.status}): it refused the connection; is the key right?") from None
+            cause = f"{server.name} ({error.status}): {error.message}"
+        except (aiohttp.ClientError, OSError) as error:
+            cause = f"{server.name} does not answer: {error or type(error).__name__}"
+        server.gone(endpoint)
+        raise ServerUnreachable(cause)
+
+    async def _connect(self, server: _Server) -> Channel:
+        """The connection to a server; a new one where there is none."""
+        assert self._session is not None, "use the client as `async with InferenceClient(…) as client`"
+        async with server.connecting:
+            if server.channel is None or server.channel.ended:
+                server.channel = await Channel.connect(self._session, server.endpoint.url + "/generate", server.headers)
+            return server.channel
 
     def _choose(self, affinity: int) -> _Server:
         """The server of this affinity while it answers; else the least loaded of those that answer."""
@@ -163,7 +210,7 @@ class InferenceClient:
 
     async def _tell(self, server: _Server, path: Path, version: int) -> None:
         async with server.updating:
-            body = json.dumps({"weight_dir": str(path), "version": version}).encode()
+            body = json.dumps({"weight_dir": str(path), "version": version, "drain_tokens": self._drain_tokens}).encode()
             status, answer = await self._insist(server, "POST", "/update_weights", body)
             if status == 422:
                 raise UpdateRefused(f"{server.name}: {_failure.decode(answer).error}")
@@ -245,9 +292,7 @@ class InferenceClient:
         assert self._session is not None, "use the client as `async with InferenceClient(…) as client`"
         endpoint = server.endpoint
         try:
-            async with self._session.request(
-                method, endpoint.url + path, data=body, headers={"Authorization": f"Bearer {endpoint.api_key}"}
-            ) as answer:
+            async with self._session.request(method, endpoint.url + path, data=body, headers=server.headers) as answer:
                 content = await answer.read()
                 if answer.status == 503:
                     raise ServerUnreachable(f"{server.name}: {_failure.decode(content).error}")
@@ -256,8 +301,7 @@ class InferenceClient:
             cause = ServerUnreachable(f"{server.name} does not answer: {error or type(error).__name__}")
         except ServerUnreachable as error:
             cause = error
-        server.away_until = time.monotonic() + 4 * PAUSE
-        server.endpoint = endpoint.refreshed()
+        server.gone(endpoint)
         raise cause
 
 
@@ -282,11 +326,14 @@ def _turn(prompt: bytes, completion: Completion) -> Turn:
     )
 
 
-def _error(server: _Server, status: int, answer: bytes) -> InferenceError:
+def _error(server: _Server, status: int, answer: bytes | str) -> InferenceError:
     """What an answer other than 200 means for the caller."""
-    try:
-        text = _failure.decode(answer).error
-    except msgspec.MsgspecError:
-        text = answer[:500].decode(errors="replace")
+    if isinstance(answer, str):
+        text = answer
+    else:
+        try:
+            text = _failure.decode(answer).error
+        except msgspec.MsgspecError:
+            text = answer[:500].decode(errors="replace")
     kind = ContextTooLong if status == 413 else RequestRefused if 400 <= status < 500 else InferenceError
     return kind(f"{server.name} ({status}): {text}")

@@ -30,13 +30,14 @@ FINISH_REASONS = {0: "stop", 1: "length", 2: "abort", 3: "error", 4: "stop"}  # 
 class Sink:
     """What one policy request has sampled so far."""
 
-    __slots__ = ("done", "finish_reason", "logprobs", "token_ids", "versions")
+    __slots__ = ("done", "finish_reason", "logprobs", "max_tokens", "token_ids", "versions")
 
-    def __init__(self, done: asyncio.Future[None]) -> None:
+    def __init__(self, done: asyncio.Future[None], max_tokens: int) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[list[int]] = []  # runs [version, tokens]
         self.finish_reason = ""
+        self.max_tokens = max_tokens
         self.done = done
 
 

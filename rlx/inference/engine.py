@@ -2,7 +2,7 @@
 
 An update is exact for requests in flight: the files are checked while the old version generates on, then the engine is paused between
 two steps, all tokens of the old weights are stamped, the weights change, keys and values computed with the old ones are thrown away
-(requests in flight recompute theirs), and the engine goes on.
+(requests in flight recompute theirs), and the engine goes on. Where all requests in flight end soon, waiting for them is cheaper.
 
 Knows vLLM. Knows nothing of HTTP, of keys or of the run directory.
 """
@@ -10,6 +10,7 @@ Knows vLLM. Knows nothing of HTTP, of keys or of the run directory.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -25,7 +26,7 @@ from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlx.inference.core import InProcessCore, SeparateCore, Sink
-from rlx.inference.cpu_gemm import use_padded_rows
+from rlx.inference.cpu_ops import NORMS, use_quick_ops
 from rlx.inference.policy_files import Shapes, check_policy, tensor_shapes
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 
@@ -59,6 +60,9 @@ class PolicyEngine:
         self.served = served
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._open = asyncio.Event()  # whether new requests are let in
+        self._open.set()
         self._context = llm.model_config.max_model_len
         self._tied = bool(llm.model_config.hf_config.tie_word_embeddings)
         self._tasks: tuple[Any, ...] = ()
@@ -69,7 +73,9 @@ class PolicyEngine:
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
-            use_padded_rows()
+            use_quick_ops()
+            norms = config.kernel_config.ir_op_priority
+            norms.rms_norm, norms.fused_add_rms_norm = [NORMS, "native"], [NORMS, "native"]
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just asked for spawn, which takes 10 s more
         kind = InProcessCore if in_process else SeparateCore
 
@@ -105,8 +111,11 @@ class PolicyEngine:
             )
         except (VLLMValidationError, ValueError, TypeError) as error:
             raise BadRequest(str(error)) from error
-        self.llm.input_processor.assign_request_id(core_request)
-        sink = Sink(asyncio.get_running_loop().create_future())
+        while not self._open.is_set():
+            await self._open.wait()
+        core_request.external_req_id = request.request_id
+        core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique, whatever clients call theirs
+        sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
         self.core.sinks[core_request.request_id] = sink
         try:
             await self.core.add_request_async(core_request)
@@ -140,9 +149,10 @@ class PolicyEngine:
             preemptions=core.preemptions,
         )
 
-    async def update_weights(self, folder: Path, version: int) -> None:
+    async def update_weights(self, folder: Path, version: int, drain_tokens: int = 0) -> None:
         """Serve `version` from the Hugging Face folder with its `COMPLETE` marker.
 
+        When every request in flight has at most `drain_tokens` tokens to go, they end under the old version first, and new ones wait.
         Raises BadWeights while nothing is changed yet, Broken when the engine was left without a whole model.
         """
         async with self._updating:
@@ -151,7 +161,11 @@ class PolicyEngine:
                 await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
-            await self._load(folder, version, started)
+            try:
+                await self._drain(drain_tokens)
+                await self._load(folder, version, started)
+            finally:
+                self._open.set()
 
     async def reload_weights(self) -> None:
         """Back to version 0. Raises as `update_weights` does."""
@@ -164,6 +178,14 @@ class PolicyEngine:
             if shapes != self.served:
                 raise BadWeights(f"version {self.version} is still served: {self.model} has changed since this server started")
             await self._load(self.model, 0, started)
+
+    async def _drain(self, tokens: int) -> None:
+        """Let nothing in and wait for all requests in flight, if each of them runs already and has at most `tokens` tokens to go."""
+        sinks = list(self.core.sinks.values())
+        running = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
+        if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
+            self._open.clear()
+            await asyncio.wait([sink.done for sink in sinks])
 
     async def _load(self, folder: Path, version: int, started: float) -> None:
         if self.broken.done():

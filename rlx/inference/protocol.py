@@ -1,7 +1,9 @@
 """What client and server say to each other, and the errors that carry it.
 
-`/generate` speaks msgpack with token arrays as raw little-endian bytes, so that a completion of thousands of tokens costs microseconds;
-everything else speaks JSON. Knows neither vLLM nor aiohttp.
+`/generate` is a WebSocket: a client has one connection to a server, and a message carries all requests, or all completions, that are
+ready at that moment, because at a few hundred small requests a step HTTP itself was the larger part of their cost. It speaks msgpack with
+token arrays as raw little-endian bytes, so that a completion of thousands of tokens costs microseconds; everything else speaks JSON.
+Knows neither vLLM nor aiohttp.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
 
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
-    """Body of `POST /generate`."""
+    """One completion to be sampled."""
 
     request_id: str
     prompt_ids: bytes  # int32 [P]
@@ -38,7 +40,7 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Answer of `POST /generate`."""
+    """What was sampled."""
 
     token_ids: bytes  # int32 [C]
     logprobs: (
@@ -46,6 +48,22 @@ class Completion(msgspec.Struct, frozen=True):
     )
     versions: list[tuple[int, int]]  # runs `(version, tokens)` in order; their tokens add up to C
     finish_reason: str  # "stop", "length" or "abort"
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """A message to the server. A request's number is the client's choice, unlike those of its other open requests on the connection."""
+
+    requests: list[tuple[int, GenerateRequest]] = []
+    given_up: list[int] = []  # open requests whose completion is not wanted any more; they are not answered
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """A request's end; a message to the client is a list of them."""
+
+    number: int
+    status: int  # as HTTP has it: 200, 400 wrong, 409 the server has an older version, 413 no room for a new token, 503 ask again
+    completion: Completion | None = None
+    error: str = ""
 
 
 class PolicyState(msgspec.Struct, frozen=True):
@@ -65,6 +83,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     weight_dir: str
     version: Annotated[int, Meta(ge=0)]
+    drain_tokens: Annotated[int, Meta(ge=0)] = 0  # requests in flight end first when each has at most so many tokens to go
 
 
 class Failure(msgspec.Struct, omit_defaults=True, frozen=True):

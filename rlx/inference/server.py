@@ -1,7 +1,7 @@
 """The HTTP face of the policy: our own routes, cheap, and vLLM's `/v1/…` behind them.
 
-`/generate`, `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, before any framework. Every other path goes
-to vLLM's own application, which is built when it is first asked for: a run never needs it, and it costs seconds.
+`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, before any framework. Every
+other path goes to vLLM's own application, which is built when it is first asked for: a run never needs it, and it costs seconds.
 Knows HTTP (ASGI). Knows nothing of how a version is served (`engine.py`) nor of the run directory (`rlx.roles.inference`).
 """
 
@@ -20,17 +20,18 @@ import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlx.inference.engine import BadRequest, BadWeights, Broken, PolicyEngine
-from rlx.inference.protocol import Failure, GenerateRequest, UpdateRequest
+from rlx.inference.protocol import Answer, Asked, Failure, GenerateRequest, UpdateRequest
 
 log = logging.getLogger(__name__)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
-JSON, MSGPACK = b"application/json", b"application/msgpack"
+JSON = b"application/json"
+WRONG_KEY = "the header `Authorization: Bearer KEY` is missing or wrong; the key is in the run's endpoints/"
 
-_generate_request = msgspec.msgpack.Decoder(GenerateRequest)
+_asked = msgspec.msgpack.Decoder(Asked)
 _update_request = msgspec.json.Decoder(UpdateRequest)
-_completion = msgspec.msgpack.Encoder()
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class PolicyApp:
@@ -43,7 +44,6 @@ class PolicyApp:
         self._vllm: asyncio.Task[Any] | None = None
         self._routes = {
             ("GET", "/health"): self._health,
-            ("POST", "/generate"): self._generate,
             ("GET", "/policy"): self._policy,
             ("POST", "/update_weights"): self._update_weights,
             ("POST", "/reload_weights"): self._reload_weights,
@@ -51,13 +51,18 @@ class PolicyApp:
         self._paths = {path for _, path in self._routes}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        path = scope["path"]
         if scope["type"] != "http":
             assert scope["type"] == "websocket"  # the server runs with lifespan="off"
-            await send({"type": "websocket.close", "code": 1003})
+            await receive()
+            if path == "/generate" and self._authorized(scope["headers"]):
+                await send({"type": "websocket.accept"})
+                await Session(self.engine, send).run(receive)
+            else:
+                await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the client reads 403
             return
-        path = scope["path"]
         if path != "/health" and not self._authorized(scope["headers"]):
-            await _fail(send, 401, "the header `Authorization: Bearer KEY` is missing or wrong; the key is in the run's endpoints/")
+            await _fail(send, 401, WRONG_KEY)
             return
         handler = self._routes.get((scope["method"], path))
         if handler is not None:
@@ -81,44 +86,13 @@ class PolicyApp:
     async def _policy(self, receive: Receive, send: Send) -> None:
         await _reply(send, 200, msgspec.json.encode(self.engine.state()), JSON)
 
-    async def _generate(self, receive: Receive, send: Send) -> None:
-        engine = self.engine
-        try:
-            request = _generate_request.decode(await _body(receive))
-        except msgspec.MsgspecError as error:
-            await _fail(send, 400, str(error))
-            return
-        if request.version > engine.version:
-            await _fail(
-                send, 409, f"asked for version {request.version}, have {engine.version}: tell me /update_weights first", engine.version
-            )
-            return
-        work = asyncio.ensure_future(engine.generate(request))
-        gone = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return
-            completion = work.result()
-        except BadRequest as error:
-            await _fail(send, 413 if error.kind == "context" else 400, str(error))
-        except EngineDeadError:
-            await _fail(send, 503, "the engine died while it served this request")
-        except asyncio.CancelledError:  # the server ends; whoever asks again finds the one that takes its place
-            await _fail(send, 503, "the server was told to end")
-        else:
-            await _reply(send, 200, _completion.encode(completion), MSGPACK)
-        finally:
-            work.cancel()
-            gone.cancel()
-
     async def _update_weights(self, receive: Receive, send: Send) -> None:
         try:
             request = _update_request.decode(await _body(receive))
         except msgspec.MsgspecError as error:
             await _fail(send, 400, str(error))
             return
-        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version))
+        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version, request.drain_tokens))
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
         await self._change(send, self.engine.reload_weights())
@@ -162,6 +136,60 @@ class PolicyApp:
         return build_app, init_app_state, args
 
 
+class Session:
+    """The server's end of one client's connection. What is ready in one turn of the event loop leaves in one message."""
+
+    def __init__(self, engine: PolicyEngine, send: Send) -> None:
+        self.engine = engine
+        self.send = send
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._answers: list[Answer] = []
+        self._ready = asyncio.Event()
+
+    async def run(self, receive: Receive) -> None:
+        """Until the client has hung up; then what it asked for is given up."""
+        sending = asyncio.ensure_future(self._send())
+        try:
+            while (message := await receive())["type"] != "websocket.disconnect":
+                try:
+                    asked = _asked.decode(message.get("bytes") or b"")
+                except msgspec.MsgspecError as error:
+                    await self.send({"type": "websocket.close", "code": 1007, "reason": str(error)[:100]})
+                    return
+                for number, request in asked.requests:
+                    self._open[number] = asyncio.ensure_future(self._generate(number, request))
+                for number in asked.given_up:
+                    if number in self._open:
+                        self._open.pop(number).cancel()
+        finally:
+            sending.cancel()
+            for task in self._open.values():
+                task.cancel()
+
+    async def _generate(self, number: int, request: GenerateRequest) -> None:
+        engine = self.engine
+        try:
+            if request.version > engine.version:
+                text = f"asked for version {request.version}, have {engine.version}: tell me /update_weights first"
+                answer = Answer(number, 409, error=text)
+            else:
+                answer = Answer(number, 200, await engine.generate(request))
+        except BadRequest as error:
+            answer = Answer(number, 413 if error.kind == "context" else 400, error=str(error))
+        except EngineDeadError:
+            answer = Answer(number, 503, error="the engine died while it served this request")
+        self._open.pop(number, None)
+        self._answers.append(answer)
+        self._ready.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            answers, self._answers = self._answers, []
+            await self.send({"type": "websocket.send", "bytes": _encode(answers)})
+
+
 async def _body(receive: Receive) -> bytes:
     message = await receive()
     body = message.get("body", b"")
@@ -169,12 +197,6 @@ async def _body(receive: Receive) -> bytes:
         message = await receive()
         body += message.get("body", b"")
     return body
-
-
-async def _gone(receive: Receive) -> None:
-    """Return when the client has hung up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _reply(send: Send, status: int, body: bytes, kind: bytes) -> None:
@@ -195,7 +217,10 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http="httptools",
-                ws="none",
+                ws="websockets-sansio",
+                ws_max_size=2**31 - 1,
+                ws_ping_interval=None,  # a loop that is busy for a while is not a dead peer
+                ws_per_message_deflate=False,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

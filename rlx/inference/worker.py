@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from rlx.inference.cpu_ops import kept_weights
+
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the `*.safetensors` of a folder, in the files' own order."""
@@ -35,8 +37,17 @@ class PolicyWorker:
         """
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            model = self.model_runner.get_model()
+            packed = kept_weights(model)
+            if packed:
+                for layer, weight in packed.items():
+                    layer.weight = weight
+                model.load_weights(tensors(Path(folder)))
+                for layer in packed:
+                    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+            else:
+                self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
         self._repack_tied_head()
 
     def _repack_tied_head(self) -> None:

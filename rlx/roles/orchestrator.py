@@ -292,7 +292,8 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Enviro
     """Run to the end against the run's servers."""
     endpoints = await asyncio.to_thread(find_servers, config, paths, heartbeat)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    async with InferenceClient(endpoints, config.inference.request_timeout) as client:
+    drain_tokens = config.weight_broadcast.drain_tokens
+    async with InferenceClient(endpoints, config.inference.request_timeout, drain_tokens=drain_tokens) as client:
         await client.wait_ready(config.inference.startup_timeout, tick=lambda: heartbeat.beat("waiting for inference servers"))
         await Orchestrator(config, paths, envs, chat, client, heartbeat, tracker).run()
 
