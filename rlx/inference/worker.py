@@ -48,15 +48,7 @@ class PolicyWorker:
                     layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
             else:
                 self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
-        self._repack_tied_head()
-
-    def _repack_tied_head(self) -> None:
-        """On CPU the head multiplies with a packed copy that vLLM leaves as it was when it shares the embedding's weight."""
-        model = self.model_runner.get_model()
-        head = getattr(model, "lm_head", None)
-        if (
-            self.vllm_config.device_config.device_type == "cpu"
-            and head is not None
-            and self.vllm_config.model_config.hf_config.tie_word_embeddings
-        ):
-            head.quant_method.process_weights_after_loading(head)
+            head = getattr(model, "lm_head", None)
+            if self.vllm_config.device_config.device_type == "cpu" and head is not None:
+                # It multiplies with a packed copy, which `load_weights` leaves as it was; so does vLLM's reload where the head is tied.
+                head.quant_method.process_weights_after_loading(head)
