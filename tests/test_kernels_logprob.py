@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -222,3 +224,42 @@ def test_different_dtypes_are_refused():
         logprob(half, full, labels, one)
     with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and bias is torch\.float32"):
         logprob(half, full.bfloat16(), labels, one, bias=torch.zeros(3))
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from rlx.kernels.logprob import logprob
+
+def mib(field):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)) / 1024
+
+def run(n, v):
+    hidden, head = torch.randn(n, 16).requires_grad_(), torch.randn(v, 16).requires_grad_()
+    labels, temperature = torch.randint(0, v, (n,)), torch.ones(n)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = mib("VmRSS")
+    logp, entropy = logprob(hidden, head, labels, temperature)
+    (logp.sum() + entropy.sum()).backward()
+    return mib("VmHWM") - before - hidden.grad.nbytes / 2**20 - 2 * logp.nbytes / 2**20
+
+torch.set_num_threads(1)
+run(64, 500)  # libraries
+print(run(int(sys.argv[1]), 151_936))
+"""
+
+
+@pytest.mark.slow
+def test_extra_memory_does_not_grow_with_the_number_of_tokens():
+    """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. A process for each, the better of two:
+    the C library sometimes keeps what was freed."""
+    extra = {
+        n: min(
+            float(subprocess.run([sys.executable, "-c", MEASURE, str(n)], capture_output=True, text=True, check=True).stdout)
+            for _ in range(2)
+        )
+        for n in (4096, 8192)
+    }
+    assert extra[8192] < 1.05 * extra[4096]
+    assert extra[4096] < 0.05 * 4096 * 151_936 * 4 / 2**20  # the logits alone
