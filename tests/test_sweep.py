@@ -16,21 +16,27 @@ from rlx.config.errors import ConfigError
 from rlx.config.shipped import conf_directory
 from rlx.config.sweeps import element_name, expand
 from rlx.launch.status import read_status
+from rlx.metrics import read_metrics
 from rlx.types import ProcessSpec
 
 SHIPPED = sorted(path.stem for path in (conf_directory() / "sweeps").glob("*.yaml"))
 TOY = """
     import json, os, sys, time
     from pathlib import Path
+    from rlx.checkpoints import folders
     from rlx.config.load import load_run
+    from rlx.paths import RunPaths
     root = Path(sys.argv[1])
-    cfg = load_run(root)
-    if cfg.seed == 3 and not (root.parent / "mended").exists():
-        print("seed 3 is broken"); sys.exit(5)
-    with (root / "metrics.jsonl").open("a") as file:
-        for step in range(cfg.max_steps):
+    cfg, paths = load_run(root), RunPaths(root)
+    start = folders.read_start(paths)
+    for step in range(start.step if start else 0, cfg.max_steps):
+        with (root / "metrics.jsonl").open("a") as file:
             for source in ("orchestrator", "trainer"):
                 file.write(json.dumps({"step": step, "source": source, "time": 0, "reward/mean": cfg.seed / 10}) + "\\n")
+        if cfg.seed == 3 and step == 1 and not (root.parent / "mended").exists():
+            print("seed 3 is broken"); sys.exit(5)
+        folders.begin(paths, step + 1)
+        folders.finish(paths, step + 1, {}, {})
     (root / "ran").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
     if cfg.seed == 9: time.sleep(60)
 """
@@ -141,15 +147,19 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert [line.split()[:4] for line in text.splitlines()[-3:]] == [
         ["seed=1", "completed", "3/3", "0.100"],
         ["seed=2", "completed", "3/3", "0.200"],
-        ["seed=3", "failed", "0/3", "-"],
+        ["seed=3", "failed", "2/3", "0.300"],
     ]
     assert "trainer: exit code 5" in text
     before = {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     (toys / "mended").touch()
     assert main(argv) == 0
-    text = capsys.readouterr().out
+    text, said = capsys.readouterr()
     assert "2 completed already; 1 to go on with" in text
+    assert "going on after 1 steps" in said
+    assert [(r["step"], r["source"]) for r, _ in read_metrics(toys / "seed=3" / "metrics.jsonl")] == [
+        (step, source) for step in range(3) for source in ("orchestrator", "trainer")
+    ]
     assert text.splitlines()[-1].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 

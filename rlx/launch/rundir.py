@@ -34,7 +34,7 @@ from rlx.waiting import wait_for
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run goes on in its own directory: how long, where and how watched, not what is learnt.
-MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "logger", "hardware", "inference", "weight_broadcast")
+MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast")
 
 
 class RunLock:

@@ -24,7 +24,7 @@ from submitit import JobEnvironment, SlurmExecutor
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.launch.jobs import note_job, restarts_of
-from rlx.launch.provenance import DIFF, source_state
+from rlx.launch.provenance import source_state
 from rlx.launch.results import final_reward
 from rlx.launch.resume import rewind
 from rlx.launch.rundir import RunLock, new_attempt
@@ -192,15 +192,16 @@ class Run:
 
 def code_change(paths: RunPaths) -> str | None:
     """How the code differs from what it was when the run was made, in words; None when it does not, or nobody can tell."""
-    recorded = json.loads(paths.provenance.read_text())["source"]
+    provenance = json.loads(paths.provenance.read_text())
+    recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
     now = source_state()
     if recorded["commit"] is None or now["commit"] is None:
         return None
     if now["commit"] != recorded["commit"]:
         return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is at {now['commit'][:12]} now"
-    before = (paths.root / DIFF).read_text() if recorded["diff"] else ""
+    before = (paths.root / recorded["diff"]).read_text() if recorded["diff"] else ""
     if (now["diff"] or "") != before:
-        return f"the uncommitted changes to the code are not those of the submission ({paths.root / DIFF})"
+        return f"the uncommitted changes to the code are not those of the submission ({recorded['diff'] or 'there were none'})"
     return None
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
@@ -44,7 +44,6 @@ class Element:
     plan: list[ProcessSpec]
     state: str = "new"  # new | done | alive | again: what there is of it already
     job: str | None = None
-    note: str = field(default="", repr=False)
 
     @property
     def paths(self) -> RunPaths:
@@ -104,9 +103,9 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
 def make_directories(elements: Sequence[Element]) -> None:
     """Make the run directories of those that are to run, or take them back to their last checkpoint."""
     for element in elements:
-        if element.state == "new":
-            _, lock = create(element.cfg, element.overrides, element.plan)
-            lock.close()
+        cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
+        _, lock = create(cfg, element.overrides, element.plan)
+        lock.close()
 
 
 def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
