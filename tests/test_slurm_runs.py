@@ -9,10 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slurm_job import ROOT, SlurmJob, slurm, train
+
+from rlx.config.load import compose
+from rlx.launch.follow import follow
+from rlx.launch.rundir import create, settle
+from rlx.launch.slurm import submit as submit_runs
+from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000", "model.warm_start.steps=40")
@@ -130,3 +137,29 @@ def test_a_waiting_launcher_shows_the_run_and_leaves_with_its_exit_code(cluster,
     out, _ = waiting.communicate(timeout=30)
     assert waiting.returncode == 130, out
     assert f"job {job}" in out
+
+
+def test_processes_see_the_gpus_that_the_plan_gives_them_of_those_that_slurm_gave_the_job(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cfg = compose(["launcher=slurm", "slurm=dev", "hardware=gpu2", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['RLX_HOST'])"
+    gpus = {"first": (0,), "second": (1,), "none": (), "both": (0, 1)}
+    plan = [
+        ProcessSpec(role=role, replica=0, node=0, gpus=mine, env={"CUDA_VISIBLE_DEVICES": "7"}, argv=(sys.executable, "-c", code))
+        for role, mine in gpus.items()
+    ]
+    # Another job holds the node's first GPU, so that ours are not 0 and 1.
+    other = slurm("sbatch", "--parsable", "--gres=gpu:1", "--nodelist=node4", "--output=/dev/null", "--wrap=sleep 60").strip()
+    try:
+        cfg = replace(settle(cfg, "label"), slurm=replace(cfg.slurm, options={"nodelist": "node4"}))
+        paths, lock = create(cfg, [], plan)
+        lock.close()
+        (job,) = submit_runs([(paths, cfg)], "run", paths.root / ".submitit")
+        assert follow(paths, job) == 0, (paths.log(0, "launcher")).read_text()
+    finally:
+        slurm("scancel", other)
+    seen = {role: paths.log(0, role).read_text().splitlines()[-1].split() for role in gpus}  # srun may say something first
+    first, second = seen["first"][0], seen["second"][0]
+    assert {first, second} < {"1", "2", "3"}
+    assert seen == {"first": [first, "node4"], "second": [second, "node4"], "none": ["node4"], "both": [f"{first},{second}", "node4"]}
