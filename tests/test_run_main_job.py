@@ -58,6 +58,23 @@ def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
     assert other.reproducible_lines() != first.reproducible_lines()
 
 
+def test_replaced_groups_several_passes_and_a_reference_repeat_bit_for_bit(start):
+    overrides = ("max_async_level=0", *SHORT, "loss=dapo", "loss.proximal=recompute", "loss.correction=tis", "loss.kl.beta=0.01")
+    overrides += ("trainer.num_minibatches=2", "trainer.num_iterations=2", "ref.sync_interval=2")
+    jobs = []
+    for name in ("first", "second"):
+        jobs.append(start(name, *overrides))
+        assert jobs[-1].wait() == 0, jobs[-1].text()
+    assert jobs[0].reproducible_lines() == jobs[1].reproducible_lines()
+    played, trained = jobs[0].metrics("orchestrator"), jobs[0].metrics("trainer")
+    assert sum(record["filter/min_reward_variance"] for record in played) > 0
+    for record in played:
+        assert (record["batch/groups"], record["batch/zero_advantage_frac"]) == (8, 0)
+    for record in trained:
+        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios leave 1 within the step"
+        assert record["ref/kl"] > 0
+
+
 def test_the_script_of_a_run_reproduces_it_bit_for_bit(start, model_cache):
     job = start("run", "max_async_level=0", *SHORT)
     assert job.wait() == 0, job.text()
