@@ -46,7 +46,7 @@ from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
-from rlx.rollout.record import records, write_rollouts
+from rlx.rollout.record import LeftOut, records, write_rollouts
 from rlx.rollout.tasks import TaskSequence
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
@@ -193,11 +193,12 @@ class Orchestrator:
         if self._saving is not None:
             await self._saving
         failures, self.collector.tally.failures = self.collector.tally.failures, []
-        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, self.step, groups, failures))
+        left_out = self.collector.filtered
+        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, self.step, groups, failures, left_out))
 
-    def _save_now(self, step: int, groups: Sequence[Group], failures: Sequence[Rollout]) -> None:
+    def _save_now(self, step: int, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut) -> None:
         if self.config.orchestrator.save_rollouts:
-            write_rollouts(self.paths.rollouts_of(step), groups, failures)
+            write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
         if self.tracker is not None and self.tracker.wants_samples(step):
             self.tracker.samples(step, list(records(groups)))
 

@@ -1,6 +1,7 @@
 """The rollouts of a step as a file that people and tools read: `rollouts/step_000012.jsonl.zst`, one rollout a line.
 
-Besides the groups that were trained on it holds the rollouts that failed since the step before, with `advantage: null`.
+Besides the groups that were trained on it holds, with `advantage: null`, the rollouts that failed since the step before, and those of
+groups that a filter left out of the step, whose `left_out` names the rule.
 Knows the file's fields; call `write_rollouts` in a thread, it compresses.
 """
 
@@ -17,11 +18,13 @@ import zstandard
 from rlx.paths import atomic
 from rlx.types import Group, Rollout
 
+LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter left out
 
-def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = ()) -> None:
+
+def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> None:
     """Write the file, whole. Values that JSON does not know (an environment's own objects) are written as their text."""
     encoder = msgspec.json.Encoder(enc_hook=repr)
-    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures)]
+    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)]
     with atomic(path) as temporary:
         temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 
@@ -34,11 +37,14 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
         yield msgspec.json.decode(line)
 
 
-def records(groups: Sequence[Group], failures: Sequence[Rollout] = ()) -> Iterator[dict[str, Any]]:
+def records(groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> Iterator[dict[str, Any]]:
     """One plain record a rollout."""
     for group in groups:
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
             yield _record(rollout, float(advantage))
+    for rule, rollouts in left_out:
+        for rollout in rollouts:
+            yield _record(rollout, None) | {"left_out": rule}
     for rollout in failures:
         yield _record(rollout, None)
 
@@ -58,6 +64,7 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "metrics": rollout.metrics,
         "advantage": advantage,
+        "left_out": None,
         "versions": versions.tolist(),  # every policy version that sampled a token of it
         "num_tokens": rollout.num_completion_tokens,
         "num_turns": len(rollout.turns),
