@@ -231,3 +231,11 @@ def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, cap
 def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "-m", "hydra/sweeper=nowhere", "seed=1,2"]) == 2
     assert "hydra/sweeper=nowhere" in capsys.readouterr().err
+
+
+def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again(toys: Path):
+    from rlx.launch import sweep as launch_sweep
+
+    line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
+    launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys))
+    assert sweep.run(line) == 0

@@ -24,7 +24,7 @@ from rlx.launch.jobs import ENDED, is_alive, job_of, queue
 from rlx.launch.plan import make_plan, require_one_host
 from rlx.launch.processes import die_with
 from rlx.launch.results import final_reward
-from rlx.launch.rundir import RunLock, create, differences
+from rlx.launch.rundir import RunLock, create, differences, looks_like_run
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.launch.status import FINAL, read_status
 from rlx.paths import RunPaths
@@ -57,19 +57,20 @@ def find_states(elements: Sequence[Element]) -> None:
     others = []
     for element in elements:
         paths, status = element.paths, read_status(element.paths)
-        if status is None or element.cfg.clean:
+        if element.cfg.clean or not looks_like_run(paths):
             continue
         changed = differences(paths, element.cfg)
         if changed:
             others.append(f"{paths.root}: {'; '.join(changed[:3])}")
             continue
         job = job_of(paths)
-        if job is not None and status.state != "completed":
+        completed = status is not None and status.state == "completed"
+        if job is not None and not completed:
             jobs = queue() if jobs is None else jobs
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
-        element.state = "done" if status.state == "completed" else "alive" if _is_held(paths) else "again"
+        element.state = "done" if completed else "alive" if _is_held(paths) else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
