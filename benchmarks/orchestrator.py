@@ -113,6 +113,7 @@ def main() -> None:
     config.orchestrator.max_concurrent = options.concurrent
     config.trainer.micro_batch_tokens = max(8192, seq_len)
     config.model.name = "tiny"
+    config.ckpt.interval = None
 
     from rlx.envs.verifiers_v0 import load_environment
 

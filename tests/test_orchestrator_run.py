@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
 
+from rlx.checkpoints.folders import begin, writing
 from rlx.config.schema import Config, EnvConfig
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths
@@ -90,6 +91,15 @@ class StandInTrainer:
             folder = self.paths.weights_of(step + 1)
             folder.mkdir(parents=True)
             (folder / COMPLETE).write_text("{}")
+        if self.config.ckpt.interval is not None:
+            await self.checkpoint(self.config.max_steps)
+
+    async def checkpoint(self, step: int) -> None:
+        """The last version is out for a while when the run's last checkpoint begins."""
+        await asyncio.sleep(0.3)
+        folder = begin(self.paths, step)
+        while not (folder / "orchestrator" / "state.pkl").exists():
+            await asyncio.sleep(0.01)
 
     def rows(self, step: int) -> list[Any]:
         return [row for mini in self.batches[step].mini_batches for rank in mini.micro_batches for row in rank]
@@ -291,6 +301,12 @@ def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="weights 1 are corrupt"):
         play(tmp_path, config_of(), Refusing())
+
+
+def test_the_last_checkpoint_gets_its_part_however_late_it_begins(tmp_path: Path) -> None:
+    paths, _ = play(tmp_path, config_of(max_steps=2))
+    assert (writing(paths, 2) / "orchestrator" / "state.pkl").is_file()
+    assert config_of().ckpt.interval is not None
 
 
 def test_an_update_that_takes_for_ever_ends_the_run(tmp_path: Path) -> None:

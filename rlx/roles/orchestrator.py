@@ -112,6 +112,7 @@ class Orchestrator:
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.batches = BatchWriter(paths)
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
+        self.answered: set[int] = set()  # steps whose checkpoints have our part
         self.step = self.first_step = 0
         self._saving: asyncio.Future[None] | None = None
         if (start := read_start(paths)) is not None:
@@ -135,7 +136,7 @@ class Orchestrator:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
         try:
             forever = [self._beat(), self._track(), self._answer_checkpoints()]
-            await first_failure(self._train(), self.updates.follow(), forever=forever)
+            await first_failure(self._train(), self.updates.follow(), self._last_checkpoint(), forever=forever)
         finally:
             await self.collector.close()
             await asyncio.gather(*(env.close() for env in self.envs.values()))
@@ -224,9 +225,15 @@ class Orchestrator:
         """Give every checkpoint that the trainer writes our part, until the trainer has left for a preemption."""
         while not self.paths.preempted.exists():
             if any(folders.being_written(self.paths)):
-                await asyncio.to_thread(self.snapshots.answer)
+                self.answered.update(await asyncio.to_thread(self.snapshots.answer))
             await asyncio.sleep(POLL)
         raise Preempted
+
+    async def _last_checkpoint(self) -> None:
+        """Stay until the run's last checkpoint, which the trainer begins after its last version, has our part."""
+        last = self.config.max_steps
+        while self.config.ckpt.interval is not None and self.first_step < last and last not in self.answered:
+            await asyncio.sleep(POLL)
 
     async def _track(self) -> None:
         """Forward metrics to the services that are asked for."""
