@@ -268,7 +268,11 @@ def _alone(paths: RunPaths) -> RunLock:
     if not lock.exclusive():
         lock.close()
         raise ConfigError(f"a run is alive in {paths.root}.\n  fix: stop it, or give another run.name= or run.dir=")
-    _refuse_waiting(paths)
+    try:
+        _refuse_waiting(paths)
+    except ConfigError:
+        lock.close()
+        raise
     return lock
 
 

@@ -1,0 +1,27 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=my_project
+#SBATCH --array=0-11%4
+#SBATCH --comment='reinforcement learning'
+#SBATCH --exclusive
+#SBATCH --gres=gpu:8
+#SBATCH --job-name=losses
+#SBATCH --mem=0
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/outputs/losses/.submitit/%A_%a_0_log.out
+#SBATCH --partition=gpu
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@180
+#SBATCH --time=1440
+
+# setup
+cd /
+module load cuda
+export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+exec env --ignore-signal=USR2 PYTHON -u -m submitit.core._submit /shared/outputs/losses/.submitit

@@ -1,0 +1,124 @@
+"""What is said to SLURM and understood of it, without one: the sbatch script, the rules, waiting jobs, code that has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.launch import slurm
+from rlx.launch.jobs import is_alive, job_of, note_job, queue, restarts_of
+from rlx.launch.plan import make_plan
+from rlx.launch.rundir import create, settle
+from rlx.paths import RunPaths
+
+GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`controller(command=output)` puts commands of SLURM into the PATH that answer so."""
+
+    def answers(**commands: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, output in commands.items():
+            (folder / name).write_text(f"#!/bin/sh\ncat <<'X'\n{output}\nX\n")
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return answers
+
+
+def test_the_sbatch_script_of_a_cluster_with_everything(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir("/")
+    cfg = compose(
+        ["launcher=slurm", "slurm=example", "hardware=node8x2", "model=qwen3_8b", "launcher.array_parallelism=4", "dry_run=true"], {}
+    ).cfg
+    text = slurm.sbatch_script(cfg, "losses", Path("/shared/outputs/losses/.submitit"), count=12).replace(sys.executable, "PYTHON")
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text
+
+
+def test_what_is_null_is_left_to_the_cluster():
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    text = slurm.sbatch_script(cfg, "run", Path("/x"))
+    for option in ("partition", "account", "qos", "constraint", "cpus-per-task", "gres", "array", "wckey"):
+        assert f"--{option}" not in text
+    for line in ("--exclusive", "--mem=0", "--nodes=1", "--requeue", "--signal=B:USR2@120", "--time=1440"):
+        assert f"#SBATCH {line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs on a host than the cluster's nodes have"),
+        (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
+        (["slurm.time_minutes=2"], "told of its end before it starts"),
+    ],
+)
+def test_what_cannot_work_on_the_cluster_is_said_before_anything_is_submitted(argv: list[str], said: str):
+    with pytest.raises(ConfigError) as error:
+        compose(["launcher=slurm", "dry_run=true", *argv], {})
+    assert said in str(error.value)
+
+
+def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="sbatch, srun, squeue, scontrol cannot be found"):
+        compose(["launcher=slurm"], {})
+    compose(["launcher=slurm", "dry_run=true"], {})
+
+
+def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(controller, tmp_path: Path):
+    controller(
+        squeue="12_0|RUNNING\n12_1|PENDING\n11|COMPLETED", scontrol="JobId=7 JobName=x JobState=COMPLETING Requeue=1 Restarts=3 BatchFlag=1"
+    )
+    assert queue() == {"12_0": "RUNNING", "12_1": "PENDING", "11": "COMPLETED"}
+    assert [is_alive(job) for job in ("12_0", "12_1", "11", "10")] == [True, True, False, False]
+    assert restarts_of("7") == 3
+    assert job_of(RunPaths(tmp_path)) is None
+    note_job(RunPaths(tmp_path), "12_1")
+    assert job_of(RunPaths(tmp_path)) == "12_1"
+
+
+def made(tmp_path: Path, *argv: str) -> RunPaths:
+    composed = compose([f"run.dir={tmp_path / 'run'}", "hardware=cpu", *argv], {})
+    cfg = settle(composed.cfg, composed.label)
+    paths, lock = create(cfg, composed.overrides, make_plan(cfg, tmp_path / "run"))
+    lock.close()
+    return paths
+
+
+def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path):
+    paths = made(tmp_path)
+    note_job(paths, "12")
+    controller(squeue="12|PENDING")
+    for more in ("clean=true", "resume=latest"):
+        with pytest.raises(ConfigError, match="belongs to SLURM job 12, which waits or runs"):
+            made(tmp_path, more)
+    controller(squeue="12|FAILED")
+    made(tmp_path, "clean=true")
+
+
+def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
+    paths = made(tmp_path)
+    assert slurm.code_change(paths) is None
+    record = json.loads(paths.provenance.read_text())
+    now = record["source"]["commit"]
+    if now is None:
+        pytest.skip("this is no git checkout")
+    paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
+    assert slurm.code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
+    later = {"source": {**record["source"], "diff": "other.diff"}}
+    paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
+    (paths.root / "other.diff").write_text("another change")
+    assert "uncommitted changes" in str(slurm.code_change(paths))
