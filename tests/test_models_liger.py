@@ -7,7 +7,9 @@ import torch
 from trainer_examples import make_model, make_samples, make_trainer
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt2 import GPT2Config
+from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config, modeling_qwen3
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -47,6 +49,17 @@ def test_kernels_are_put_into_one_model_and_no_other():
     changed = {name for name, value in vars(modeling_qwen3).items() if names.get(name) is not value}
     assert changed == {"apply_rotary_pos_emb"}
     check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a second model, such as the reference, on the CPU
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Gemma2Config, MistralConfig, Qwen3MoeConfig, GraniteConfig])
+def test_families_that_liger_knows_get_norms_and_feed_forward(config_class):
+    hf = make_model(config_class)
+    said = apply_liger(hf, True, CUDA)
+    assert said.startswith("rope, rms_norm, ")
+    kinds = {module._get_name() for module in hf.modules()}
+    assert "LigerRMSNorm" in kinds
+    assert kinds & {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerExperts"}
+    check_packed_forward(PolicyModel(make_model(config_class)))
 
 
 @pytest.mark.gpu
