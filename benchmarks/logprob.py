@@ -92,6 +92,12 @@ def liger_grpo(inputs: Inputs) -> Tensor:
     return loss(padded, head, labels.view(rows, ROW), torch.ones(rows, ROW, device=hidden.device), advantages)[0]
 
 
+def sixteen_bit(hidden: Tensor, head: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """What a short script writes: 16-bit logits made float32, then `log_softmax`."""
+    log_probs = ((hidden @ head.T).float() / temperature[:, None]).log_softmax(-1)
+    return log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
 OURS = "rlx"
 CPU_WAYS: dict[str, Callable[[Inputs], Tensor]] = {
     "naive": by(logprob_reference),
@@ -162,7 +168,7 @@ def memory_mib(field: str) -> float:
 
 
 def cuda_ways() -> dict[str, Callable[[Inputs], Tensor]]:
-    ways = {"naive": by(logprob_reference), "torch tiles": by(logprob, backend="torch"), OURS: by(logprob, backend="triton")}
+    ways = {"naive, 16-bit logits": by(sixteen_bit), "torch tiles": by(logprob, backend="torch"), OURS: by(logprob, backend="triton")}
     try:
         choose_backend("liger", torch.device("cuda"), torch.bfloat16)
         ways["Liger scaled cross entropy"] = liger_scaled

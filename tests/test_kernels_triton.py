@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from triton_worker import CASES, compare
 
 pytest.importorskip("triton")
 WORKER = Path(__file__).parent / "triton_worker.py"
@@ -25,8 +27,17 @@ def test_interpreted_kernels_are_within_1e_5_of_float64_on_odd_shapes():
     done = subprocess.run([sys.executable, str(WORKER)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differences = json.loads(done.stdout.splitlines()[-1])
-    assert len(differences) == 7
+    assert len(differences) == len(CASES)
     assert {case: difference for case, difference in differences if not difference <= 1e-5} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_on_a_device_are_within_1e_5_of_float64(case):
+    try:
+        assert compare(*case, device="cuda") <= 1e-5
+    finally:
+        torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -24,8 +24,10 @@ CASES = [  # n, d, v, tile, softcap, bias, entropy gradient, frozen head
 ]
 
 
-def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy: bool, frozen: bool) -> float:
-    generator = torch.Generator().manual_seed(v)
+def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy: bool, frozen: bool, *, device: str = "cpu") -> float:
+    """The largest difference of a case, whose tensors are on `device`."""
+    torch.set_default_device(device)
+    generator = torch.Generator(device).manual_seed(v)
     hidden, head, bias = (torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d), (v,)))
     labels = torch.randint(0, v, (n,), generator=generator)
     temperature = torch.rand(n, generator=generator) + 0.5
