@@ -93,6 +93,14 @@ class RunPaths:
         return self.batches / f"step_{step:06d}.batch"
 
     @property
+    def recorded(self) -> Path:
+        """Step batches that were trained on, kept for `replay=`."""
+        return self.root / "recorded"
+
+    def recorded_of(self, step: int) -> Path:
+        return self.recorded / f"step_{step:06d}.batch.zst"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 

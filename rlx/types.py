@@ -60,6 +60,7 @@ class Rollout:
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
     timing: dict[str, float] = field(default_factory=dict)  # seconds
+    arrival: int = -1  # how many rollouts of the run had been finished before this one; -1: it failed
 
     @property
     def num_completion_tokens(self) -> int:

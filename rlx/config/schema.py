@@ -145,6 +145,7 @@ class OrchestratorConfig:
         choices=("interleaved", "branching"),
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
+    save_batches: bool = key(True, "keep what is trained on in `recorded/`, compressed, for `replay=`")
 
 
 @dataclass
@@ -287,6 +288,7 @@ class Config:
     resume: str | None = key(
         None, "go on from a checkpoint: `latest` or a step of this run; or the path of another run, which is left alone"
     )
+    replay: str | None = key(None, "train on the recorded batches of another run, named by its directory: no inference, no environments")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")

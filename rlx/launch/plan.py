@@ -62,14 +62,17 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
         )
 
     plan = []
-    if cfg.model.warm_start:
+    if cfg.replay is not None:
+        inference = []  # what they gave is on disk already
+    elif cfg.model.warm_start:
         # It is done before anything else computes, so it may have a GPU that the others use later.
         plan.append(spec("prepare", trainers[0][0], trainers[0][1][:1]))
     for replica, (node, gpus) in enumerate(inference):
         port = cfg.inference.port + replica if cfg.inference.port else 0
         plan.append(spec("inference", node, gpus, replica=replica, ports={"http": port}, service=True))
     rendezvous = {"rendezvous": 0} if hardware.trainer_ranks > 1 else None
-    plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
+    if cfg.replay is None:
+        plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
     if len(trainers) == 1:
         plan.append(spec("trainer", *trainers[0], ranks=hardware.trainer_ranks, ports=rendezvous))
         return plan

@@ -27,7 +27,7 @@ from rlx.config.schema import Config, RunConfig
 from rlx.launch.jobs import is_alive, job_of
 from rlx.launch.plan import write_plan
 from rlx.launch.provenance import write_provenance
-from rlx.launch.resume import LATEST, check_room, find_fork, is_fork, rewind, say, source_of
+from rlx.launch.resume import LATEST, check_replay, check_room, find_fork, is_fork, rewind, say, source_of
 from rlx.paths import RunPaths, write_text
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
@@ -94,7 +94,8 @@ def settle(cfg: Config, label: str) -> Config:
 def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
     """Make the run directory of a settled configuration, with what a run has before it starts; the lock is held shared.
 
-    With `resume=latest` or a step, the directory is that of the run that goes on; with a path, the new run starts from that checkpoint.
+    With `replay`, it begins with the model of that run. With `resume=latest` or a step, the directory is that of the run that goes on;
+    with a path, the new run starts from that checkpoint.
     Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume.
     """
     paths = _paths(cfg)
@@ -102,15 +103,19 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan)
         start = None
+        if cfg.resume == LATEST:
+            cfg = replace(cfg, resume=None)  # nothing is there yet
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
             check_room(start, cfg.max_steps)
             cfg = replace(cfg, resume=str(start.checkpoint))
+        replayed = check_replay(cfg.replay, start.step if start else 0, cfg.max_steps) if cfg.replay is not None else None
+        if replayed is not None:
+            cfg = replace(cfg, replay=str(replayed.root))
         lock = _claim(paths, clean=cfg.clean)
-        if start is not None:
-            source = source_of(start).initial_model
-            write_text(paths.initial_model, source.read_text())
-            write_start(paths, start)
+        if source := source_of(start) if start else replayed:
+            write_text(paths.initial_model, source.initial_model.read_text())
+        write_start(paths, start)
         _fill(paths, cfg, overrides, plan)
     lock.share()
     return paths, lock
@@ -294,7 +299,7 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
 
 def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
-    if cfg.model.warm_start is None and not is_fork(cfg.resume):
+    if cfg.model.warm_start is None and not paths.initial_model.exists():
         # A folder is named absolutely: the roles need not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")

@@ -50,7 +50,7 @@ from rlx.rollout.record import LeftOut, records, write_rollouts
 from rlx.rollout.tasks import TaskSequence
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
-from rlx.transport.files import BatchWriter
+from rlx.transport.files import BatchWriter, record
 from rlx.types import Group, Rollout, StepBatch
 from rlx.waiting import wait_for
 
@@ -169,7 +169,7 @@ class Orchestrator:
             self.snapshots.take(step + 1, self._state())
             await asyncio.to_thread(self.batches.send, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
-            await self._save(groups)
+            await self._save(groups, batch)
         if self._saving is not None:
             await self._saving
 
@@ -189,15 +189,18 @@ class Orchestrator:
         oldest = min(versions, default=self.collector.version)
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
 
-    async def _save(self, groups: Sequence[Group]) -> None:
-        """Write the rollouts in the background, one step at a time."""
+    async def _save(self, groups: Sequence[Group], batch: StepBatch) -> None:
+        """Write the rollouts, and the batch made of them, in the background, one step at a time."""
         if self._saving is not None:
             await self._saving
         failures, self.collector.tally.failures = self.collector.tally.failures, []
         left_out = self.collector.filtered
-        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, self.step, groups, failures, left_out))
+        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, groups, failures, left_out, batch))
 
-    def _save_now(self, step: int, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut) -> None:
+    def _save_now(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
+        step = batch.step
+        if self.config.orchestrator.save_batches:
+            record(self.paths, batch)
         if self.config.orchestrator.save_rollouts:
             write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
         if self.tracker is not None and self.tracker.wants_samples(step):
@@ -225,6 +228,8 @@ class Orchestrator:
         """Give every checkpoint that the trainer writes our part, until the trainer has left for a preemption."""
         while not self.paths.preempted.exists():
             if any(folders.being_written(self.paths)):
+                if self._saving is not None:
+                    await asyncio.shield(self._saving)  # the files of a step come before the checkpoint that follows it
                 self.answered.update(await asyncio.to_thread(self.snapshots.answer))
             await asyncio.sleep(POLL)
         raise Preempted

@@ -28,7 +28,7 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.process import die_with_parent, set_cpu_threads
-from rlx.transport.files import BatchReader
+from rlx.transport.files import Batches, BatchReader, RecordedBatches
 from rlx.types import StepBatch
 from rlx.waiting import wait_for
 
@@ -117,14 +117,16 @@ class Trainer:
             reference=self.reference,
         )
         self.device = device
-        self.batches = BatchReader(paths)
+        self.batches: Batches = RecordedBatches(RunPaths(Path(cfg.replay))) if cfg.replay else BatchReader(paths)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
         self.static = ModelFiles({})
         if rank == 0:
             self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
         self.save_dtype = DTYPES[cfg.model.dtype]
         facts = {"ranks": world_size, "model": cfg.model.name}
-        self.checkpoints = Checkpoints(paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, tick=self.beat_on)
+        self.checkpoints = Checkpoints(
+            paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=cfg.replay is None, tick=self.beat_on
+        )
         self.first_step = 0
         self.updated = False  # whether the step that is being trained has changed the weights already
         self.step_trainer.before_micro_batch = self.give_up_if_late
@@ -248,14 +250,18 @@ class Trainer:
         from rlx.weights import files
 
         version = step + 1
-        self.beat(f"writing version {version}", step)
+        # Nobody serves the versions of a replay: what is asked for is kept.
+        wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
         began = time.perf_counter()
-        files.write_weights(self.model, self.paths, version, self.static, self.save_dtype)
+        if wanted:
+            self.beat(f"writing version {version}", step)
+            files.write_weights(self.model, self.paths, version, self.static, self.save_dtype)
         if self.metrics is None:
             return
         ended = time.perf_counter()
         self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started})
-        files.publish(self.paths, version)
+        if wanted:
+            files.publish(self.paths, version)
         # Servers may still be reading the version that is max_async_level + 1 behind this one.
         keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
         files.prune(self.paths, keep_last=keep_last, protect=self.checkpoints.protected())

@@ -84,6 +84,7 @@ async def _play_member(env: Environment, task: Task, member: int, policy: Policy
     for attempt in range(max_retries + 1):
         rollout = refuse_infinite(await env.rollout(task, member, attempt, policy))
         if rollout.status == "ok":
+            rollout = replace(rollout, arrival=tally.finished)
             tally.finished += 1
             tally.tokens += rollout.num_completion_tokens
             return rollout

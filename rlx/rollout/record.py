@@ -65,6 +65,7 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "advantage": advantage,
         "left_out": None,
+        "arrival": rollout.arrival,  # in which order the run's rollouts were finished
         "versions": versions.tolist(),  # every policy version that sampled a token of it
         "num_tokens": rollout.num_completion_tokens,
         "num_turns": len(rollout.turns),

@@ -1,0 +1,79 @@
+"""Runs that are preempted, killed, damaged and forked, on the real stack: what they write is what one uninterrupted run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from main_job import MainJob, reproducible_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 8
+SHORT = ("max_async_level=0", "orchestrator.batch_size=32", f"max_steps={STEPS}", "ckpt.interval=2", "model.warm_start.steps=60")
+
+
+def kill_everything(job: MainJob) -> None:
+    """SIGKILL to every process of a run, as a power cut would do."""
+    for process in job.processes().values():
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    job.process.wait()
+    job.wait_until_nothing_is_left(timeout=10)
+
+
+def checkpoint(job: MainJob, step: int) -> Path:
+    return job.run_dir / "checkpoints" / f"step_{step}" / "COMPLETE"
+
+
+def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupted_one_writes(start):
+    whole = start("whole", *SHORT)
+    assert whole.wait() == 0, whole.text()
+
+    first = start("run", *SHORT, "ckpt.interval=null")
+    first.until_step(1)
+    os.kill(first.status()["supervisor"]["pid"], signal.SIGUSR2)
+    assert first.wait(timeout=60) == 75, first.text()
+    assert first.status()["state"] == "preempted"
+    first.wait_until_nothing_is_left(timeout=5)
+    (saved,) = (first.run_dir / "checkpoints").iterdir()
+    step = json.loads((saved / "COMPLETE").read_text())["step"]
+    assert 2 <= step < STEPS
+    assert step == first.status()["step"]
+    refused = start("run", *SHORT)
+    assert refused.wait(timeout=60) == 2
+    assert "resume=latest" in refused.text()
+
+    second = start("run", *SHORT, "resume=latest", "ckpt.interval=1", "ckpt.save_async=true")
+    second.until(lambda: checkpoint(second, step + 2).exists(), f"checkpoint {step + 2}")
+    kill_everything(second)
+    newest = max((second.run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    data = next(newest.glob("trainer/*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    third = start("run", *SHORT, "resume=latest")
+    assert third.wait() == 0, third.text()
+    assert f"checkpoint {newest.name} is skipped" in third.text()
+    assert (newest.parent / f"damaged_{newest.name}").is_dir()
+    assert (third.status()["attempt"], third.status()["state"]) == (2, "completed")
+    assert {path.name for path in (third.run_dir / "logs").iterdir()} == {"attempt_0", "attempt_1", "attempt_2", "latest"}
+    assert third.reproducible_lines() == whole.reproducible_lines()
+    for number in range(STEPS):
+        assert [r["completion"] for r in third.rollouts(number)] == [r["completion"] for r in whole.rollouts(number)]
+        assert {version for r in third.rollouts(number) for version in r["versions"]} == {number}
+    assert len(json.loads((third.run_dir / "provenance.json").read_text())["later_attempts"]) == 2
+
+    fork = start("fork", *SHORT, f"resume={whole.run_dir}/checkpoints/step_6")
+    assert fork.wait() == 0, fork.text()
+    assert fork.reproducible_lines() == [line for line in whole.reproducible_lines() if line["step"] >= 6]
+    done = start("run", *SHORT, "resume=latest")
+    assert done.wait(timeout=60) == 2
+    assert "nothing left to do" in done.text()
+    assert reproducible_lines(done.run_dir) == whole.reproducible_lines()
