@@ -36,6 +36,11 @@ class RunPaths:
         return self.root / "provenance.json"
 
     @property
+    def data(self) -> Path:
+        """Digests of the environments' examples."""
+        return self.root / "data.json"
+
+    @property
     def reproduce(self) -> Path:
         return self.root / "reproduce.sh"
 

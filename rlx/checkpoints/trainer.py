@@ -123,15 +123,6 @@ class Checkpoints:
             good = folders.steps(self.paths)
             last = f"the last complete checkpoint is {self.paths.checkpoint_of(good[-1])}" if good else "there is no earlier one"
             raise CheckpointFailed(
-                f"the checkpoint of step {step} could not be written: {_reason(error)}; {last}. "
+                f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}; {last}. "
                 "Free some space (or lower ckpt.keep_last, raise ckpt.interval), then go on with resume=latest"
             ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """The cause in words: of several ranks the first's."""
-    failures = getattr(error, "failures", None)  # torch's CheckpointException: by rank, an exception and its traceback
-    if failures:
-        rank, (first, _) = next(iter(sorted(failures.items())))
-        return f"rank {rank}: {_reason(first)}"
-    return f"{type(error).__name__}: {error}"

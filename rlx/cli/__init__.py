@@ -14,6 +14,7 @@ from pathlib import Path
 COMMANDS = {  # in the order of the help text; the words are in the command's own file
     "train": "rlx.cli.train",
     "runs": "rlx.cli.runs",
+    "diff": "rlx.cli.diff",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",

@@ -127,6 +127,18 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
     if not paths.config.is_file() or not looks_like_run(paths):
         raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
     lock = _alone(paths)
+    try:
+        _rewind_for(paths, cfg, overrides, plan)
+    except BaseException:
+        lock.close()
+        raise
+    lock.share()
+    return lock
+
+
+def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
+    """Bring the directory to where the attempt starts. Raises ConfigError, before anything is changed, when that cannot be."""
+    assert cfg.resume is not None
     before = load_run(paths.root)
     differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
     if differences:
@@ -140,8 +152,6 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
     say(f"{paths.root}: going on after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     write_provenance(paths, cfg, again=True)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
-    lock.share()
-    return lock
 
 
 def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import logging
 import os
 import signal
@@ -40,14 +41,14 @@ from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint, read_endpoints
 from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.process import die_with_parent, set_cpu_threads
 from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.record import LeftOut, records, write_rollouts
-from rlx.rollout.tasks import TaskSequence
+from rlx.rollout.tasks import TaskSequence, data_digest
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
 from rlx.transport.files import BatchWriter, record
@@ -136,15 +137,18 @@ class Orchestrator:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
         try:
             forever = [self._beat(), self._track(), self._answer_checkpoints()]
-            await first_failure(self._train(), self.updates.follow(), self._last_checkpoint(), forever=forever)
+            await first_failure(self._work(), forever=forever)
         finally:
             await self.collector.close()
             await asyncio.gather(*(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
 
-    async def _train(self) -> None:
+    async def _work(self) -> None:
         await self.updates.reach(self.first_step)  # no token is sampled before the servers have the policy of the checkpoint
+        await first_failure(self._train(), self.updates.follow(), self._last_checkpoint())
+
+    async def _train(self) -> None:
         clock = StepClock(self.collector)
         for step in range(self.first_step, self.config.max_steps):
             self.step = step
@@ -325,6 +329,8 @@ def main() -> int:
         signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the loop runs
     envs = load_environments(config, heartbeat)
     chat = load_tokenizer(config, paths, heartbeat)
+    heartbeat.beat("reading the data sets")
+    write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
     gc.freeze()  # what is loaded now stays; collections need not walk it again and again
 
     stopped: list[int] = []

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from rlx.envs.base import Environment
 from rlx.types import Task
 
 log = logging.getLogger(__name__)
+
+
+CHUNK = 1000  # rows that are read at once
+
+
+def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
+    """Number and digest of a data set's examples, in their order: `{"examples": n, "xxh3": hex}`."""
+    encoder = msgspec.json.Encoder(enc_hook=repr, order="deterministic")
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(rows), CHUNK):
+        digest.update(encoder.encode(rows[start : start + CHUNK]))
+    return {"examples": len(rows), "xxh3": digest.hexdigest()}
 
 
 class TaskSequence:

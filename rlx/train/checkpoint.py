@@ -72,10 +72,11 @@ class Saving:
     def files(self) -> dict[str, dict[str, Any]]:
         """On rank 0: wait until all is written, and say what: `{name: {"size": bytes, "xxh3": digest}}`; nothing on other ranks.
 
-        Raises what writing raised on any rank: OSError for a full disk, CheckpointException where there are several ranks.
+        Raises what writing raised on the first of the ranks where it failed: OSError for a full disk.
         """
         if self._written is not None:
-            self._written.result()
+            with _plain_errors():
+                self._written.result()
         return self._writer.collect()
 
 
@@ -99,7 +100,8 @@ class Saver:
         state = _state_of(self.trainer, progress)
         writer = _Writer(folder, self.new_hash)
         if self._stager is None:
-            dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+            with _plain_errors():
+                dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
             return Saving(None, None, writer)
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not dist.is_initialized()
@@ -128,11 +130,11 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
     else:
         state["random"] = {}
     try:
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        with _plain_errors():
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the checkpoint {folder} does not fit this model and optimizer: {cause}. Go on with the model.* and optim._target_ it has"
+            f"the checkpoint {folder} does not fit this model and optimizer: {error}. Go on with the model.* and optim._target_ it has"
         ) from error
     for packed in state["random"].values():
         _set_random_state(packed)
@@ -182,6 +184,17 @@ def _ranks() -> int:
 
 
 @contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What failed on the first of the ranks where something did, instead of DCP's collection, which is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        cause.add_note(f"on rank {rank} of {_ranks()}")
+        raise cause from error
+
+
+@contextlib.contextmanager
 def _own_checksums() -> Iterator[None]:
     """torch.save's CRC-32 of every tensor takes longer than writing it; our own digest of the file is there instead."""
     before = torch.serialization.get_crc32_options()
@@ -195,21 +208,25 @@ def _own_checksums() -> Iterator[None]:
 class _HashedFile(io.FileIO):
     """A file that is written from its begin to its end, with the digest of what was written."""
 
-    def __init__(self, path: Path, new_hash: Callable[[], Hash], digests: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, path: Path, disk: _Disk) -> None:
         super().__init__(path, "wb")
-        self._hash, self._digests, self._file = new_hash(), digests, path.name
+        self._hash, self._disk, self._file = disk.new_hash(), disk, path.name
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view):  # the system takes at most 2 GiB at a time
-            written += super().write(view[written:])
+        try:
+            while written < len(view):  # the system takes at most 2 GiB at a time
+                written += super().write(view[written:])
+        except OSError as error:
+            self._disk.error = error
+            raise
         self._hash.update(view)
         return written
 
     def close(self) -> None:
         if not self.closed:
-            self._digests[self._file] = {"size": self.tell(), "xxh3": self._hash.hexdigest()}
+            self._disk.digests[self._file] = {"size": self.tell(), "xxh3": self._hash.hexdigest()}
         super().close()
 
 
@@ -219,11 +236,12 @@ class _Disk(FileSystem):
     def __init__(self, new_hash: Callable[[], Hash]) -> None:
         self.new_hash = new_hash
         self.digests: dict[str, dict[str, Any]] = {}
+        self.error: OSError | None = None  # torch turns a full disk into an error about positions
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with _HashedFile(Path(path), self.new_hash, self.digests) as file:
+        with _HashedFile(Path(path), self) as file:
             yield file
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -240,8 +258,11 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = self.disk = _Disk(new_hash)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        with _own_checksums():
-            result = super().write_data(plan, planner)
+        try:
+            with _own_checksums():
+                result = super().write_data(plan, planner)
+        except Exception as error:
+            raise self.disk.error or error from error
         if _rank() != 0:
             (self.folder / DIGESTS.format(_rank())).write_text(json.dumps(self.disk.digests))
         return result

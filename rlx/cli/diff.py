@@ -1,0 +1,42 @@
+"""`rlx diff A B`: what differs between two runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+SUMMARY = "what differs between two runs: configuration, code, packages, data, metrics"
+
+
+def help_text() -> str:
+    return f"""\
+rlx diff: {SUMMARY}.
+
+usage: rlx diff RUN_A RUN_B        the directories of two runs
+
+  rlx diff outputs/one outputs/two
+
+Compared are: every key of the configuration but the run's name and place; commit and uncommitted changes; versions of
+Python and all packages; a digest of every environment's examples; and metrics.jsonl but for the wall clock, with the
+values of the last step that both have.
+
+exit codes, as diff's: 0 nothing differs; 1 something does; 2 one of them is no run"""
+
+
+def run(argv: list[str]) -> int:
+    from rlx.launch.compare import compare
+    from rlx.paths import RunPaths
+
+    if len(argv) != 2:
+        print(f"rlx diff takes two run directories, not {len(argv)}. rlx diff --help tells more.", file=sys.stderr)
+        return 2
+    a, b = (RunPaths(Path(name).expanduser()) for name in argv)
+    sections = compare(a, b)
+    print(f"{a.root} → {b.root}")
+    for section in sections:
+        print(f"\n{section.title}" + ("" if section.lines else f": {section.note or 'equal'}"))
+        for line in section.lines:
+            print(f"  {line}")
+        if section.lines and section.note:
+            print(f"  ({section.note})")
+    return 1 if any(section.lines for section in sections) else 0

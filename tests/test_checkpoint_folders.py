@@ -1,0 +1,103 @@
+"""Checkpoints as folders: whole or not there, found by step, damaged ones skipped, the newest kept; the orchestrator's answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from rlx.checkpoints import folders
+from rlx.checkpoints.folders import NoCheckpoint
+from rlx.checkpoints.orchestrator import STATE, Snapshots, read_state
+from rlx.paths import COMPLETE, RunPaths
+
+
+def write(paths: RunPaths, step: int, content: bytes = b"weights") -> Path:
+    folder = folders.begin(paths, step)
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "shard").write_bytes(content)
+    files = {"trainer/shard": {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}
+    return folders.finish(paths, step, files, {"ranks": 1})
+
+
+def test_a_checkpoint_appears_whole_and_is_found(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    folder = folders.begin(paths, 5)
+    (folder / "trainer").mkdir()
+    assert (folders.steps(paths), folders.newest(paths, pytest.fail)) == ([], None)
+    assert list(folders.being_written(paths)) == [(5, folder)]
+    write(paths, 5)
+    write(paths, 10)
+    assert list(folders.being_written(paths)) == []
+    start = folders.newest(paths, pytest.fail)
+    assert start is not None
+    assert (start.step, start.checkpoint) == (10, tmp_path / "checkpoints" / "step_10")
+    assert folders.at(paths, 5).step == 5
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 7; it has those of: 5, 10"):
+        folders.at(paths, 7)
+
+
+def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths, 5, b"old")
+    folder = write(paths, 5, b"new")
+    assert (folder / "trainer" / "shard").read_bytes() == b"new"
+    assert [path.name for path in paths.checkpoints.iterdir()] == ["step_5"]
+
+
+DAMAGES = {
+    "a flipped bit": lambda folder: (folder / "trainer" / "shard").write_bytes(b"weighty"),
+    "a short file": lambda folder: (folder / "trainer" / "shard").write_bytes(b"wei"),
+    "a missing file": lambda folder: (folder / "trainer" / "shard").unlink(),
+    "no marker": lambda folder: (folder / COMPLETE).unlink(),
+    "half a marker": lambda folder: (folder / COMPLETE).write_text('{"step": 10, "fi'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths, 5)
+    DAMAGES[damage](write(paths, 10))
+    said: list[str] = []
+    start = folders.newest(paths, said.append)
+    assert start is not None
+    assert start.step == 5
+    assert len(said) == 1
+    assert said[0].startswith("checkpoint step_10 is skipped: ")
+    with pytest.raises(NoCheckpoint, match="is damaged"):
+        folders.at(paths, 10)
+
+
+@pytest.mark.parametrize(
+    ("last", "interval", "kept"),
+    [(None, None, [2, 4, 6, 8, 10]), (1, None, [10]), (2, None, [8, 10]), (2, 4, [4, 8, 10]), (9, None, [2, 4, 6, 8, 10])],
+)
+def test_the_newest_are_kept_and_those_of_the_interval(tmp_path: Path, last: int | None, interval: int | None, kept: list[int]) -> None:
+    paths = RunPaths(tmp_path)
+    for step in (2, 4, 6, 8, 10):
+        write(paths, step)
+    gone = folders.prune(paths, last, interval)
+    assert folders.steps(paths) == kept
+    assert sorted([*gone, *kept]) == [2, 4, 6, 8, 10]
+    assert sorted(path.name for path in paths.checkpoints.iterdir()) == sorted(f"step_{step}" for step in kept)
+
+
+def test_the_orchestrator_writes_the_state_of_the_step_that_is_asked_for(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    snapshots = Snapshots(paths, keep=3)
+    for step in range(1, 7):
+        snapshots.take(step, {"number": step})
+    assert snapshots.answer() == []
+    folder = folders.begin(paths, 5)
+    assert snapshots.answer() == [5]
+    assert snapshots.answer() == []
+    assert read_state(folder) == {"number": 5}
+    folders.begin(paths, 3)
+    with pytest.raises(RuntimeError, match=r"after step 3; remembered are those of \[4, 5, 6\]"):
+        snapshots.answer()
+    folders.abandon(paths, 3)
+    (folder / "orchestrator" / STATE).unlink()
+    with pytest.raises(ValueError, match="written by a replay"):
+        read_state(folder)

@@ -1,0 +1,211 @@
+"""Checkpoints between the two roles: a full disk, an orchestrator that goes on, the run's marker and its pruning."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_worker import make_trainer
+from policy_stand_in import load, tiny_chat
+from test_orchestrator_run import StandInServers, StandInTrainer, config_of, reproducible
+from trainer_examples import make_model
+
+from rlx.checkpoints import folders
+from rlx.checkpoints.orchestrator import Snapshots
+from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
+from rlx.config.schema import CkptConfig, Config
+from rlx.heartbeat import Heartbeat
+from rlx.launch.resume import rewind
+from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.roles.orchestrator import Orchestrator, Preempted, first_failure
+from rlx.rollout.record import read_rollouts
+from rlx.transport.files import RecordedBatches
+from rlx.weights.files import verify
+
+# the orchestrator's part
+
+
+class CheckpointingTrainer(StandInTrainer):
+    """Asks for a checkpoint after some steps, as the trainer does."""
+
+    def __init__(self, paths: RunPaths, config: Config, first: int = 0, last: int | None = None, at: tuple[int, ...] = ()) -> None:
+        super().__init__(paths, config)
+        self.first, self.last, self.at = first, config.max_steps if last is None else last, at
+
+    async def run(self) -> None:
+        if self.first:
+            self.publish(self.first)
+        for step in range(self.first, self.last):
+            while not self.paths.batch_of(step).exists():
+                await asyncio.sleep(0.002)
+            self.batches.append(RecordedOrSent(self.paths, step).batch)
+            self.paths.batch_of(step).unlink()
+            self.publish(step + 1)
+            if step + 1 in self.at:
+                folder = folders.begin(self.paths, step + 1)
+                while not (folder / "orchestrator").exists() or not list((folder / "orchestrator").glob("state.pkl")):
+                    await asyncio.sleep(0.002)
+                folders.finish(self.paths, step + 1, {}, {})
+        if self.last < self.config.max_steps:
+            write_text(self.paths.preempted, "{}")
+            await asyncio.sleep(30)
+
+    def publish(self, version: int) -> None:
+        folder = self.paths.weights_of(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / COMPLETE).write_text('{"version": 0, "files": {}}')
+
+
+class RecordedOrSent:
+    def __init__(self, paths: RunPaths, step: int) -> None:
+        from rlx.transport.files import BatchReader
+
+        self.batch = BatchReader(paths).receive(step, timeout=1)
+
+
+def play(paths: RunPaths, config: Config, trainer: StandInTrainer, **servers: Any) -> StandInServers:
+    envs = {name: load(env.id, sampling={"max_tokens": 12, "temperature": 1.0}, name=name, **env.args) for name, env in config.envs.items()}
+    stand_in = StandInServers(**servers)
+
+    async def main() -> None:
+        orchestrator = Orchestrator(config, paths, envs, tiny_chat(), stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
+        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
+
+    asyncio.run(main())
+    return stand_in
+
+
+@pytest.mark.parametrize("advantage", ["group.group_norm", "batch.Ema"])
+def test_an_orchestrator_goes_on_as_if_it_had_never_stopped(tmp_path: Path, advantage: str) -> None:
+    keys = {"max_steps": 6, "ckpt__interval": None, "advantage": {"_target_": f"rlx.advantages.{advantage}"}}
+    whole, cut = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "cut")
+    play(whole, config_of(**keys), CheckpointingTrainer(whole, config_of(**keys)))
+    with pytest.raises(Preempted):
+        play(cut, config_of(**keys), CheckpointingTrainer(cut, config_of(**keys), last=3, at=(3,)))
+    assert rewind(cut) == folders.at(cut, 3)
+    servers = play(cut, config_of(**keys), CheckpointingTrainer(cut, config_of(**keys), first=3))
+    assert servers.updates == [3, 4, 5, 6], "the checkpoint's policy comes first"
+    assert reproducible(cut) == reproducible(whole)
+    for step in range(6):
+        lines = [
+            [(r["prompt"], r["completion"], r["versions"], r["advantage"]) for r in read_rollouts(p.rollouts_of(step))]
+            for p in (whole, cut)
+        ]
+        assert lines[0] == lines[1]
+
+
+def test_with_slack_no_example_is_lost_or_played_twice(tmp_path: Path) -> None:
+    """Groups that were finished but not trained on are in the checkpoint; groups in flight are played again."""
+    paths, config = RunPaths(tmp_path), config_of(max_steps=8, max_async_level=2, ckpt__interval=None, orchestrator__max_concurrent=12)
+    with pytest.raises(Preempted):
+        play(paths, config, CheckpointingTrainer(paths, config, last=4, at=(4,)), jitter=0.02)
+    assert rewind(paths) == folders.at(paths, 4)
+    play(paths, config, CheckpointingTrainer(paths, config, first=4), jitter=0.02)
+    groups = [line["group"] for step in range(8) for line in read_rollouts(paths.rollouts_of(step))]
+    assert len(groups) == 8 * 8
+    assert sorted(set(groups)) == list(range(16))
+
+
+def test_recorded_batches_are_those_that_were_sent_and_arrivals_are_numbered(tmp_path: Path) -> None:
+    paths, config = RunPaths(tmp_path), config_of(max_steps=3, max_async_level=1, ckpt__interval=None)
+    trainer = CheckpointingTrainer(paths, config)
+    play(paths, config, trainer, jitter=0.02)
+    for step, sent in enumerate(trainer.batches):
+        again = RecordedBatches(paths).receive(step)
+        assert again.step == step
+        for one, other in zip(rows(sent), rows(again), strict=True):
+            for name in one.__slots__:
+                assert (getattr(one, name) == getattr(other, name)).all(), name
+    arrivals = [line["arrival"] for step in range(3) for line in read_rollouts(paths.rollouts_of(step))]
+    assert sorted(arrivals) == list(range(24))
+
+
+def rows(batch: Any) -> list[Any]:
+    return [row for mini in batch.mini_batches for rank in mini.micro_batches for row in rank]
+
+
+# the whole of a checkpoint
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    return make_trainer(str(tmp_path / "model"))
+
+
+@contextlib.contextmanager
+def orchestrator_of(paths: RunPaths, last: int) -> Iterator[None]:
+    """A thread that answers like the orchestrator."""
+    snapshots, stopped = Snapshots(paths, keep=100), threading.Event()
+    for step in range(last + 1):
+        snapshots.take(step, {"step": step})
+
+    def answer() -> None:
+        while not stopped.wait(0.005):
+            snapshots.answer()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, trainer: Any, save_async: bool) -> None:
+    paths = RunPaths(tmp_path / "run")
+    config = CkptConfig(interval=2, keep_last=1, keep_interval=4, save_async=save_async)
+    checkpoints = Checkpoints(paths, config, trainer, last=7, facts={"ranks": 1})
+    with orchestrator_of(paths, 7):
+        for step in range(1, 8):
+            if checkpoints.due(step):
+                checkpoints.save(step)
+                assert step in checkpoints.protected()
+            checkpoints.wait_copied()
+            checkpoints.finish(wait=False)
+        checkpoints.close()
+    assert folders.steps(paths) == [4, 7], "the last step has one too"
+    for step in (4, 7):
+        manifest = verify(paths.checkpoint_of(step))
+        assert (manifest["step"], manifest["ranks"]) == (step, 1)
+        assert {name.split("/")[0] for name in manifest["files"]} == {"trainer", "orchestrator"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small file system")
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_full_disk_ends_the_run_with_the_last_good_checkpoint_intact(tmp_path: Path, trainer: Any, save_async: bool) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        paths = RunPaths(disk / "run")
+        checkpoints = Checkpoints(paths, CkptConfig(interval=1, keep_last=None, save_async=save_async), trainer, last=99, facts={})
+
+        def fill() -> None:
+            for step in range(1, 99):
+                checkpoints.save(step)
+                checkpoints.wait_copied()
+
+        with orchestrator_of(paths, 99), pytest.raises(CheckpointFailed) as failure:
+            fill()
+        good = folders.newest(paths, pytest.fail)
+        assert good is not None
+        assert good.step >= 1
+        assert f"the checkpoint of step {good.step + 1} could not be written" in str(failure.value)
+        assert "No space left on device" in str(failure.value)
+        assert f"the last complete checkpoint is {good.checkpoint}" in str(failure.value)
+        assert list(folders.being_written(paths)) == [], "what was written of it is taken back"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
