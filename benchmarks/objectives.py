@@ -18,13 +18,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from demo import GOAL, WINDOW, ours
+
 from rlx.config.shipped import conf_directory
-from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("sft", "opd")
-GOAL, WINDOW = 0.9, 5  # the goal is a mean reward over so many steps
 
 
 def presets() -> list[str]:
@@ -53,19 +52,6 @@ def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
         print(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}", flush=True)
 
 
-def rewards_of(run: Path) -> list[float]:
-    """Mean reward of every step."""
-    return [r["reward/mean"] for r, _ in read_metrics(RunPaths(run).metrics) if r["source"] == "orchestrator"]
-
-
-def goal_step(rewards: list[float]) -> int | None:
-    """The first step at whose end the mean reward of the last five steps was at the goal."""
-    for step in range(WINDOW - 1, len(rewards)):
-        if statistics.mean(rewards[step - WINDOW + 1 : step + 1]) >= GOAL:
-            return step
-    return None
-
-
 def table(out: Path) -> str:
     """A row an objective; the values of its seeds side by side."""
     lines = [
@@ -73,14 +59,14 @@ def table(out: Path) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name in presets():
-        found = {int(run.name.rpartition("seed")[2]): rewards_of(run) for run in out.glob(f"{name}-seed*") if is_complete(run)}
+        found = {int(run.name.rpartition("seed")[2]): ours(run) for run in out.glob(f"{name}-seed*") if is_complete(run)}
         if found:
             seeds = sorted(found)
-            steps = [goal_step(found[seed]) for seed in seeds]
+            steps = [found[seed].goal_step() for seed in seeds]
             cells = [
                 ", ".join(map(str, seeds)),
-                ", ".join(f"{statistics.mean(found[seed][:WINDOW]):.3f}" for seed in seeds),
-                ", ".join(f"{statistics.mean(found[seed][-WINDOW:]):.3f}" for seed in seeds),
+                ", ".join(f"{statistics.mean(found[seed].rewards[:WINDOW]):.3f}" for seed in seeds),
+                ", ".join(f"{statistics.mean(found[seed].rewards[-WINDOW:]):.3f}" for seed in seeds),
                 ", ".join("–" if step is None else str(step) for step in steps),
             ]
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
