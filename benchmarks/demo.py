@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", choices=("reward", "tails"))
     parser.add_argument("--runs", type=Path, nargs="+", help="finished default runs, one for each seed")
-    parser.add_argument("--steps", type=int, default=60, help="most steps of the first set-up")
+    parser.add_argument("--steps", type=int, default=80, help="most steps of the first set-up")
     parser.add_argument("--tail-steps", type=int, default=20, help="steps of the second set-up")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of TRL")
     parser.add_argument("--continuous-batching", action="store_true", help="let TRL generate by transformers' continuous batching")

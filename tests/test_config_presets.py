@@ -71,7 +71,7 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
 
 def test_the_default_run_is_the_tiny_one():
     cfg = compose([], {}).cfg
-    assert (cfg.max_steps, cfg.max_async_level, cfg.seq_len, cfg.sampling.max_tokens, cfg.num_groups) == (70, 1, 64, 12, 32)
+    assert (cfg.max_steps, cfg.max_async_level, cfg.seq_len, cfg.sampling.max_tokens, cfg.num_groups) == (100, 1, 64, 12, 32)
     assert (cfg.optim["lr"], cfg.optim["betas"], cfg.optim["weight_decay"], cfg.scheduler.warmup_steps) == (3e-4, [0.9, 0.95], 0.0, 5)
     assert cfg.model.warm_start is not None
     assert cfg.model.dtype == "float32"

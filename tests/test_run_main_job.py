@@ -25,17 +25,17 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     job = start("run")
     assert job.wait(timeout=500) == 0, job.text()
     rewards = [r["reward/mean"] for r in job.metrics("orchestrator")]
-    assert len(rewards) == 70
+    assert len(rewards) == 100
     assert mean(rewards[:3]) < 0.6
     assert mean(rewards[-5:]) >= 0.9
     assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
     assert max(r["mismatch/kl"] for r in job.metrics("trainer")) < 1e-2
     written = {p.name for p in job.run_dir.iterdir()}
     assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}
-    assert (job.run_dir / "weights" / "step_70" / "COMPLETE").exists()
+    assert (job.run_dir / "weights" / "step_100" / "COMPLETE").exists()
     assert (job.run_dir / "logs" / "latest" / "trainer.log").exists()
     status = job.status()
-    assert (status["state"], status["step"], status["exit_code"], status["cause"]) == ("completed", 70, 0, None)
+    assert (status["state"], status["step"], status["exit_code"], status["cause"]) == ("completed", 100, 0, None)
     rollout = job.rollouts(10)[0]
     assert rollout.keys() >= {
         "env", "example_id", "group", "prompt", "completion", "reward", "rewards", "advantage", "versions", "num_tokens", "stop", "error"
