@@ -62,19 +62,27 @@ class Checkpoints:
         self.finish()
         if self.saved == step:
             return
-        if self._saver is None:
-            self._saver = Saver(self.trainer, xxhash.xxh3_64, in_background=self.config.save_async)
         folder = folders.writing(self.paths, step)
         if self.first:
             self._or_fail(step, lambda: folders.begin(self.paths, step))
         if dist.is_initialized():
             dist.barrier()
         progress = Progress(step, self.trainer.updates)
-        saver = self._saver
+        saver = self._the_saver()
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
         self._pending = (step, saving)
         if not self.config.save_async:
             self.finish()
+
+    def prepare(self) -> None:
+        """After the first step: get ready what the first checkpoint would have to wait for."""
+        if self.config.save_async and self.config.interval is not None and self._saver is None:
+            self._the_saver().warm()
+
+    def _the_saver(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(self.trainer, xxhash.xxh3_64, in_background=self.config.save_async)
+        return self._saver
 
     def wait_copied(self) -> None:
         """Returns when the trainer may change its state again."""

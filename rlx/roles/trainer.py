@@ -168,6 +168,7 @@ class Trainer:
 
     def keep(self, step: int) -> None:
         """A checkpoint of the state after `step` steps where one is due; complete an earlier one that was written meanwhile."""
+        self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.beat(f"writing checkpoint {step}", step)
             self.checkpoints.save(step)
