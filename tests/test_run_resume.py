@@ -13,7 +13,7 @@ from main_job import MainJob, reproducible_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 8
-SHORT = ("max_async_level=0", "orchestrator.batch_size=32", f"max_steps={STEPS}", "ckpt.interval=2", "model.warm_start.steps=60")
+SHORT = ("max_async_level=0", "orchestrator.batch_size=32", f"max_steps={STEPS}", "ckpt.interval=2")
 
 
 def kill_everything(job: MainJob) -> None:
@@ -77,3 +77,16 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
     assert done.wait(timeout=60) == 2
     assert "nothing left to do" in done.text()
     assert reproducible_lines(done.run_dir) == whole.reproducible_lines()
+
+
+def test_a_run_with_slack_is_trained_again_from_its_record_with_equal_metrics(start):
+    run = start("run", "max_async_level=2", "orchestrator.batch_size=32", f"max_steps={STEPS}")
+    assert run.wait() == 0, run.text()
+    replay = start("replay", "max_async_level=2", "orchestrator.batch_size=32", f"max_steps={STEPS}", f"replay={run.run_dir}")
+    assert replay.wait() == 0, replay.text()
+    assert set(replay.pids()) == {"trainer"}, "no server, no environment"
+    lines = [line for line in run.reproducible_lines() if line["source"] == "trainer"]
+    assert max(line["off_policy/lag_max"] for line in lines) > 0
+    assert replay.reproducible_lines() == lines
+    one, other = ((job.run_dir / "weights" / f"step_{STEPS}" / "COMPLETE").read_text() for job in (run, replay))
+    assert one == other, "the same weights, by their checksums"
