@@ -9,8 +9,8 @@ A frozen head (LoRA) needs ∂logp/∂h = ∂z_y/∂x W[y] − Σ p ∂z/∂x W 
 is one product with c. An entropy gradient is not in it; then backward makes the tiles again.
 
 Memory beyond inputs and gradients: one tile of float32 logits and what the row functions need beside it, a float32 [N, D] sum (only where
-hidden is 16 bit, or the head frozen) and a float32 gradient of one slice of the head. Work: 8 N·D·V multiply-adds, 4 with a frozen head;
-naive 6. Knows torch; what happens inside a tile is the business of `Rows`.
+hidden is 16 bit, or the head frozen) and a float32 gradient of one slice of the head. Work: 8 N·D·V operations, 4 with a frozen
+head; naive 6. Knows torch; what happens inside a tile is the business of `Rows`.
 """
 
 from __future__ import annotations
