@@ -34,6 +34,9 @@ class Starter(Protocol):
     def returncode(self, code: int) -> int:
         """The role's return code from the child's: negative for the signal that killed it."""
 
+    def terminate(self) -> bool:
+        """SIGTERM for all processes; False where the supervisor is to send it to its children."""
+
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL for processes of these names, where a signal to the child is not enough."""
 
@@ -51,6 +54,9 @@ class LocalStarter:
 
     def returncode(self, code: int) -> int:
         return code
+
+    def terminate(self) -> bool:
+        return False
 
     def kill(self, names: Sequence[str]) -> None:
         """The supervisor kills the process groups itself."""
@@ -97,6 +103,10 @@ class SrunStarter:
 
     def returncode(self, code: int) -> int:
         return 128 - code if code > 128 else code  # srun, like a shell, answers 128 + the signal
+
+    def terminate(self) -> bool:
+        """By the controller: `srun` does not pass a SIGTERM on, it has the step killed without giving it time."""
+        return subprocess.run(["scancel", "--signal=TERM", self.job_id], capture_output=True, check=False).returncode == 0
 
     def kill(self, names: Sequence[str]) -> None:
         """`srun` itself dies without its step, so the step is killed by the controller."""

@@ -320,8 +320,9 @@ class Supervisor:
 
     def _stop(self) -> None:
         """End everything that was started: SIGTERM, `grace` seconds, SIGKILL; then whatever escaped its group."""
-        for child in self.children:
-            if child.running:
+        running = [child for child in self.children if child.running]
+        if running and not self.starter.terminate():
+            for child in running:
                 os.killpg(child.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self.limits.grace
         while any(child.running for child in self.children) and time.monotonic() < deadline:

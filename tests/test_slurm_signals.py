@@ -1,0 +1,164 @@
+"""What SLURM does to a job when it wants the machine back, and what the supervisor makes of it. On a real SLURM, with toy processes."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_job import ROOT, slurm
+
+from rlx.config.load import compose
+from rlx.launch.follow import follow
+from rlx.launch.jobs import queue
+from rlx.launch.rundir import create, settle
+from rlx.launch.slurm import submit
+from rlx.launch.status import Status, read_status
+from rlx.paths import RunPaths
+from rlx.types import ProcessSpec
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+LEAVES = """
+    import os, sys, time
+    from pathlib import Path
+    if int(os.environ["SLURM_RESTART_COUNT"] if "SLURM_RESTART_COUNT" in os.environ else 0):
+        print("second attempt", flush=True); sys.exit(0)
+    print("first attempt", flush=True)
+    while not (Path(sys.argv[1]) / "preempt").exists(): time.sleep(0.05)
+    sys.exit(75)
+"""
+STUBBORN = """
+    import signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("here", flush=True)
+    while True: time.sleep(0.05)
+"""
+
+
+class Toys:
+    """A job whose processes are toys, one on each node."""
+
+    def __init__(self, *codes: str, **options: Any) -> None:
+        self.count = len(codes)
+        slurm_options = options.pop("slurm", {})
+        cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+        cfg = settle(cfg, "label")
+        cfg = replace(
+            cfg,
+            hardware=replace(cfg.hardware, nodes=len(codes)),
+            launcher=replace(cfg.launcher, **options),
+            slurm=replace(cfg.slurm, memory_gb=0.2, cpus_per_node=1, **slurm_options),
+        )
+        plan = [
+            ProcessSpec(role="toy", replica=i, node=i, gpus=(), argv=(sys.executable, "-c", textwrap.dedent(code), str(cfg.run.dir)))
+            for i, code in enumerate(codes)
+        ]
+        self.paths, lock = create(cfg, [], plan)
+        lock.close()
+        (self.id,) = submit([(self.paths, cfg)], "run", self.paths.root / ".submitit")
+
+    def status(self) -> Status:
+        status = read_status(self.paths)
+        assert status is not None
+        return status
+
+    def log(self, attempt: int, name: str = "launcher") -> str:
+        path = self.paths.log(attempt, name)
+        return path.read_text() if path.exists() else ""
+
+    def until(self, probe: Callable[[], Any], timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not probe():
+            assert time.monotonic() < deadline, f"{self.status()}\n{self.log(0)}\n{self.log(1)}"
+            time.sleep(0.1)
+
+    def until_started(self) -> None:
+        self.until(lambda: len(self.status().processes) == self.count)
+        self.until(lambda: all(self.log(0, f"toy_{i}" if i else "toy").strip() for i in range(self.count)))
+
+
+@pytest.fixture
+def job(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toys]]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    made: list[Toys] = []
+
+    def begin(*codes: str, **options: Any) -> Toys:
+        made.append(Toys(*codes, **options))
+        return made[-1]
+
+    yield begin
+    for toys in made:
+        slurm("scancel", toys.id)
+
+
+def second_attempt(toys: Toys) -> None:
+    """The job came back by itself, with its number and directory, and ended well."""
+    assert follow(toys.paths, toys.id) == 0, toys.log(0) + toys.log(1)
+    assert (toys.status().state, toys.status().attempt, toys.status().job) == ("completed", 1, toys.id)
+    assert "second attempt" in toys.log(1, "toy")
+    toys.until(lambda: queue()[toys.id] == "COMPLETED")
+
+
+def test_a_job_leaves_before_its_time_limit_and_comes_back(job):
+    limit = {"time_minutes": 1, "signal_seconds": 35}
+    toys = job(LEAVES, LEAVES, grace=2.0, preempt_grace=20.0, slurm=limit)
+    toys.until(lambda: "received SIGUSR2" in toys.log(0), timeout=90)
+    second_attempt(toys)
+    assert "toy_1 has left" in toys.log(0)
+    assert "back in the queue" in toys.log(0)
+
+
+def test_a_job_that_is_preempted_leaves_and_comes_back(job):
+    toys = job(LEAVES, slurm={"options": {"nodelist": "node4"}})
+    toys.until_started()
+    other = slurm(
+        "sbatch", "--parsable", "-p", "high", "-w", "node4", "--exclusive", "--mem=0", "-o", "/dev/null", "--wrap=sleep 3"
+    ).strip()
+    toys.until(lambda: "received" in toys.log(0))
+    second_attempt(toys)
+    assert "received SIGUSR2" in toys.log(0)
+    toys.until(lambda: queue()[other] == "COMPLETED")
+
+
+def test_a_job_whose_node_fails_comes_back(job):
+    toys = job(LEAVES, LEAVES)
+    toys.until_started()
+    lost = toys.status().processes[1]["host"]
+    slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")  # its slurmd lives, so it is back at once
+    second_attempt(toys)
+
+
+def test_a_process_that_ignores_sigterm_is_killed_on_its_node(job):
+    toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
+    assert follow(toys.paths, toys.id) == 1
+    assert "killing toy_1: still there 1 s after SIGTERM" in toys.log(0)
+    cause = toys.status().cause
+    assert cause is not None
+    assert (cause.replica, cause.returncode) == (0, 3)
+    toys.until(lambda: queue()[toys.id] == "FAILED", timeout=10)
+
+
+def test_a_job_comes_back_no_more_than_it_may(job):
+    toys = job(LEAVES.replace("sys.exit(0)", "pass"), max_requeues=1)
+    for attempt in (0, 1):
+        toys.until(lambda attempt=attempt: toys.log(attempt, "toy").strip())
+        slurm("scancel", "--batch", "--signal=USR2", toys.id)
+        if attempt == 0:
+            toys.until(lambda: toys.status().attempt == 1)
+    assert follow(toys.paths, toys.id) == 1
+    assert "launcher.max_requeues=1 is used up" in str(toys.status().cause)
+
+
+def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
+    toys = job(LEAVES, max_requeues=0)
+    toys.until_started()
+    slurm("scontrol", "requeue", toys.id)
+    toys.until(lambda: toys.status().state == "failed", timeout=60)
+    assert "requeued 1 times, more than launcher.max_requeues=0" in str(toys.status().cause)
+    assert RunPaths(toys.paths.root).log(1, "toy").exists() is False
