@@ -211,8 +211,10 @@ def test_a_backend_that_does_not_apply_is_refused_with_the_reason(name, dtype, m
         choose_backend(name, torch.device("cpu"), dtype)
 
 
-def test_auto_takes_triton_on_cuda_and_torch_elsewhere():
+def test_auto_takes_triton_on_cuda_for_a_real_vocabulary_and_torch_elsewhere():
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 151_936) == "triton"
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 104) == "torch"
     assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "torch"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlx.kernels import rows_torch
-from rlx.kernels.tiles import Form, Rows, tiled_logprob
+from rlx.kernels.tiles import TILE_CUDA, Form, Rows, tiled_logprob
 
 BACKENDS = ("auto", "torch", "triton", "liger")
 
@@ -49,7 +49,7 @@ def logprob(
     assert hidden.shape[1] == head.shape[1], (hidden.shape, head.shape)
     assert bias is None or bias.shape == head.shape[:1], (bias.shape, head.shape)
     assert labels.shape == temperature.shape == hidden.shape[:1], (labels.shape, temperature.shape, hidden.shape)
-    backend = choose_backend(backend, hidden.device, hidden.dtype)
+    backend = choose_backend(backend, hidden.device, hidden.dtype, len(head))
     if backend == "liger" and len(hidden):
         from rlx.kernels.liger import liger_logprob
 
@@ -62,13 +62,17 @@ def logprob(
     return tiled_logprob(hidden, head, labels, temperature, bias=bias, form=Form(scale, softcap), rows=rows, tile=tile)
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """`torch`, `triton` or `liger` for inputs of this kind; `auto` takes Triton on CUDA where it is installed, else torch.
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int | None = None) -> str:
+    """`torch`, `triton` or `liger` for inputs of this kind; `vocabulary` null is taken for large.
+
+    `auto` takes Triton on CUDA where it is installed, else torch; torch also for a vocabulary narrower than a tile: a toy's logits are
+    too few to be worth the seconds that compiling a kernel takes.
 
     Raises ValueError naming the reason when the backend asked for does not apply.
     """
     if name == "auto":
-        return "triton" if device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None else "torch"
+        wide = vocabulary is None or vocabulary >= TILE_CUDA[0]
+        return "triton" if device.type == "cuda" and wide and dtype != torch.float64 and find_spec("triton") is not None else "torch"
     reason = None
     if name == "triton":
         reason = _no_triton(device, dtype)

@@ -56,10 +56,11 @@ def load_policy(
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
         )
-    logprob_backend = choose_backend(logprob_backend, device, compute)  # says now what does not apply
+    choose_backend(logprob_backend, device, compute)  # says now what does not apply
 
     def finished(model: PolicyModel) -> PolicyModel:
-        model.attention, model.logprob_backend, model.compute_dtype = attention, logprob_backend, compute
+        model.attention, model.compute_dtype = attention, compute
+        model.logprob_backend = choose_backend(logprob_backend, device, compute, len(model.head[0].weight))
         model.liger = apply_liger(model.hf, liger, device)  # after the check, which runs on the CPU
         checkpoint_activations(model, ac_freq)
         if compile:
