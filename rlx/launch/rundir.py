@@ -99,6 +99,8 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -
     Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume.
     """
     paths = _paths(cfg)
+    if cfg.replay is not None:
+        cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan)
@@ -110,8 +112,6 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -
             check_room(start, cfg.max_steps)
             cfg = replace(cfg, resume=str(start.checkpoint))
         replayed = check_replay(cfg.replay, start.step if start else 0, cfg.max_steps) if cfg.replay is not None else None
-        if replayed is not None:
-            cfg = replace(cfg, replay=str(replayed.root))
         lock = _claim(paths, clean=cfg.clean)
         if source := source_of(start) if start else replayed:
             write_text(paths.initial_model, source.initial_model.read_text())
