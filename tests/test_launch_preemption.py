@@ -29,7 +29,7 @@ def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Ca
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=10)
+    status = run.wait(timeout=60)
     assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)
     assert "checkpoint written" in run.log("orchestrator")
     run.assert_nothing_left()
@@ -39,7 +39,7 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
     run = start([toy("trainer", LEAVES.replace("sys.exit(75)", "sys.exit(3)"), arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=10)
+    status = run.wait(timeout=60)
     assert (status.state, status.exit_code) == ("failed", 1)
     assert status.cause is not None
     assert status.cause.returncode == 3
@@ -47,14 +47,14 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
 
 def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", "import sys; sys.exit(75)")])
-    assert run.wait(timeout=10).state == "failed"
+    assert run.wait(timeout=60).state == "failed"
 
 
 def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], preempt_grace=0.5)
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=10)
+    status = run.wait(timeout=60)
     assert status.state == "preempted"
     assert "trainer did not leave in 0.5 s" in run.log("launcher")
     run.assert_nothing_left()

@@ -178,13 +178,13 @@ rlx.launch.sweep.plan_of = toy_plan
 sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
 """
     pool = subprocess.Popen([sys.executable, "-c", code], cwd=toys.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (toys / "seed=9" / "ran").exists():
         assert time.monotonic() < deadline
         assert pool.poll() is None, pool.stdout.read()
         time.sleep(0.05)
     pool.send_signal(signal.SIGTERM)
-    out, _ = pool.communicate(timeout=15)
+    out, _ = pool.communicate(timeout=60)
     assert pool.returncode == 130
     status = read_status(sweep_paths(toys / "seed=9"))
     assert status is not None

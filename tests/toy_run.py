@@ -70,14 +70,14 @@ class Run:
         assert status is not None
         return status
 
-    def wait(self, timeout: float = 20.0) -> Status:
+    def wait(self, timeout: float = 60.0) -> Status:
         """The launcher's end."""
         self.launcher.wait(timeout)
         status = self.status()
         assert status.exit_code == self.launcher.returncode
         return status
 
-    def until(self, probe: Callable[[], object], timeout: float = 15.0) -> None:
+    def until(self, probe: Callable[[], object], timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
             assert time.monotonic() < deadline, f"not in {timeout} s; log:\n{self.log('launcher')}"

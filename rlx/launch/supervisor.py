@@ -243,13 +243,24 @@ class Supervisor:
                 self._forget(child)
                 pending.remove(child)
             if all(child.spec.service for child in pending):
-                left = any(self._code(child) == LEFT for child in self.children if not child.running)
-                return "preempted" if left else "completed", None
+                if any(self._code(child) == LEFT for child in self.children if not child.running):
+                    return "preempted", None
+                # `srun` says 0 of a step whose node has failed, too; then SLURM ends the job.
+                if self.starter.remote and self._interrupted_within(SIGTERM_SPREADS):
+                    return self.meaning_of_sigterm(), None
+                return "completed", None
             if time.monotonic() - self.looked >= TICK:
                 self.looked = time.monotonic()
                 hung = self._look(pending)
                 if hung is not None:
                     return "failed", hung
+
+    def _interrupted_within(self, seconds: float) -> bool:
+        """Wait for a signal that is on its way."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.interrupted:
+            time.sleep(0.02)
+        return self.interrupted
 
     def _wait(self, timeout: float) -> None:
         for key, _ in self.selector.select(timeout):
@@ -267,10 +278,8 @@ class Supervisor:
         And SLURM sends SIGTERM to the steps before it sends it to us: then nobody is to blame.
         """
         first = min(failed, key=lambda child: (self._code(child) >= 0, not child.spec.service))
-        if self.starter.remote and self._code(first) == -signal.SIGTERM:
-            deadline = time.monotonic() + SIGTERM_SPREADS
-            while time.monotonic() < deadline and not self.interrupted:
-                time.sleep(0.02)
+        if self.starter.remote and self._code(first) in (0, -signal.SIGTERM):
+            self._interrupted_within(SIGTERM_SPREADS)
         if self._code(first) > 0 and not first.spec.service:
             deadline = time.monotonic() + SETTLE
             while time.monotonic() < deadline and not self.interrupted:
