@@ -6,7 +6,6 @@ At `max_async_level=0` on CPU a run's metrics are the same bit for bit whenever 
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,15 +81,3 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
         assert "back in the queue" in first
         assert "going on after 5 steps" in second or "going on after 6 steps" in second  # one was written for the occasion
     assert job.reproducible_lines() == undisturbed.reproducible_lines()
-
-
-def test_a_run_that_may_not_be_requeued_again_fails_and_says_so(submit):
-    job = submit("run", *RUN, "launcher.max_requeues=0", "launcher.preempt_grace=3")
-    job.pid("trainer", 1)
-    signal_before_the_time_limit(job)
-    asked = time.monotonic()
-    assert job.until_over(timeout=90) == "failed", job.text()
-    assert time.monotonic() - asked < 30
-    assert "launcher.max_requeues=0 is used up" in job.status()["cause"]["reason"]
-    assert job.state() == "FAILED"
-    assert job.left() == []
