@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from main_job import MainJob
+
+# Before torch is imported: several workers with several threads each on few cores spin for one another, and small tests take minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
