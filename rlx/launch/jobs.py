@@ -11,6 +11,7 @@ import time
 
 from rlx.paths import RunPaths, write_text
 
+TIMEOUT = 10.0  # seconds in which the controller answers, or is taken for silent
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 """SLURM's words for a job that is over; one that the controller has forgotten is over too."""
 
@@ -27,16 +28,22 @@ def job_of(paths: RunPaths) -> str | None:
         return None
 
 
+def ask(*command: str) -> subprocess.CompletedProcess[str]:
+    """What one of SLURM's commands says. Raises RuntimeError when it is not there or the controller is silent."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"there is no {command[0]} here") from error
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{command[0]} gave no answer in {TIMEOUT:g} s") from error
+
+
 def queue() -> dict[str, str]:
     """SLURM's word for the state of each of the user's jobs that it has not forgotten, by job id.
 
     Raises RuntimeError when the controller does not answer.
     """
-    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise RuntimeError("there is no squeue here") from error
+    done = ask("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T")
     if done.returncode != 0:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
@@ -49,6 +56,9 @@ def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
 
 def restarts_of(job_id: str) -> int:
     """How often SLURM has put a job back into the queue; it counts at once, before the job has ended. -1: it does not say."""
-    done = subprocess.run(["scontrol", "show", "job", "--oneliner", job_id], capture_output=True, text=True, check=False)
+    try:
+        done = ask("scontrol", "show", "job", "--oneliner", job_id)
+    except RuntimeError:
+        return -1
     words = (word.partition("=") for word in done.stdout.split())
     return next((int(value) for name, _, value in words if name == "Restarts"), -1)

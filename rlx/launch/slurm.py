@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from submitit import JobEnvironment, SlurmExecutor
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.launch.jobs import note_job, restarts_of
+from rlx.launch.jobs import ask, note_job, restarts_of
 from rlx.launch.provenance import source_state
 from rlx.launch.results import final_reward
 from rlx.launch.resume import rewind
@@ -35,7 +34,8 @@ from rlx.paths import RunPaths, write_text
 
 FOLDER = ".submitit"  # of a run or a sweep: what submitit writes for its jobs
 OLD_ATTEMPT = 60.0  # seconds for what is left of an earlier attempt to go
-QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID")  # variables of a run that a job submitted from inside one must not inherit
+QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+"""Variables of a run, and of the array that it is one of, that a job submitted from inside one must not inherit."""
 
 
 class _Executor(SlurmExecutor):
@@ -130,18 +130,20 @@ class Run:
         paths = RunPaths(Path(self.run_dir))
         cfg = load_run(paths.root)
         environment = JobEnvironment()
+        # `12_5` for one of an array, never SLURM_JOB_ID: that of the last one is the array's, and SLURM would act on all of them.
+        job = environment.job_id
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         lock = RunLock(paths)
         if not lock.take(timeout=OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
-        status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=environment.job_id)
+        status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=job)
         status.write(paths)
         lock.share()
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        print(f"job {environment.job_id}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
+        print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
         self._may_start(paths, cfg, status, restarts)
         if restarts:
             start = rewind(paths)
@@ -153,12 +155,12 @@ class Run:
             lock_fd=lock.fd,
             attempt=status.attempt,
             watched={},
-            starter=SrunStarter(environment.raw_job_id, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
-            meaning_of_sigterm=lambda: "preempted" if restarts_of(environment.raw_job_id) > restarts else "interrupted",
+            starter=SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
+            meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
         )
         code = supervisor.run()
         if supervisor.status.state == "preempted":
-            code = self._requeue(paths, cfg, supervisor.status, environment.raw_job_id, restarts)
+            code = self._requeue(paths, cfg, supervisor.status, job, restarts)
         if code != 0:
             raise SystemExit(code)
         return final_reward(paths)
@@ -182,9 +184,13 @@ class Run:
         if restarts >= cfg.launcher.max_requeues:
             _fail(paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; go on with resume=latest")
             return 1
-        done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            _fail(paths, status, f"preempted, and SLURM does not requeue the job: {done.stderr.strip()}; go on with resume=latest")
+        try:
+            done = ask("scontrol", "requeue", job_id)
+            refused = done.stderr.strip() if done.returncode != 0 else None
+        except RuntimeError as error:
+            refused = str(error)
+        if refused is not None:
+            _fail(paths, status, f"preempted, and SLURM does not requeue the job: {refused}; go on with resume=latest")
             return 1
         print("back in the queue", flush=True)
         return status.exit_code or 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from rlx.launch.jobs import ask
 from rlx.process import HOST, SUPERVISOR
 from rlx.types import ProcessSpec
 
@@ -68,7 +68,9 @@ class SrunStarter:
     remote = True
 
     def __init__(self, job_id: str, hosts: Sequence[str], gpus_per_node: int = 0, prefix: Sequence[str] = ()) -> None:
-        """`hosts`: the job's nodes in order. `prefix`: what stands before every command, as `apptainer exec IMAGE`."""
+        """`job_id`: as `12`, or `12_5` for one of an array: `SLURM_JOB_ID` of its last one is `12`, which names all of them.
+
+        `hosts`: the job's nodes in order. `prefix`: what stands before every command, as `apptainer exec IMAGE`."""
         self.job_id, self.hosts, self.gpus_per_node, self.prefix = job_id, tuple(hosts), gpus_per_node, tuple(prefix)
 
     def host(self, spec: ProcessSpec) -> str:
@@ -106,16 +108,20 @@ class SrunStarter:
 
     def terminate(self) -> bool:
         """By the controller: `srun` does not pass a SIGTERM on, it has the step killed without giving it time."""
-        return subprocess.run(["scancel", "--signal=TERM", self.job_id], capture_output=True, check=False).returncode == 0
+        try:
+            return ask("scancel", "--signal=TERM", self.job_id).returncode == 0
+        except RuntimeError:
+            return False
 
     def kill(self, names: Sequence[str]) -> None:
         """`srun` itself dies without its step, so the step is killed by the controller."""
-        listed = subprocess.run(
-            ["squeue", "--noheader", "--steps", f"--jobs={self.job_id}", "--format=%i %j"], capture_output=True, text=True, check=False
-        )
-        steps = [step for step, _, name in (line.partition(" ") for line in listed.stdout.splitlines()) if name.strip() in names]
-        if steps:
-            subprocess.run(["scancel", "--signal=KILL", *steps], check=False)
+        try:
+            listed = ask("squeue", "--noheader", "--steps", f"--jobs={self.job_id}", "--format=%i %j").stdout
+            steps = [step for step, _, name in (line.partition(" ") for line in listed.splitlines()) if name.strip() in names]
+            if steps:
+                ask("scancel", "--signal=KILL", *steps)
+        except RuntimeError as error:  # they end with the job
+            print(f"steps are not killed: {error}", flush=True)
 
     def __repr__(self) -> str:
         return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {shlex.join(self.prefix)}" if self.prefix else "")

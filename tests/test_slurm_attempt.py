@@ -1,0 +1,115 @@
+"""What a job does in its run directory, on commands that stand for SLURM's: whom it names to them, and when it leaves the run alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlx.config.load import compose
+from rlx.launch.rundir import create, settle
+from rlx.launch.status import Status, read_status
+from rlx.types import ProcessSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "scancel": "exit 1",  # the supervisor signals its own children then
+    "squeue": "echo 12_1.0 toy; echo 12_1.batch batch",
+    "scontrol": "echo Restarts=0",
+}
+WAITS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+LEAVES = "import sys; sys.exit(75)"
+
+
+class Job:
+    """A run directory, and the SLURM that its job sees."""
+
+    def __init__(self, folder: Path, *codes: str) -> None:
+        composed = compose([f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5"], {})
+        cfg = settle(composed.cfg, "label")
+        plan = [
+            ProcessSpec(role=f"toy{i}" if i else "toy", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(folder / "run")))
+            for i, code in enumerate(codes)
+        ]
+        self.paths, lock = create(cfg, [], plan)
+        lock.close()
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, does in COMMANDS.items():
+            self.command(name, does)
+
+    def command(self, name: str, does: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.folder}/asked\n{does}\n')
+        path.chmod(0o755)
+
+    def run(self, **variables: str) -> int:
+        """What the job does; its exit code."""
+        slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        code = "import sys; from rlx.launch.slurm import Run; Run(sys.argv[1])()"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
+        done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=40, check=False)
+        return done.returncode
+
+    def asked(self) -> list[str]:
+        path = self.folder / "asked"
+        return [line for line in path.read_text().splitlines() if not line.startswith("srun")] if path.exists() else []
+
+    def status(self) -> Status:
+        status = read_status(self.paths)
+        assert status is not None
+        return status
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    return lambda *codes: Job(tmp_path, *codes)
+
+
+LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # of an array of two: its SLURM_JOB_ID is the array's
+
+
+def test_the_last_of_an_array_names_itself_and_never_the_array(job):
+    ends = job("import time; time.sleep(0.5); raise SystemExit(3)", WAITS)
+    assert ends.run(**LAST) == 1
+    assert "scancel --signal=TERM 12_1" in ends.asked()
+    assert "squeue --noheader --steps --jobs=12_1 --format=%i %j" in ends.asked()
+    assert [line for line in ends.asked() if "12_1" not in line] == []
+    assert ends.status().job == "12_1"
+
+
+def test_the_last_of_an_array_requeues_itself_alone(job):
+    leaves = job(LEAVES)
+    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    assert leaves.run(**LAST) == 75
+    assert "scontrol requeue 12_1" in leaves.asked()
+    assert [line for line in leaves.asked() if "12_1" not in line] == []
+
+
+def test_a_job_of_its_own_is_named_by_its_number(job):
+    ends = job("raise SystemExit(3)", WAITS)
+    assert ends.run() == 1
+    assert "scancel --signal=TERM 12" in ends.asked()
+
+
+def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatch: pytest.MonkeyPatch):
+    from rlx.launch import jobs
+    from rlx.launch.starters import SrunStarter
+
+    silent = job()
+    for name in COMMANDS:
+        silent.command(name, "exec sleep 30")
+    monkeypatch.setenv("PATH", f"{silent.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(jobs, "TIMEOUT", 0.3)
+    starter = SrunStarter("12", ["node1"])
+    assert starter.terminate() is False
+    starter.kill(["toy"])
+    assert jobs.restarts_of("12") == -1
+    with pytest.raises(RuntimeError, match=r"squeue gave no answer in 0.3 s"):
+        jobs.queue()
