@@ -18,7 +18,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.transport.files import BatchReader, BatchWriter, record
 from rlx.weights.files import verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_to_the_end(paths: RunPaths, ranks: int = 1) -> None:
