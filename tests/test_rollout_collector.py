@@ -284,6 +284,16 @@ def test_an_exception_in_our_own_code_ends_the_run_instead_of_vanishing() -> Non
         run(collector(FakeEnv(broken)).collect)
 
 
+def test_an_exception_in_a_group_filter_ends_the_run_instead_of_hanging_it() -> None:
+    def broken(rollouts: Sequence[Rollout]) -> str | None:
+        raise ValueError("a negative reward")
+
+    groups = collector(FakeEnv())
+    groups.left_out = broken
+    with pytest.raises(ValueError, match="a negative reward"):
+        run(groups.collect)
+
+
 def test_a_group_given_up_leaves_nothing_running() -> None:
     env = FakeEnv(lambda task, member, attempt: "timeout" if member == 0 else 3600.0)
     task = Task(env="e", example_id=0, index=0, row={})

@@ -237,13 +237,16 @@ class Collector:
             self._advance()
 
         failure: GroupFailed | None = None
+        rule: str | None = None
         try:
             env = self.envs[task.env]
             pending.rollouts = await play_group(env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended)
+            rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:
             failure = failed
         except Exception as error:  # not the environment's fault but ours: end the run with its traceback
             self._broken = error
+            self._changed.set()  # `collect` raises it
         if self._playing.pop(task.index, None) is None:
             return
         if failure is not None:
@@ -255,7 +258,6 @@ class Collector:
                 self._broken = RuntimeError(
                     f"a token of version {pending.version} came, although all servers had {began} before its group began"
                 )
-            rule = self.left_out(pending.rollouts)
             if rule is None:
                 self._finished[task.index] = pending
             else:
