@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 from main_job import MainJob, reproducible_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS = 8
+from rlx.checkpoints.folders import steps
+from rlx.paths import RunPaths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+STEPS = 16
 SHORT = ("max_async_level=0", "orchestrator.batch_size=32", f"max_steps={STEPS}", "ckpt.interval=2")
 
 
@@ -27,18 +29,18 @@ def kill_everything(job: MainJob) -> None:
     job.wait_until_nothing_is_left(timeout=10)
 
 
-def checkpoint(job: MainJob, step: int) -> Path:
-    return job.run_dir / "checkpoints" / f"step_{step}" / "COMPLETE"
+def checkpoints(job: MainJob) -> list[int]:
+    return steps(RunPaths(job.run_dir))
 
 
 def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupted_one_writes(start):
     whole = start("whole", *SHORT)
-    assert whole.wait() == 0, whole.text()
+    assert whole.wait(timeout=500) == 0, whole.text()
 
     first = start("run", *SHORT, "ckpt.interval=null")
     first.until_step(1)
     os.kill(first.status()["supervisor"]["pid"], signal.SIGUSR2)
-    assert first.wait(timeout=60) == 75, first.text()
+    assert first.wait(timeout=120) == 75, first.text()
     assert first.status()["state"] == "preempted"
     first.wait_until_nothing_is_left(timeout=5)
     (saved,) = (first.run_dir / "checkpoints").iterdir()
@@ -50,16 +52,16 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
     assert "resume=latest" in refused.text()
 
     second = start("run", *SHORT, "resume=latest", "ckpt.interval=1", "ckpt.save_async=true")
-    second.until(lambda: checkpoint(second, step + 2).exists(), f"checkpoint {step + 2}")
+    second.until(lambda: max(checkpoints(second), default=0) >= step + 2, f"checkpoint {step + 2}")
     kill_everything(second)
-    newest = max((second.run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    newest = second.run_dir / "checkpoints" / f"step_{max(checkpoints(second))}"
     data = next(newest.glob("trainer/*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
 
     third = start("run", *SHORT, "resume=latest")
-    assert third.wait() == 0, third.text()
+    assert third.wait(timeout=500) == 0, third.text()
     assert f"checkpoint {newest.name} is skipped" in third.text()
     assert (newest.parent / f"damaged_{newest.name}").is_dir()
     assert (third.status()["attempt"], third.status()["state"]) == (2, "completed")
@@ -70,9 +72,9 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
         assert {version for r in third.rollouts(number) for version in r["versions"]} == {number}
     assert len(json.loads((third.run_dir / "provenance.json").read_text())["later_attempts"]) == 2
 
-    fork = start("fork", *SHORT, f"resume={whole.run_dir}/checkpoints/step_6")
-    assert fork.wait() == 0, fork.text()
-    assert fork.reproducible_lines() == [line for line in whole.reproducible_lines() if line["step"] >= 6]
+    fork = start("fork", *SHORT, f"resume={whole.run_dir}/checkpoints/step_{STEPS - 2}")
+    assert fork.wait(timeout=500) == 0, fork.text()
+    assert fork.reproducible_lines() == [line for line in whole.reproducible_lines() if line["step"] >= STEPS - 2]
     done = start("run", *SHORT, "resume=latest")
     assert done.wait(timeout=60) == 2
     assert "nothing left to do" in done.text()
@@ -81,7 +83,7 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
 
 def test_a_run_with_slack_is_trained_again_from_its_record_with_equal_metrics(start):
     run = start("run", "max_async_level=2", "orchestrator.batch_size=32", f"max_steps={STEPS}")
-    assert run.wait() == 0, run.text()
+    assert run.wait(timeout=500) == 0, run.text()
     replay = start("replay", "max_async_level=2", "orchestrator.batch_size=32", f"max_steps={STEPS}", f"replay={run.run_dir}")
     assert replay.wait() == 0, replay.text()
     assert set(replay.pids()) == {"trainer"}, "no server, no environment"
