@@ -35,6 +35,23 @@ def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Ca
     run.assert_nothing_left()
 
 
+def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_with_0(start: Callable[..., Run]) -> None:
+    leaves = LEAVES.replace("sys.exit(75)", "(Path(sys.argv[1]) / 'preempted.json').write_text('{}')")
+    run = start([toy("trainer", leaves, arguments=(RUN_DIR,))])
+    run.until_started()
+    os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
+    assert run.wait(timeout=10).state == "preempted"
+
+
+def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> None:
+    run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
+    run.until_started()
+    run.until(lambda: len(run.status().processes) == 2)  # what an earlier attempt left of such a file is gone
+    run.paths.preempt.touch()
+    status = run.wait(timeout=10)
+    assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)
+
+
 def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", LEAVES.replace("sys.exit(75)", "sys.exit(3)"), arguments=(RUN_DIR,))])
     run.until_started()

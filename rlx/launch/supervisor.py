@@ -5,7 +5,8 @@ what is left if the supervisor itself is killed. Exit codes arrive through pidfd
 blamed. It runs `ProcessSpec`s from `plan.yaml`; what they compute it does not know, nor where: that is the `Starter`'s.
 
 SIGTERM and SIGINT end the run. SIGUSR2 says that the machine will be taken away: the file `preempt` tells the roles, which write a
-checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped. The run's state is then `preempted`.
+checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped. The run's state is then `preempted`. Who makes that
+file by hand asks for the same.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class Supervisor:
         """Start everything; a result only where something cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
         # What an earlier attempt left would be taken for this one's.
-        for old in (self.paths.preempt, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
+        for old in (self.paths.preempt, self.paths.preempted, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
             old.unlink(missing_ok=True)
         # What submitit says to its own job must not reach the roles: libraries look for such variables.
         base = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
@@ -223,9 +224,13 @@ class Supervisor:
             self._wait(TICK)
             if self.interrupted:
                 return self.meaning_of_sigterm(), None
+            if not self.preempted and self.paths.preempt.exists():
+                self._say(f"{self.paths.preempt} is there: the roles have {self.limits.preempt_grace:g} s for a checkpoint")
+                self.preempted = True
             if self.preempted and self.leave_by == float("inf"):
                 self.leave_by = time.monotonic() + self.limits.preempt_grace
-                write_text(self.paths.preempt, f"{time.time()}\n")
+                if not self.paths.preempt.exists():
+                    write_text(self.paths.preempt, f"{time.time()}\n")
             if time.monotonic() > self.leave_by:
                 self._say(f"{', '.join(child.spec.name for child in pending)} did not leave in {self.limits.preempt_grace:g} s")
                 return "preempted", None
@@ -243,7 +248,8 @@ class Supervisor:
                 self._forget(child)
                 pending.remove(child)
             if all(child.spec.service for child in pending):
-                if any(self._code(child) == LEFT for child in self.children if not child.running):
+                # torchrun's ranks leave with 0, and say by this file that they left.
+                if self.paths.preempted.exists() or any(self._code(child) == LEFT for child in self.children if not child.running):
                     return "preempted", None
                 # `srun` says 0 of a step whose node has failed, too; then SLURM ends the job.
                 if self.starter.remote and self._interrupted_within(SIGTERM_SPREADS):
