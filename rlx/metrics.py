@@ -6,6 +6,7 @@ every other field reproduces. `docs/metrics.md` is generated from `METRICS`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -83,14 +84,17 @@ class MetricsWriter:
     """Appends records of one source to a run's `metrics.jsonl`."""
 
     def __init__(self, path: Path, source: str) -> None:
-        self.source = source
+        self.source, self._path = source, path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one record, whole, in one system call."""
+        """Append one record, whole, in one system call. Raises OSError when it cannot be written whole (a full disk)."""
         record = {"step": step, "source": self.source, "time": time.time(), **{k: float(values[k]) for k in sorted(values)}}
-        os.write(self._fd, (json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        written = os.write(self._fd, line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a record of step {step} could be written", str(self._path))
 
     def close(self) -> None:
         os.close(self._fd)

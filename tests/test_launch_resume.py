@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
 from rlx.launch.plan import make_plan
-from rlx.launch.resume import rewind
+from rlx.launch.resume import rewind, trim_metrics
 from rlx.launch.rundir import RunLock, create
 from rlx.launch.status import Status
 from rlx.metrics import MetricsWriter, read_metrics
@@ -101,6 +102,28 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     assert (paths.checkpoints / "damaged_step_6").is_dir()
     assert numbers(paths.weights) == [1, 2], "the trainer exports version 3 again"
     assert rewind(paths, warn=pytest.fail) == start, "once more gives the same, and says nothing"
+
+
+def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> None:
+    """As a full disk leaves it: half a record, and another source's appended to it."""
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "trainer")
+    writer.write(0, {})
+    with paths.metrics.open("ab") as file:
+        file.write(b'{"step": 1, "sour')
+    writer.write(1, {})
+    writer.write(2, {})
+    said: list[str] = []
+    trim_metrics(paths, 5, said.append)
+    assert recorded_steps(paths) == [(0, "trainer")]
+    assert said == [f"{paths.metrics}, line 2 is no record: it and the 1 lines after it are removed"]
+
+
+def test_a_record_that_is_not_written_whole_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, write = MetricsWriter(tmp_path / "metrics.jsonl", "trainer"), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+    with pytest.raises(OSError, match=r"only 10 of .* bytes of a record of step 3 could be written"):
+        writer.write(3, {})
 
 
 def test_without_a_checkpoint_a_run_starts_again(tmp_path: Path) -> None:

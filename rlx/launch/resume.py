@@ -89,7 +89,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
         start = find_fork(origin, warn)
         done = start.step
     folders.write_start(paths, start)
-    trim_metrics(paths, done)
+    trim_metrics(paths, done, warn)
     for file in (*paths.rollouts.glob("step_*"), *paths.recorded.glob("step_*")):
         if int(file.name.removeprefix("step_").split(".")[0]) >= done:
             file.unlink()
@@ -114,12 +114,23 @@ def check_room(start: Start | None, max_steps: int | None) -> None:
         )
 
 
-def trim_metrics(paths: RunPaths, steps: int) -> None:
-    """Keep the records of the first `steps` steps, in their order; the file changes at once or not at all."""
+def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:
+    """Keep the records of the first `steps` steps, in their order; the file changes at once or not at all.
+
+    From a line on that is no record (a full disk cut it, and the next record was appended to it) nothing is kept; `warn` is told.
+    """
     if not paths.metrics.exists():
         return
     lines = paths.metrics.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < steps]
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)["step"] if line.endswith(b"\n") else steps
+        except (ValueError, TypeError, KeyError):
+            warn(f"{paths.metrics}, line {number} is no record: it and the {len(lines) - number} lines after it are removed")
+            break
+        if step < steps:
+            kept.append(line)
     if len(kept) < len(lines):
         with atomic(paths.metrics) as temporary:
             temporary.write_bytes(b"".join(kept))
