@@ -169,7 +169,7 @@ def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file atomically."""
-    with atomic(path) as temporary:
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a whole file atomically, with permissions `mode`."""
+    with atomic(path, mode) as temporary:
         temporary.write_text(text)

@@ -55,6 +55,18 @@ def test_a_run_directory_holds_everything_that_is_needed_to_do_it_again(tmp_path
     assert paths.initial_model.read_text() == "Qwen/Qwen3-8B\n"
 
 
+def test_a_key_for_the_servers_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_API_KEY", "hidden")
+    monkeypatch.setenv("RLX_RUN_TOKEN", "hidden")
+    cfg = settled(tmp_path / "run")
+    paths, _ = make(replace(cfg, inference=replace(cfg.inference, api_key="hidden")))
+    for file in (paths.config, paths.overrides, paths.provenance):
+        assert file.stat().st_mode & 0o777 == 0o600, file.name
+    assert "hidden" not in paths.provenance.read_text()
+    open_paths, _ = make(settled(tmp_path / "other"))
+    assert open_paths.config.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_warm_started_run_leaves_the_initial_model_to_prepare(tmp_path: Path) -> None:
     cfg = replace(config("cpu", model={"warm_start": {}}), run=RunConfig(name="r", dir=str(tmp_path / "r")))
     assert not make(cfg)[0].initial_model.exists()

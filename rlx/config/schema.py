@@ -179,7 +179,11 @@ class InferenceConfig:
     base_url: list[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
     host: str | None = key(None, "address to listen on; null: 127.0.0.1, or every address where the run has several hosts")
     port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
-    api_key: str | None = key(None, "key that clients must send; null: a random one, kept in the run's `endpoints/`")
+    api_key: str | None = key(
+        None,
+        "key that clients must send; null: a random one, kept in the run's `endpoints/`; "
+        "given, only their owner can read the files that hold it",
+    )
     max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
     max_num_seqs: int = key(256, "sequences decoded together", low=1)
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)

@@ -25,6 +25,7 @@ from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
 DIFF = "uncommitted.diff"
+SECRET = ("KEY", "TOKEN", "SECRET")  # in the name of an environment variable whose value is not written down
 
 
 def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> None:
@@ -51,12 +52,15 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES"
+            name: value
+            for name, value in sorted(os.environ.items())
+            if (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES") and not any(word in name for word in SECRET)
         },
     }
     if again:
         record = {**earlier, "later_attempts": [*earlier.get("later_attempts", []), record]}
-    write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    mode = 0o600 if cfg.inference.api_key else 0o644  # the command may name the key
+    write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n", mode)
     if again:
         return
     write_text(paths.reproduce, reproduce_script(source["commit"]))

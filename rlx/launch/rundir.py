@@ -317,9 +317,10 @@ def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence
 
 
 def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
-    write_text(paths.overrides, yaml.safe_dump(list(overrides), allow_unicode=True))
+    mode = 0o600 if cfg.inference.api_key else 0o644  # these two hold it
+    write_text(paths.overrides, yaml.safe_dump(list(overrides), allow_unicode=True), mode)
     write_plan(paths.plan, plan)
-    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last: who joins waits for it
+    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)), mode)  # last: who joins waits for it
 
 
 def _paths(cfg: Config) -> RunPaths:
