@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from rlx.advantages.group import group_mean
+from rlx.rollout.batch import scores_of
+from rlx.rollout.groups import refuse_infinite
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, TrainingSample, Turn
 
@@ -117,3 +121,15 @@ def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
 def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(ValueError, match="trajectory_strategy=tree"):
         samples(rollout(turn([1], [2])), strategy="tree")
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, np.nan, np.inf])
+def test_a_reward_beyond_float32_fails_its_rollout(reward: float):
+    assert refuse_infinite(replace(rollout(), reward=reward)).stop == "reward_not_finite"
+    assert refuse_infinite(replace(rollout(), reward=float(np.finfo(np.float32).max))).status == "ok"
+
+
+def test_rewards_that_differ_in_float64_alone_have_advantages():
+    group = [replace(rollout(), reward=1e9 + i) for i in (0, 1)]
+    (advantages,) = group_mean(scores_of([group]))
+    assert advantages.tolist() == [-0.5, 0.5]

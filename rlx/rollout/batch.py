@@ -20,7 +20,7 @@ from rlx.types import Group, Rollout, TrainingSample
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
     """What the advantage sees of these groups."""
     return GroupScores(
-        rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float32) for rollouts in batch],
+        rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in batch],
         lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         envs=[rollouts[0].task.env for rollouts in batch],
     )

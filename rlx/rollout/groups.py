@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,8 @@ from rlx.envs.base import Environment, Policy
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
+
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which advantages go to the trainer
 
 
 class GroupFailed(Exception):
@@ -73,10 +74,10 @@ async def play_group(
 
 
 def refuse_infinite(rollout: Rollout) -> Rollout:
-    """The rollout, as a failed one when its reward is NaN or infinite: one such number would spoil the whole batch."""
-    if rollout.status != "ok" or math.isfinite(rollout.reward):
+    """The rollout, as a failed one when its reward is NaN or infinite as a float32: one such number would spoil the whole batch."""
+    if rollout.status != "ok" or abs(rollout.reward) <= LARGEST:  # false for NaN
         return rollout
-    error = f"the reward of rollout {rollout.member} of group {rollout.task.index} is {rollout.reward}; rewards must be finite"
+    error = f"the reward of rollout {rollout.member} of group {rollout.task.index} is {rollout.reward}; rewards must be finite in float32"
     return replace(rollout, status="error", stop="reward_not_finite", error=error)
 
 
