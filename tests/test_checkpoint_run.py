@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,14 @@ class RecordedOrSent:
         self.batch = BatchReader(paths).receive(step, timeout=1)
 
 
-def play(paths: RunPaths, config: Config, trainer: StandInTrainer, **servers: Any) -> StandInServers:
+def play(
+    paths: RunPaths, config: Config, trainer: StandInTrainer, role: type[Orchestrator] = Orchestrator, **servers: Any
+) -> StandInServers:
     envs = {name: load(env.id, sampling={"max_tokens": 12, "temperature": 1.0}, name=name, **env.args) for name, env in config.envs.items()}
     stand_in = StandInServers(**servers)
 
     async def main() -> None:
-        orchestrator = Orchestrator(config, paths, envs, tiny_chat(), stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
+        orchestrator = role(config, paths, envs, tiny_chat(), stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
         await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
 
     asyncio.run(main())
@@ -100,6 +103,47 @@ def test_an_orchestrator_goes_on_as_if_it_had_never_stopped(tmp_path: Path, adva
             for p in (whole, cut)
         ]
         assert lines[0] == lines[1]
+
+
+def test_failed_rollouts_are_written_once_whether_or_not_the_run_was_resumed(tmp_path: Path) -> None:
+    paths, config = RunPaths(tmp_path), config_of(max_steps=4, ckpt__interval=None)
+
+    class Failing(Orchestrator):
+        def _scores(self, batch: Any) -> Any:
+            if len(batch) > 1:  # of the step, not of one group for a filter
+                self.collector.tally.failures.append(replace(batch[0][0], status="error", error="it failed"))
+            return super()._scores(batch)
+
+    with pytest.raises(Preempted):
+        play(paths, config, CheckpointingTrainer(paths, config, last=2, at=(2,)), role=Failing)
+    rewind(paths)
+    play(paths, config, CheckpointingTrainer(paths, config, first=2), role=Failing)
+    assert [sum(line["status"] == "error" for line in read_rollouts(paths.rollouts_of(step))) for step in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) -> None:
+    """Also while writing them has not begun: a SIGKILL would leave a hole that a resumed run never fills."""
+    paths, config = RunPaths(tmp_path), config_of(max_steps=3, ckpt__interval=None)
+    there: list[bool] = []
+
+    class Late(Orchestrator):
+        async def _save(self, *arguments: Any) -> None:
+            await asyncio.sleep(0.2)
+            await super()._save(*arguments)
+
+        async def _answer_checkpoints(self) -> None:
+            answer = self.snapshots.answer
+
+            def watched(*arguments: Any) -> list[int]:
+                steps = answer(*arguments)
+                there.extend(paths.rollouts_of(step - 1).exists() and paths.recorded_of(step - 1).exists() for step in steps)
+                return steps
+
+            self.snapshots.answer = watched  # type: ignore[method-assign]
+            await super()._answer_checkpoints()
+
+    play(paths, config, CheckpointingTrainer(paths, config, at=(1, 2, 3)), role=Late)
+    assert there == [True, True, True]
 
 
 def test_with_slack_no_example_is_lost_or_played_twice(tmp_path: Path) -> None:

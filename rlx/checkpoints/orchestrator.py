@@ -34,15 +34,15 @@ class Snapshots:
         for old in [number for number in self._states if number <= step - self.keep]:
             self._states.pop(old)
 
-    def answer(self) -> list[int]:
-        """Write the state into every checkpoint that waits for it; returns their steps.
+    def answer(self, last: int | None = None) -> list[int]:
+        """Write the state into every checkpoint that waits for it, those of steps after `last` aside; returns their steps.
 
         Raises RuntimeError when the state that is asked for is not remembered, OSError when it cannot be written.
         """
         answered = []
         for step, folder in being_written(self.paths):
             file = folder / ORCHESTRATOR / STATE
-            if file.exists():
+            if file.exists() or (last is not None and step > last):
                 continue
             if (state := self._states.get(step)) is None:
                 raise RuntimeError(f"the trainer asks for the state after step {step}; remembered are those of {sorted(self._states)}")

@@ -116,6 +116,7 @@ class Orchestrator:
         self.answered: set[int] = set()  # steps whose checkpoints have our part
         self.step = self.first_step = 0
         self._saving: asyncio.Future[None] | None = None
+        self.saved = -1  # the last step whose rollouts and batch are in their files
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
 
@@ -123,6 +124,7 @@ class Orchestrator:
         """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
         state = read_state(start.checkpoint)
         self.step = self.first_step = start.step
+        self.saved = start.step - 1
         self.collector.load_state_dict(state["collector"])
         if isinstance(self.advantage, Remembers) and state["advantage"] is not None:
             self.advantage.load_state_dict(state["advantage"])
@@ -170,10 +172,12 @@ class Orchestrator:
             self.metrics.write(step, values | clock.step())
             if state:
                 self.inference_metrics.write(step, state)
+            # Those that failed are written with step n, so they are not in the state after it: a resumed run would write them again.
+            failures, self.collector.tally.failures = self.collector.tally.failures, []
             self.snapshots.take(step + 1, self._state())
             await asyncio.to_thread(self.batches.send, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
-            await self._save(groups, batch)
+            await self._save(groups, failures, filtered, batch)
         if self._saving is not None:
             await self._saving
 
@@ -193,12 +197,10 @@ class Orchestrator:
         oldest = min(versions, default=self.collector.version)
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
 
-    async def _save(self, groups: Sequence[Group], batch: StepBatch) -> None:
+    async def _save(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
         """Write the rollouts, and the batch made of them, in the background, one step at a time."""
         if self._saving is not None:
             await self._saving
-        failures, self.collector.tally.failures = self.collector.tally.failures, []
-        left_out = self.collector.filtered
         self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, groups, failures, left_out, batch))
 
     def _save_now(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
@@ -207,6 +209,7 @@ class Orchestrator:
             record(self.paths, batch)
         if self.config.orchestrator.save_rollouts:
             write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
+        self.saved = step
         if self.tracker is not None and self.tracker.wants_samples(step):
             self.tracker.samples(step, list(records(groups)))
 
@@ -233,8 +236,9 @@ class Orchestrator:
         while not self.paths.preempted.exists():
             if any(folders.being_written(self.paths)):
                 if self._saving is not None:
-                    await asyncio.shield(self._saving)  # the files of a step come before the checkpoint that follows it
-                self.answered.update(await asyncio.to_thread(self.snapshots.answer))
+                    await asyncio.shield(self._saving)  # raises when it failed
+                # The files of a step come before the checkpoint that follows it, also when writing them has not begun yet.
+                self.answered.update(await asyncio.to_thread(self.snapshots.answer, self.saved + 1))
             await asyncio.sleep(POLL)
         raise Preempted
 
