@@ -148,7 +148,11 @@ def kl(name: str, lp: Tensor, ref: float) -> Tensor:
     d = ref - lp
     if name == "k1":
         return -d
-    return d * d / 2 if name == "k2" else exp(d) - 1 - d
+    if name == "k2":
+        return d * d / 2
+    if value(d) > 20:  # constant from there on
+        return math.exp(20) - 21 + 0 * d
+    return torch.exp(d) - 1 - d
 
 
 def corrected(loss: list, r: NaiveRollout, kind: str, cap: float) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from naive_objectives import kl
 from test_losses_objectives import OBJECTIVES, changed, equal_naive, make
 
 from rlx.config.schema import KlTerms, LossTerms
@@ -69,6 +70,16 @@ def test_the_estimators_agree_in_expectation_and_k2_has_the_gradient_of_the_kl()
         assert (abs(float(estimate.detach() - kl.detach())) < 1e-12) is unbiased, name
         assert torch.allclose(gradient, wanted, atol=1e-12) is (name == "k2"), name
         assert bool((gradient.abs() < 1e-12).all()) is (name == "k1"), name
+
+
+def test_k3_never_pushes_the_policy_away_from_the_reference():
+    d = torch.tensor([-25.0, -1.0, 1.0, 19.0, 25.0], dtype=torch.float64)
+    logp = torch.zeros_like(d).requires_grad_()
+    estimate = kl_estimate("k3", logp, d)
+    (gradient,) = torch.autograd.grad(estimate.sum(), logp)
+    naive = [kl("k3", torch.zeros((), dtype=torch.float64), float(x)) for x in d]
+    torch.testing.assert_close(estimate.detach(), torch.stack([torch.as_tensor(x) for x in naive]))
+    assert gradient.sign().tolist() == [1, 1, -1, -1, 0], "downhill is towards the reference, and flat where the clamp holds"
 
 
 def test_the_controller_moves_beta_towards_the_target_by_bounded_steps():

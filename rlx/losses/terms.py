@@ -15,7 +15,7 @@ from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, safe_exp
 def kl_estimate(name: str, logp: Tensor, ref_logp: Tensor) -> Tensor:
     """[N] estimate of KL(policy ‖ reference) on tokens that the policy sampled, with gradient for `logp` (Schulman, "Approximating KL").
 
-    With d = ref_logp − logp: `k1` = −d, `k2` = d²/2, `k3` = exp(d) − 1 − d, the argument of exp clamped to ±20.
+    With d = ref_logp − logp: `k1` = −d, `k2` = d²/2, `k3` = exp(d) − 1 − d, there with d at most 20, beyond which it is constant.
     As a term of the loss, k1 has no gradient in expectation and k3 a biased one; that of k2 is right on-policy (arXiv 2512.21852).
     """
     d = ref_logp - logp
@@ -24,7 +24,8 @@ def kl_estimate(name: str, logp: Tensor, ref_logp: Tensor) -> Tensor:
     if name == "k2":
         return d.square() / 2
     assert name == "k3", name
-    return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - d
+    d = d.clamp(max=MAX_LOG_RATIO)  # for both terms: beyond it −d alone would push the policy away; towards −∞ exp needs no clamp
+    return d.expm1() - d
 
 
 class KlController:
