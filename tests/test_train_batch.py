@@ -118,6 +118,28 @@ def test_the_controller_sees_every_optimizer_step():
     assert values["ref/beta"] == pytest.approx(0.1 * (1 + 0.98 + 0.98**2 + 0.98**3) / 4)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mini_batch_without_a_trainable_token_changes_nothing(order):
+    """Neither parameters by the momentum of the step before, nor β, nor the metrics of the mini-batch that has tokens."""
+    found = []
+    for parts in ([make_samples()], [[make_samples(), []][i] for i in order]):
+        hf = make_model()
+        kl = KlTerms(beta=0.1, target_kl=1e9)
+        trainer = make_trainer(hf, grpo, kl=kl, reference=Reference(PolicyModel(copy.deepcopy(hf))))
+        trainer.optimizer = torch.optim.AdamW(trainer.parameters, lr=0.01)
+        values = trainer.train_batch(pack(2, parts, ranks=1, tokens=1000))
+        found.append((values, trainer.updates, trainer.objective.state_dict(), [p.detach().clone() for p in trainer.parameters]))
+    for name, value in found[0][0].items():
+        assert name.startswith("time/") or found[1][0][name] == value, name
+    assert found[0][1:3] == found[1][1:3] == (1, {"beta": pytest.approx(0.1 * 0.98)})
+    assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
+    nothing = trainer.train_batch(pack(2, [[], []], ranks=1, tokens=1000))
+    assert nothing.keys() == values.keys()
+    assert all(np.isfinite(value) for value in nothing.values())
+    assert (nothing["ref/beta"], trainer.updates) == (pytest.approx(0.098), 1)
+    assert all(torch.equal(a, b) for a, b in zip(found[0][3], trainer.parameters, strict=True))
+
+
 def test_the_reference_takes_up_the_policy_when_it_is_time():
     policy, frozen = PolicyModel(make_model(seed=1)), PolicyModel(make_model(seed=2))
     old = [p.clone() for p in frozen.parameters()]

@@ -78,11 +78,12 @@ class Objective:
             loss = loss + result.penalty
         return replace(result, loss=loss, dropped=dropped)
 
-    def after_update(self, metrics: dict[str, float]) -> None:
-        """Tell the KL controller what an optimizer step measured; the same on every rank."""
+    def after_update(self, metrics: dict[str, float], *, changed: bool = True) -> None:
+        """Tell the KL controller what an optimizer step measured, unless nothing was `changed`; the same on every rank."""
         if "ref/kl" in metrics:
             metrics["ref/beta"] = self.controller.beta
-            self.controller.update(metrics["ref/kl"])
+            if changed:
+                self.controller.update(metrics["ref/kl"])
 
     def state_dict(self) -> dict[str, float]:
         """What changes while training."""

@@ -88,17 +88,19 @@ class PolicyTrainer:
         """All optimizer steps of one batch: its mini-batches in order, `iterations` times over; one record of metrics.
 
         What the policy and the reference said before the first of them is kept for all. `starts` is told each optimizer step and how many
-        there are.
+        there are. Mini-batches without a trainable token are left out of the metrics, unless all are.
         """
         began, of = time.perf_counter(), iterations * len(batch.mini_batches)
         before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
         scored = time.perf_counter() - began
         records: list[dict[str, float]] = []
+        empty: list[dict[str, float]] = []  # of mini-batches without a trainable token: what a mean over nothing says
         for _ in range(iterations):
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
-                records.append(self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records))
-        values = merge_metrics(records)
+                metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
+                (records if mini_batch.num_loss_tokens else empty).append(metrics)
+        values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
         return values
 
@@ -122,6 +124,7 @@ class PolicyTrainer:
 
         `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
         `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
+        Without a trainable token on any rank nothing is changed, neither by the optimizer's momentum nor by the KL controller.
         Raises NotFiniteError for a NaN or infinite loss or gradient, before anything is changed.
         """
         started = time.perf_counter()
@@ -134,10 +137,11 @@ class PolicyTrainer:
         metrics["optim/grad_norm"] = clip_gradients(self.parameters, self.max_norm, where)
         lr = learning_rate(self.updates, self.peak_lr, self.schedule, self.total_updates)
         metrics["optim/lr"] = set_learning_rate(self.optimizer, lr / self.peak_lr if self.peak_lr else 0.0)
-        self.optimizer.step()
+        if mini_batch.num_loss_tokens:
+            self.optimizer.step()
+            self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.updates += 1
-        self.objective.after_update(metrics)
+        self.objective.after_update(metrics, changed=bool(mini_batch.num_loss_tokens))
         metrics["time/forward_backward"] = computed - started
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
