@@ -77,6 +77,14 @@ CASES = {
     "truncated_sampling": Case("sampling.top_p=0.95 sampling.top_k=50"),
     "forbidden_end": Case("sampling.min_tokens=4"),
     "correction_without_recompute": Case("loss.correction=tis"),
+    "corrected_twice": Case("loss=aipo loss.proximal=recompute loss.correction=tis"),
+    "dual_clip_without_the_rewards_sign": Case("loss=masked_is loss.kl_tau=0.1 loss.dual_clip=3"),
+    "negative_rewards_of_max_rl": Case("loss=dapo advantage=max_rl"),
+    "truncated_sampling_of_a_correction": Case("loss=reinforce loss.proximal=recompute loss.correction=tis sampling.top_p=0.9"),
+    "overlong_cache_above_an_environments": Case(
+        "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=10 sampling.max_tokens=20"
+    ),
+    "objective_out_of_range": Case("loss.eps_low=1.5 loss.eps_high=0 advantage.ddof=8"),
     "kl_target_without_weight": Case("loss.kl.target_kl=0.01"),
     "terms_of_the_loss": Case(
         "loss.kl.beta=much loss.kl.estimator=k4 loss.kl.gamma=1 loss.correction=is loss.dual_clip=1 loss.proximal=old"
@@ -148,6 +156,17 @@ def test_mistake_is_explained(name: str, monkeypatch, tmp_path: Path):
     assert path.read_text() == text
     assert took < 3, "seconds of CPU: a wrong configuration is answered at once"
     assert all(len(problem.splitlines()) <= 4 for problem in report.split("\n\n")), "a few lines each"
+
+
+def test_what_looks_like_those_mistakes_and_is_none_composes():
+    for argv in (
+        "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # the run's max_tokens, 12, is nobody's
+        "loss=aipo loss.proximal=recompute loss.correction=mis",
+        "loss=masked_is loss.dual_clip=3",
+        "loss=reinforce sampling.top_p=0.9",
+        "loss=dapo advantage=max_rl reward.soft_overlong=false",
+    ):
+        compose(argv.split(), {})
 
 
 def test_no_golden_file_is_left_over():
