@@ -78,7 +78,8 @@ def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
     if cfg.loss.get("dual_clip") is None:
         return
-    if name in OWN_SIGN or (name == "masked_is" and cfg.loss.get("kl_tau", 0) > 0):
+    kl_tau = cfg.loss.get("kl_tau", 0)
+    if name in OWN_SIGN or (name == "masked_is" and isinstance(kl_tau, int | float) and kl_tau > 0):
         and_key = f" with {of('loss.kl_tau')}" if name == "masked_is" else ""
         yield (
             f"dual clip holds what has a negative advantage, and {name}{and_key} does not go by the sign of the reward's advantage: "
@@ -113,7 +114,7 @@ def own_keys_in_range(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")
 def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
-    if target_name(cfg.advantage) not in ("group_norm", "batch_norm") or "ddof" not in cfg.advantage:
+    if target_name(cfg.advantage) not in ("group_norm", "batch_norm") or not isinstance(cfg.advantage.get("ddof"), int):
         return
     key = "orchestrator.rollouts_per_example" if target_name(cfg.advantage) == "group_norm" else "orchestrator.batch_size"
     size = cfg.orchestrator.rollouts_per_example if target_name(cfg.advantage) == "group_norm" else cfg.orchestrator.batch_size
