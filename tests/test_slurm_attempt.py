@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from rlx.config.load import compose
+from rlx.launch.follow import close
+from rlx.launch.jobs import GONE, note_job
 from rlx.launch.rundir import create, settle
-from rlx.launch.status import Status, read_status
+from rlx.launch.status import EXIT_CODES, Status, read_status
+from rlx.paths import RunPaths
 from rlx.types import ProcessSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,3 +116,44 @@ def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatc
     assert jobs.restarts_of("12") == -1
     with pytest.raises(RuntimeError, match=r"squeue gave no answer in 0.3 s"):
         jobs.queue()
+
+
+def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
+    done = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
+    note_job(done.paths, "13")
+    assert done.run() == 1
+    note_job(done.paths, "12")
+    Status(state="completed", step=9).write(done.paths)
+    assert done.run() == 0
+    assert not (done.paths.root / "ran").exists()
+    assert (done.status().state, done.status().step, done.paths.logs(0).exists()) == ("completed", 9, False)
+
+
+def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_though_slurm_counts_no_restart(job):
+    again = job("import shutil, sys; shutil.copy(sys.argv[1] + '/metrics.jsonl', sys.argv[1] + '/seen')")
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    assert again.run() == 0
+    assert (again.paths.root / "seen").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "slurm", "after", "said"),
+    [
+        ("preempted", "CANCELLED", "interrupted", None),
+        ("preempted", GONE, "interrupted", None),
+        ("preempted", "NODE_FAIL", "failed", "ended as NODE_FAIL"),
+        ("running", "CANCELLED", "interrupted", None),
+        ("running", GONE, "failed", "job 12 is unknown to SLURM, and ended before the supervisor"),
+        ("completed", GONE, "completed", None),
+    ],
+)
+def test_what_becomes_of_a_run_whose_job_is_over(tmp_path: Path, before: str, slurm: str, after: str, said: str | None):
+    paths = RunPaths(tmp_path)
+    status = Status(state=before)
+    if before in EXIT_CODES:
+        status.finish(before)
+    status.write(paths)
+    closed = close(paths, "12", slurm)
+    assert (closed.state, closed.exit_code) == (after, EXIT_CODES[after])
+    assert read_status(paths) == closed
+    assert said is None if closed.cause is None else said in closed.cause.reason

@@ -38,6 +38,11 @@ class RlxLauncher(Launcher):
                 f"the sweeper proposed runs with one directory: {', '.join(sorted(alike))}.\n  fix: let it propose other values"
             )
         elements = runs.prepare(lines, self.directory)
+        if any(element.cfg.dry_run for element in elements):
+            raise ConfigError(
+                "dry_run=true with a sweeper of hydra: what it proposes depends on what earlier runs gained.\n"
+                "  fix: dry_run=true for one run, without hydra/sweeper="
+            )
         runs.start(elements, self.name, self.directory, wait=True)
         returns = []
         for line, element in zip(lines, elements, strict=True):

@@ -71,17 +71,19 @@ def find(root: Path, depth: int = 3) -> Iterator[RunPaths]:
 
 def state(paths: RunPaths, status: Status, jobs: dict[str, str] | None) -> str:
     """What has become of a run, in a word or two. `jobs`: SLURM's states by job id; None: nobody can tell."""
-    from rlx.launch.jobs import ENDED, job_of
+    from rlx.launch.jobs import ENDED, GONE, job_of
     from rlx.launch.rundir import RunLock
     from rlx.launch.status import FINAL
 
     job = job_of(paths)
     if job is not None and jobs is not None and jobs.get(job) in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return f"waiting ({jobs[job].lower()})"
+    if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
+        return "interrupted"  # nobody was there to write it
     if status.state in FINAL:
         return status.state
     if job is not None:
-        return status.state if jobs is None else "lost" if jobs.get(job, "CANCELLED") in ENDED else status.state
+        return status.state if jobs is None else "lost" if jobs.get(job, GONE) in ENDED else status.state
     lock = RunLock(paths)
     alone = lock.exclusive()
     lock.close()

@@ -82,31 +82,58 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
     """Start what is left to do of the elements."""
     from rlx.launch import sweep
 
+    with sweep.alone(directory):
+        launcher = elements[0].cfg.launcher
+        code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
+    if launcher.name == "local" or code != 0:
+        return code
+    if wait:
+        sweep.wait_for_jobs(elements)
+        print("\n".join(sweep.summary(elements)))
+        return 1 if sweep.failed(elements) else 0
+    for element in elements:
+        print(f"  {element.job or '-':<10} {element.paths.root}")
+    return 0
+
+
+def _left(elements: list[Element], directory: Path) -> list[Element]:
+    """Those that are to be started; says what has become of the others."""
+    from rlx.launch import sweep
+
     sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
     count = {state: sum(element.state == state for element in elements) for state in ("done", "alive", "again")}
     words = {"done": "completed already", "alive": "waiting or running already", "again": "to go on with"}
     known = "; ".join(f"{number} {words[state]}" for state, number in count.items() if number)
     print(f"{len(elements)} runs in {directory}" + (f" ({known})" if known else ""), flush=True)
-    launcher = elements[0].cfg.launcher
-    if launcher.name == "slurm":
-        sweep.make_directories(todo)
-        try:
-            if todo:
-                sweep.submit_arrays(todo, name, directory)
-        except RuntimeError as error:
-            print(f"rlx: {error}", file=sys.stderr)
-            return 1
-        if wait:
-            sweep.wait_for_jobs(elements)
-            print("\n".join(sweep.summary(elements)))
-            return 1 if sweep.failed(elements) else 0
-        for element in elements:
-            print(f"  {element.job or '-':<10} {element.paths.root}")
-        return 0
+    return todo
+
+
+def _submit(elements: list[Element], name: str, directory: Path) -> int:
+    """Give what is left to SLURM; 1 when it does not take it. The runs' directories are held until the jobs' numbers are in them."""
+    from rlx.launch import sweep
+
+    todo = _left(elements, directory)
+    locks = sweep.make_directories(todo)
+    try:
+        if todo:
+            sweep.submit_arrays(todo, name, directory)
+    except RuntimeError as error:
+        print(f"rlx: {error}", file=sys.stderr)
+        return 1
+    finally:
+        sweep.release(locks)
+    return 0
+
+
+def _run_here(elements: list[Element], directory: Path) -> int:
+    """Run what is left in a pool on this machine; 1 when a run is not completed."""
+    from rlx.launch import sweep
+
+    todo = _left(elements, directory)
     gpus = _machine_gpus(elements)
-    parallel = sweep.check_local(elements, gpus, launcher.array_parallelism)
-    sweep.make_directories(todo)
+    parallel = sweep.check_local(elements, gpus, elements[0].cfg.launcher.array_parallelism)
+    sweep.release(sweep.make_directories(todo))  # each run takes its own; the sweep's is held
     try:
         sweep.run_pool(todo, parallel, gpus, say=lambda text: print(text, flush=True))
     finally:

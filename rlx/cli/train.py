@@ -87,12 +87,13 @@ def run(argv: list[str]) -> int:
         from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit
 
-        lock.close()  # it is the job's now
         try:
             (job,) = submit([(paths, cfg)], paths.root.name, paths.root / FOLDER)
         except RuntimeError as error:
             print(f"rlx: {error}", file=sys.stderr)
             return 1
+        finally:
+            lock.close()  # the directory is the job's from now on, whose number is noted
         print(f"job {job}: {paths.root}")
         if not cfg.launcher.wait:
             print(f"  its state    squeue -j {job}; {paths.status}\n  its end      scancel {job}")

@@ -11,7 +11,9 @@ from pathlib import Path
 from rlx.config.load import load_run
 from rlx.launch.local import launch
 from rlx.launch.plan import make_plan, write_plan
+from rlx.launch.resume import has_begun, rewind
 from rlx.launch.rundir import RunLock
+from rlx.launch.status import read_status
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 
@@ -23,6 +25,12 @@ def main(run_dir: str, gpus: str) -> int:
     if not lock.exclusive():
         print(f"{paths.root} is in use by another run", file=sys.stderr)
         return 1
+    # The directory may have been waiting for its turn for days, and nobody held it.
+    status = read_status(paths)
+    if status is not None and status.state == "completed":
+        return 0
+    if has_begun(paths):
+        rewind(paths)
     if gpus:
         write_plan(paths.plan, make_plan(cfg, paths.root, gpus.split(",")))
     lock.share()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from rlx.launch.jobs import ENDED, queue
+from rlx.launch.jobs import ENDED, GONE, queue
 from rlx.launch.local import UPDATE, Observer
 from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
 from rlx.paths import RunPaths
@@ -49,13 +49,16 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
     """The final status of a run whose job is over; written here where the supervisor did not live to write it."""
     status = read_status(paths)
     assert status is not None
-    if status.state in FINAL:
+    # A run that left for a preemption waits with its job: cancelled or forgotten then, nothing of it had failed.
+    waited = status.state == "preempted"
+    if (status.state in FINAL and not waited) or (waited and state == "PREEMPTED"):
         return status
-    if state == "CANCELLED":
+    if state == "CANCELLED" or (waited and state == GONE):
         status.finish("interrupted")
     else:
         log = paths.log(status.attempt, "launcher")
-        reason = f"SLURM job {job_id} ended as {state} before the supervisor could say why"
+        ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
+        reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
         lines = last_lines(log, 10)
         status.finish(
             "failed",
@@ -67,6 +70,6 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
 
 def _state(job_id: str) -> str:
     try:
-        return queue().get(job_id, "CANCELLED")
+        return queue().get(job_id, GONE)
     except RuntimeError:  # a controller that does not answer now may do so later
         return "UNKNOWN"

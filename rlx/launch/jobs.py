@@ -12,7 +12,8 @@ import time
 from rlx.paths import RunPaths, write_text
 
 TIMEOUT = 10.0  # seconds in which the controller answers, or is taken for silent
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+GONE = "unknown to SLURM"  # for a job that it does not list
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", GONE)
 """SLURM's words for a job that is over; one that the controller has forgotten is over too."""
 
 
@@ -51,7 +52,7 @@ def queue() -> dict[str, str]:
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
     """Whether a job waits or runs. Raises RuntimeError when nobody can tell."""
-    return (queue() if states is None else states).get(job_id, "CANCELLED") not in ENDED
+    return (queue() if states is None else states).get(job_id, GONE) not in ENDED
 
 
 def restarts_of(job_id: str) -> int:

@@ -105,6 +105,11 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     return start
 
 
+def has_begun(paths: RunPaths) -> bool:
+    """Whether an attempt has left records or checkpoints, so that the next one must not start without `rewind`."""
+    return paths.metrics.exists() or any(paths.checkpoints.glob("step_*"))
+
+
 def check_room(start: Start | None, max_steps: int | None) -> None:
     """Raise ConfigError when a run of `max_steps` steps has nothing left to do after `start`."""
     if start is not None and max_steps is not None and start.step >= max_steps:

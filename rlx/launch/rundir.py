@@ -40,8 +40,9 @@ MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger",
 class RunLock:
     """A lock on a run directory, held as long as this object or a process that inherited its file descriptor lives."""
 
-    def __init__(self, paths: RunPaths) -> None:
-        self.fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, paths: RunPaths | Path) -> None:
+        """`paths`: of the run, or a lock file of another name."""
+        self.fd = os.open(paths if isinstance(paths, Path) else paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
 
     def exclusive(self) -> bool:
         """Take it alone. False when somebody else holds it, and then this process holds nothing."""
@@ -91,11 +92,11 @@ def settle(cfg: Config, label: str) -> Config:
     return replace(cfg, run=RunConfig(name=name, dir=str(directory or Path("outputs").absolute() / name)))
 
 
-def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
+def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, even_done: bool = False) -> tuple[RunPaths, RunLock]:
     """Make the run directory of a settled configuration, with what a run has before it starts; the lock is held shared.
 
     With `replay`, it begins with the model of that run. With `resume=latest` or a step, the directory is that of the run that goes on;
-    with a path, the new run starts from that checkpoint.
+    with a path, the new run starts from that checkpoint. `even_done` takes a run on whose last step is in its checkpoint: it ends at once.
     Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume.
     """
     paths = _paths(cfg)
@@ -103,7 +104,7 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
-            return paths, _go_on(paths, cfg, overrides, plan)
+            return paths, _go_on(paths, cfg, overrides, plan, even_done)
         start = None
         if cfg.resume == LATEST:
             cfg = replace(cfg, resume=None)  # nothing is there yet
@@ -121,14 +122,14 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -
     return paths, lock
 
 
-def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> RunLock:
+def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:
     """Take the directory of a run that ended, back at the checkpoint that `cfg.resume` names; the lock is held shared."""
     assert cfg.resume is not None
     if not paths.config.is_file() or not looks_like_run(paths):
         raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
     lock = _alone(paths)
     try:
-        _rewind_for(paths, cfg, overrides, plan)
+        _rewind_for(paths, cfg, overrides, plan, even_done)
     except BaseException:
         lock.close()
         raise
@@ -136,7 +137,7 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
     return lock
 
 
-def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
+def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
     """Bring the directory to where the attempt starts. Raises ConfigError, before anything is changed, when that cannot be."""
     assert cfg.resume is not None
     before = load_run(paths.root)
@@ -148,7 +149,7 @@ def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Se
             f"  fix: go on with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
             f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
         )
-    start = rewind(paths, cfg.resume, max_steps=cfg.max_steps)
+    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.max_steps)
     say(f"{paths.root}: going on after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     write_provenance(paths, cfg, again=True)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)

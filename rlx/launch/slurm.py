@@ -22,13 +22,13 @@ from submitit import JobEnvironment, SlurmExecutor
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.launch.jobs import ask, note_job, restarts_of
+from rlx.launch.jobs import ask, job_of, note_job, restarts_of
 from rlx.launch.provenance import source_state
 from rlx.launch.results import final_reward
-from rlx.launch.resume import rewind
+from rlx.launch.resume import has_begun, rewind
 from rlx.launch.rundir import RunLock, new_attempt
 from rlx.launch.starters import SrunStarter
-from rlx.launch.status import Cause, Status
+from rlx.launch.status import Cause, Status, read_status
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 
@@ -97,10 +97,12 @@ def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1) -> str:
 def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> list[str]:
     """Submit runs whose directories are made, with equal `sbatch_options`, as one job or one array; their job ids.
 
+    The caller holds the runs' locks meanwhile: a job that starts at once waits for them, and finds its own number noted.
     Raises RuntimeError with SLURM's words when it does not take the job.
     """
     for paths, cfg in runs:
         Status(max_steps=cfg.max_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
+        paths.job.unlink(missing_ok=True)  # the job would take an earlier one's number for that of its successor
         write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs)))
     executor = _executor(folder, sbatch_options(runs[0][1], name))
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
@@ -137,6 +139,7 @@ class Run:
         if not lock.take(timeout=OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
+        self._leave_to_others(paths, job)
         status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=job)
         status.write(paths)
         lock.share()
@@ -145,7 +148,7 @@ class Run:
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
         self._may_start(paths, cfg, status, restarts)
-        if restarts:
+        if restarts or has_begun(paths):
             start = rewind(paths)
             print(f"going on after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
@@ -164,6 +167,16 @@ class Run:
         if code != 0:
             raise SystemExit(code)
         return final_reward(paths)
+
+    def _leave_to_others(self, paths: RunPaths, job: str) -> None:
+        """Leave, with the directory as it is, when the run is done or was given to another job since: this one's number was lost."""
+        status, other = read_status(paths), job_of(paths)
+        if status is not None and status.state == "completed":
+            print(f"{paths.root} is completed; job {job} has nothing to do", file=sys.stderr)
+            raise SystemExit(0)
+        if other is not None and other != job:
+            print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
+            raise SystemExit(1)
 
     def _may_start(self, paths: RunPaths, cfg: Config, status: Status, restarts: int) -> None:
         """Leave when the job has come back too often, or the code is not what it was when the job was submitted."""

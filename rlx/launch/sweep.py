@@ -9,27 +9,30 @@ those that ended otherwise go on from their last checkpoint. Knows run directori
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.launch.explain import table
-from rlx.launch.jobs import ENDED, is_alive, job_of, queue
+from rlx.launch.jobs import ENDED, GONE, is_alive, job_of, queue
 from rlx.launch.plan import make_plan, require_one_host
 from rlx.launch.processes import die_with
 from rlx.launch.results import final_reward
-from rlx.launch.rundir import RunLock, create, differences, looks_like_run
+from rlx.launch.rundir import RunLock, create, differences, looks_like_run, writing
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.launch.status import FINAL, read_status
 from rlx.paths import RunPaths
 from rlx.types import ProcessSpec
 
+LOCK = ".sweep.lock"  # in the sweep's directory
 POLL = 0.2  # seconds between two looks at the pool
 ASK = 3.0  # seconds between two questions to SLURM
 
@@ -51,6 +54,22 @@ class Element:
         return RunPaths(Path(self.cfg.run.dir))
 
 
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Hold a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory / LOCK)
+    try:
+        if not lock.exclusive():
+            raise ConfigError(
+                f"another process starts or runs the sweep in {directory}.\n  fix: wait until it has ended; or give another run.name="
+            )
+        yield
+    finally:
+        lock.close()
+
+
 def find_states(elements: Sequence[Element]) -> None:
     """Note in each element what its directory holds. Raises ConfigError when one holds a run of another configuration."""
     jobs: dict[str, str] | None = None
@@ -66,7 +85,14 @@ def find_states(elements: Sequence[Element]) -> None:
         job = job_of(paths)
         completed = status is not None and status.state == "completed"
         if job is not None and not completed:
-            jobs = queue() if jobs is None else jobs
+            if jobs is None:
+                try:
+                    jobs = queue()
+                except RuntimeError as error:
+                    raise ConfigError(
+                        f"{paths.root} was given to SLURM job {job}, and whether that lives cannot be found out: {error}.\n"
+                        "  fix: ask again where SLURM answers, or give another run.name="
+                    ) from error
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
@@ -101,11 +127,28 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
     return parallel or max(1, len(visible) // gpus)
 
 
-def make_directories(elements: Sequence[Element]) -> None:
-    """Make the run directories of those that are to run, or take them back to their last checkpoint."""
-    for element in elements:
-        cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
-        _, lock = create(cfg, element.overrides, element.plan)
+def make_directories(elements: Sequence[Element]) -> list[RunLock]:
+    """Make the run directories of those that are to run, or take them back to their last checkpoint; their locks, held shared.
+
+    A run that was stopped between its last checkpoint and its end is taken on too: it ends at once, completed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(elements) + 256  # a lock is an open file
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    locks = []
+    try:
+        for element in elements:
+            cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
+            locks.append(create(cfg, element.overrides, element.plan, even_done=True)[1])
+    except BaseException:
+        release(locks)
+        raise
+    return locks
+
+
+def release(locks: Sequence[RunLock]) -> None:
+    for lock in locks:
         lock.close()
 
 
@@ -130,20 +173,23 @@ def wait_for_jobs(elements: Sequence[Element]) -> None:
     waiting = [element for element in elements if element.job is not None]
     while waiting:
         time.sleep(ASK)
+        waiting = [element for element in waiting if not _is_over(element)]
         try:
-            states = queue()
+            states = queue() if waiting else {}
         except RuntimeError:  # the controller may answer later
             continue
         for element in list(waiting):
             assert element.job is not None
-            status = read_status(element.paths)
-            state = states.get(element.job, "CANCELLED")
+            state = states.get(element.job, GONE)
             gone[element.job] = gone.get(element.job, 0) + 1 if state in ENDED else 0
-            if status is not None and status.state in FINAL and status.state != "preempted":
-                waiting.remove(element)
-            elif gone[element.job] >= LATE:
+            if gone[element.job] >= LATE:
                 close(element.paths, element.job, state)
                 waiting.remove(element)
+
+
+def _is_over(element: Element) -> bool:
+    status = read_status(element.paths)
+    return status is not None and status.state in FINAL and status.state != "preempted"
 
 
 def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str], say: Callable[[str], None]) -> None:

@@ -1,0 +1,119 @@
+"""Sweeps started twice, at once or after a loss: each run has one process at a time, and what is done stays done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_sweep import toy_plan
+
+from rlx.checkpoints import folders
+from rlx.cli import main
+from rlx.cli import sweep as cli
+from rlx.config.errors import ConfigError
+from rlx.config.sweeps import expand
+from rlx.launch import element, sweep
+from rlx.launch.jobs import note_job
+from rlx.launch.rundir import RunLock
+from rlx.launch.status import Status
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Runs are toys, in a directory of their own."""
+    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+def prepared(toys: Path, *argv: str) -> list[sweep.Element]:
+    return cli.prepare(expand(["-m", "seed=1,2", "max_steps=2", *argv], {}).elements, toys)
+
+
+def is_free(found: sweep.Element) -> bool:
+    lock = RunLock(found.paths)
+    free = lock.exclusive()
+    lock.close()
+    return free
+
+
+def unanswered() -> dict[str, str]:
+    raise RuntimeError("squeue gave no answer in 10 s")
+
+
+def test_a_sweep_whose_pool_lives_is_not_started_a_second_time(toys: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    codes = []
+
+    def pool(*args: object, **options: object) -> None:
+        codes.append(main(["train", "-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]))
+
+    monkeypatch.setattr(sweep, "run_pool", pool)
+    main(["train", "-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"])
+    assert codes == [2]
+    assert f"another process starts or runs the sweep in {toys}" in capsys.readouterr().err
+
+
+def test_directories_are_held_until_their_jobs_are_noted(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    elements = prepared(toys)
+    held = []
+    monkeypatch.setattr(sweep, "submit_arrays", lambda todo, *_: held.extend(not is_free(each) for each in todo))
+    cli._submit(elements, "mine", toys)
+    assert held == [True, True]
+    assert all(is_free(each) for each in elements)
+
+
+def test_a_run_that_waited_for_its_turn_looks_at_what_has_become_of_it(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    (one, two) = prepared(toys)
+    sweep.release(sweep.make_directories([one, two]))
+    started = []
+    monkeypatch.setattr(element, "launch", lambda paths, *_: started.append((paths.root.name, paths.metrics.read_text())) or 0)
+    for each in (one, two):
+        each.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    Status(state="completed", step=2).write(one.paths)
+    assert [element.main(str(each.paths.root), "") for each in (one, two)] == [0, 0]
+    assert started == [("seed=2", "")]
+
+
+def test_a_run_that_was_stopped_after_its_last_checkpoint_does_not_stop_the_sweep(toys: Path):
+    elements = prepared(toys)
+    sweep.release(sweep.make_directories(elements))
+    stopped = elements[0].paths
+    status = Status()
+    status.finish("interrupted")
+    status.write(stopped)
+    folders.begin(stopped, 2)
+    folders.finish(stopped, 2, {}, {})
+    sweep.find_states(elements)
+    assert elements[0].state == "again"
+    sweep.release(sweep.make_directories(elements[:1]))
+    start = folders.read_start(stopped)
+    assert start is not None
+    assert start.step == 2 == elements[0].cfg.max_steps
+
+
+def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_runs(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    elements = prepared(toys)
+    sweep.release(sweep.make_directories(elements))
+    monkeypatch.setattr(sweep, "queue", unanswered)
+    for number, each in enumerate(elements):
+        note_job(each.paths, f"12_{number}")
+        each.job = f"12_{number}"
+    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and whether that lives cannot be found out: squeue gave no answer"):
+        sweep.find_states(elements)
+    for each in elements:
+        status = Status()
+        status.finish("completed")
+        status.write(each.paths)
+    monkeypatch.setattr(sweep, "ASK", 0.01)
+    sweep.wait_for_jobs(elements)
+
+
+def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
+    from rlx.cli import sweeper
+    from rlx.config.sweeps import Sweep
+
+    with pytest.raises(ConfigError, match="dry_run=true with a sweeper of hydra"):
+        sweeper.optimise(
+            Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
+        )
+    assert list(toys.glob("seed=*")) == []
