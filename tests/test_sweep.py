@@ -237,5 +237,5 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     from rlx.launch import sweep as launch_sweep
 
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
-    launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys))
+    launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as its death does
     assert sweep.run(line) == 0
