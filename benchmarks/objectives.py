@@ -24,6 +24,7 @@ from rlx.config.shipped import conf_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("sft", "opd")
+BUDGET = 100  # steps
 
 
 def presets() -> list[str]:
@@ -36,8 +37,12 @@ def run_of(out: Path, name: str, seed: int) -> Path:
 
 
 def is_complete(run: Path) -> bool:
+    """Whether the run is done with the budget that the default run has now: rows of one table have the same."""
     status = run / "status.json"
-    return status.exists() and json.loads(status.read_text())["state"] == "completed"
+    if not status.exists():
+        return False
+    record = json.loads(status.read_text())
+    return record["state"] == "completed" and record["max_steps"] == BUDGET
 
 
 def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
@@ -45,7 +50,16 @@ def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
     run = run_of(out, name, seed)
     if is_complete(run):
         return
-    command = [sys.executable, "train.py", f"loss={name}", f"seed={seed}", f"run.dir={run}", "clean=true", *overrides]
+    command = [
+        sys.executable,
+        "train.py",
+        f"loss={name}",
+        f"seed={seed}",
+        f"run.dir={run}",
+        "clean=true",
+        f"max_steps={BUDGET}",
+        *overrides,
+    ]
     print("$", shlex.join(["python", *command[1:]]), flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
