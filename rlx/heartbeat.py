@@ -6,6 +6,7 @@ Knows the run directory only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -36,7 +37,8 @@ class Heartbeat:
             return
         self._written = now
         record = {"name": self.name, "pid": os.getpid(), "phase": phase, "since": self.since, "step": step, "time": now}
-        write_text(self.path, json.dumps(record))
+        with contextlib.suppress(OSError):  # a full disk is for those to say whose files matter: a checkpoint, the metrics
+            write_text(self.path, json.dumps(record))
 
     @property
     def path(self) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.heartbeat import Heartbeat
 from rlx.launch.status import Cause, Status, describe_returncode, last_lines, read_status
 from rlx.paths import RunPaths
 
@@ -64,3 +65,14 @@ def test_last_lines_of_a_rank_are_not_hidden_by_those_of_torchrun(tmp_path: Path
         "[rank1]: RuntimeError: a problem",
         "torchrun: failed (exitcode: 1) local_rank: 1 (pid: 14653) of binary: python",
     )
+
+
+def test_a_heartbeat_that_cannot_be_written_is_no_end_of_the_role(tmp_path):
+    paths = RunPaths(tmp_path)
+    heartbeat = Heartbeat(paths, "trainer")
+    heartbeat.beat("loading")
+    heartbeat.path.unlink()
+    paths.heartbeats.rmdir()
+    paths.heartbeats.write_text("no folder any more")
+    heartbeat.beat("training")
+    assert heartbeat.phase == "training"

@@ -11,6 +11,7 @@ file by hand asks for the same.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -301,7 +302,8 @@ class Supervisor:
         if self.reaper.poll() is not None:
             self._start_reaper()
         self._read_step()
-        self.status.write(self.paths)
+        with contextlib.suppress(OSError):  # a full disk ends the role that needs it, and its words are the cause to be shown
+            self.status.write(self.paths)
         beats = read_heartbeats(self.paths)
         for child, process in zip(self.children, self.status.processes, strict=True):
             process["pid"] = process["pid"] or beats.get(child.spec.name, {}).get("pid")
