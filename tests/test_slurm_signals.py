@@ -130,11 +130,18 @@ def test_a_job_whose_node_fails_comes_back(job):
     # `srun` says that a step on a failed node ended well: it must not be taken for the end of the run.
     toys = job(LEAVES, LEAVES)
     toys.until_started()
-    for process in toys.status().processes:  # the slurmd of emulated nodes live, so they are back at once
-        slurm("scontrol", "update", f"NodeName={process['host']}", "State=DOWN", "Reason=test")
-    toys.until(lambda: toys.status().attempt == 1)
-    second_attempt(toys)
-    assert "completed" not in toys.log(0)
+    hosts = [process["host"] for process in toys.status().processes]
+    try:
+        # The slurmd of emulated nodes live, and would be given the job again while what it was still ends: they are drained first.
+        for state in ("DRAIN", "DOWN"):
+            for host in hosts:
+                slurm("scontrol", "update", f"NodeName={host}", f"State={state}", "Reason=test")
+        toys.until(lambda: toys.status().attempt == 1)
+        second_attempt(toys)
+        assert "completed" not in toys.log(0)
+    finally:
+        for host in hosts:
+            slurm("scontrol", "update", f"NodeName={host}", "State=RESUME")
 
 
 def test_a_process_that_ignores_sigterm_is_killed_on_its_node(job):
