@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +143,9 @@ def test_every_module_says_what_it_is():
         str(path.relative_to(ROOT)) for path in FILES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
+
+
+def test_every_room_is_in_the_package():
+    rooms = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "rlx").rglob("__init__.py")}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert rooms <= set(listed)
