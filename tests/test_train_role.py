@@ -40,6 +40,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "hardware.trainer_ranks": ranks,
         "trainer.num_minibatches": 2,
         "trainer.batch_timeout": 60,
+        "ckpt.interval": "null",  # there is no orchestrator here to add its part
     }
     cfg = compose([f"{key}={value}" for key, value in (keys | overrides).items()], environ={}).cfg
     root.mkdir(parents=True)
