@@ -57,7 +57,7 @@ def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bi
 
 
 def test_a_replay_trains_on_what_was_recorded_and_writes_the_same_metrics(tmp_path: Path) -> None:
-    run, again = make_run(tmp_path / "run"), make_run(tmp_path / "again")
+    run, again = (make_run(tmp_path / name, **{"ckpt.interval": 50}) for name in ("run", "again"))
     for step in range(STEPS):
         record(run, BatchReader(run).receive(step, timeout=1))
         again.batch_of(step).unlink()
