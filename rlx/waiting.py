@@ -1,13 +1,14 @@
-"""Waiting with a deadline, saying for what. Every wait between processes goes through here.
+"""Waiting with a deadline, saying for what: every wait between processes goes through here. And for several tasks of one loop.
 
 Knows time only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -32,3 +33,19 @@ def wait_for(probe: Callable[[], T | None], what: str, timeout: float, poll: flo
         if tick is not None:
             tick()
         time.sleep(poll)
+
+
+async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
+    """Run all; return when `parts` are done, raise what the first of all to fail raises. Nothing is left running."""
+    needed = {asyncio.ensure_future(part) for part in parts}
+    tasks = needed | {asyncio.ensure_future(part) for part in forever}
+    try:
+        while needed:
+            done, _ = await asyncio.wait(needed | {task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            needed -= done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

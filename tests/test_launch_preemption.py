@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from toy_run import FOREVER, RUN_DIR, Run, starting, toy
 
-LEAVES = """
+BEGINS = """
     import sys, time
     from pathlib import Path
+    from rlx.metrics import MetricsWriter
+    MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "orchestrator").write(0, {})
     print("working", flush=True)
+"""
+LEAVES = f"""{BEGINS}
     while not (Path(sys.argv[1]) / "preempt").exists(): time.sleep(0.02)
     print("checkpoint written", flush=True)
     sys.exit(75)
@@ -68,10 +72,19 @@ def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[...
 
 
 def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callable[..., Run]) -> None:
-    run = start([toy("trainer", FOREVER)], preempt_grace=0.5)
+    run = start([toy("trainer", f"{BEGINS}\n    time.sleep(600)", arguments=(RUN_DIR,))], preempt_grace=0.5)
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
     status = run.wait(timeout=60)
     assert status.state == "preempted"
     assert "trainer did not leave in 0.5 s" in run.log("launcher")
+    run.assert_nothing_left()
+
+
+def test_a_run_that_has_begun_no_step_has_nothing_to_wait_for(start: Callable[..., Run]) -> None:
+    run = start([toy("trainer", FOREVER)], preempt_grace=600)
+    run.until_started()
+    os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
+    status = run.wait(timeout=10)
+    assert (status.state, status.exit_code) == ("preempted", 75)
     run.assert_nothing_left()

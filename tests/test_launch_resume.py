@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,12 +182,28 @@ def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp
     step = 3 if name else 6
     start = read_start(paths)
     assert start is not None
-    assert (start.step, start.checkpoint) == (step, source.checkpoint_of(step))
+    assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))
     assert paths.initial_model.read_text() == source.initial_model.read_text()
     assert load_run(paths.root).resume == str(source.checkpoint_of(step)), "reproduce.sh forks it again"
     lock.close()
-    assert rewind(paths, warn=pytest.fail) == start, "an attempt without a checkpoint of its own starts where the fork did"
     assert sorted((str(path), path.stat().st_mtime_ns) for path in source.root.rglob("*")) == before
+    shutil.rmtree(source.checkpoints)
+    assert rewind(paths, warn=pytest.fail) == start, "whatever the other run deletes: the links are this run's own"
+
+
+def test_a_fork_where_files_cannot_be_linked_reads_the_other_runs_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", link)
+    source = ended(tmp_path / "step_of_my_own")
+    paths, lock = make(settled(tmp_path / "fork", resume=str(source.root)))
+    start = read_start(paths)
+    assert start is not None
+    assert start.checkpoint == source.checkpoint_of(6)
+    assert list(paths.checkpoints.iterdir()) == []
+    lock.close()
+    assert rewind(paths, warn=pytest.fail) == start, "an attempt without a checkpoint of its own starts where the fork did"
 
 
 @pytest.mark.parametrize(("resume", "message"), [("nowhere/else", "does not exist"), ("run/checkpoints/step_4", "no whole checkpoint")])

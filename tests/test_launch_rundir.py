@@ -77,11 +77,11 @@ def test_reproduce_runs_the_saved_configuration_in_a_new_directory_and_tells_of_
     stand_in = tmp_path / "python"  # instead of the interpreter: shows what it is called with
     stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     stand_in.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(stand_in), "RLX_SOURCE": str(tmp_path), "RLX_NEW_DIR": str(tmp_path / "new")}
+    environment = {**os.environ, "PYTHON": str(stand_in), "RLX_SOURCE": str(tmp_path), "RLX_NEW_DIR": str(tmp_path / "the user's")}
     result = subprocess.run(["sh", str(paths.reproduce), "seed=5"], env=environment, capture_output=True, text=True, check=True)
     words = result.stdout.splitlines()
     assert words[:7] == ["-m", "rlx.cli", "train", "--config-dir", str(paths.root), "--config-name", "config"]
-    assert f"run.dir='{tmp_path / 'new'}'" in words
+    assert f"run.dir='{tmp_path}/the user\\'s'" in words
     assert words[-1] == "seed=5"
     assert "is at none" in result.stderr
 

@@ -16,11 +16,12 @@ from rlx.checkpoints.folders import begin, writing
 from rlx.config.schema import Config, EnvConfig
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths
-from rlx.roles.orchestrator import Orchestrator, first_failure
+from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.transport.files import BatchReader
 from rlx.types import StepBatch
+from rlx.waiting import first_failure
 
 assert OUTSIDE
 

@@ -28,6 +28,8 @@ LEAVES = """
     from pathlib import Path
     if int(os.environ["SLURM_RESTART_COUNT"] if "SLURM_RESTART_COUNT" in os.environ else 0):
         print("second attempt", flush=True); sys.exit(0)
+    from rlx.metrics import MetricsWriter
+    MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "orchestrator").write(0, {})
     print("first attempt", flush=True)
     while not (Path(sys.argv[1]) / "preempt").exists(): time.sleep(0.05)
     sys.exit(75)

@@ -134,12 +134,32 @@ def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]
         file.write(json.dumps({"step": step, **facts, "files": files}) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    for part in (folder / TRAINER, folder / ORCHESTRATOR, folder):
+        if part.is_dir():
+            _sync(part)
     if final.exists():
         _delete(final)
     folder.rename(final)
     _sync(final.parent)
     return final
+
+
+def adopt(paths: RunPaths, start: Start) -> Start:
+    """Keep another run's checkpoint in this run too, whatever that run prunes meanwhile: hard links, which take no space.
+
+    Where the file system has no such links the checkpoint stays where it is. Raises NoCheckpoint when it has gone.
+    """
+    folder = begin(paths, start.step)
+    try:
+        shutil.copytree(start.checkpoint, folder, copy_function=os.link, dirs_exist_ok=True)
+    except OSError as error:
+        shutil.rmtree(folder)
+        if not (start.checkpoint / COMPLETE).is_file():
+            raise NoCheckpoint(f"{start.checkpoint} was deleted meanwhile") from error
+        return start
+    final = paths.checkpoint_of(start.step)
+    folder.rename(final)
+    return Start(step=start.step, checkpoint=final.absolute())
 
 
 def abandon(paths: RunPaths, step: int) -> None:

@@ -7,6 +7,7 @@ Knows folders and pickles; what the state holds is the business of those that gi
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,8 +48,10 @@ class Snapshots:
             if (state := self._states.get(step)) is None:
                 raise RuntimeError(f"the trainer asks for the state after step {step}; remembered are those of {sorted(self._states)}")
             try:
-                with atomic(file) as temporary:
-                    temporary.write_bytes(pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
+                with atomic(file) as temporary, temporary.open("wb") as out:
+                    pickle.dump(state, out, protocol=pickle.HIGHEST_PROTOCOL)
+                    out.flush()
+                    os.fsync(out.fileno())  # on this machine's disk before the trainer, maybe on another, marks the checkpoint complete
             except FileNotFoundError:  # the trainer gave the checkpoint up meanwhile
                 if folder.exists():
                     raise

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.config.schema import Config
 from rlx.paths import RunPaths, atomic
 from rlx.process import host_name
 from rlx.waiting import wait_for
@@ -85,3 +86,10 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
         file = endpoint_file(paths, replica)
         found.append(wait_for(lambda file=file: read_endpoint(file), f"inference server {replica} ({file})", timeout, tick=tick))  # type: ignore[misc]
     return found
+
+
+def find_servers(config: Config, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:
+    """The servers that the configuration names, or those that the run starts, once they are there."""
+    if config.inference.base_url:
+        return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
+    return read_endpoints(paths, config.hardware.inference_replicas, config.inference.startup_timeout, tick)

@@ -125,9 +125,11 @@ if [ -f "$here/{DIFF}" ]; then
     echo "reproduce: the run was made with uncommitted changes, kept in $here/{DIFF}" >&2
 fi
 new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
+# for Hydra, in whose quotes a quote takes a backslash
+quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the folder the run was started in is gone; starting here" >&2
 PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli train \\
-    --config-dir "$here" --config-name config run.name=null "run.dir='$new'" clean=false dry_run=false "$@"
+    --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
 
 

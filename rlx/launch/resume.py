@@ -36,7 +36,7 @@ def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
     """The checkpoint that a path names: its own folder, or a run directory whose newest one is taken. Raises ConfigError."""
     path = Path(resume).expanduser().absolute()
     try:
-        if path.name.startswith("step_"):
+        if path.name.startswith("step_") and not RunPaths(path).config.is_file():  # a run may have such a name
             return folders.check(path)
         start = folders.newest(RunPaths(path), warn)
     except WeightsError as error:

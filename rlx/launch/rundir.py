@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from rlx.checkpoints.folders import write_start
+from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
@@ -116,10 +116,17 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
         lock = _claim(paths, clean=cfg.clean)
         if source := source_of(start) if start else replayed:
             write_text(paths.initial_model, source.initial_model.read_text())
-        write_start(paths, start)
+        write_start(paths, _adopt(paths, start) if start else None)
         _fill(paths, cfg, overrides, plan)
     lock.share()
     return paths, lock
+
+
+def _adopt(paths: RunPaths, start: Start) -> Start:
+    try:
+        return adopt(paths, start)
+    except NoCheckpoint as error:
+        raise ConfigError(f"resume={start.checkpoint}: {error}.\n  fix: name another checkpoint") from error
 
 
 def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:

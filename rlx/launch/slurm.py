@@ -20,6 +20,7 @@ from typing import Any
 
 from submitit import JobEnvironment, SlurmExecutor
 
+from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.launch.jobs import ask, job_of, note_job, restarts_of
@@ -78,6 +79,8 @@ def _exports() -> list[str]:
 
 
 def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
+    if "%" in str(folder):
+        raise ConfigError(f"sbatch takes % in a path for a pattern to fill in: {folder.parent}.\n  fix: give another run.name= or run.dir=")
     # A signal before its handler stands would end the job: it is ignored until then.
     executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})

@@ -5,8 +5,8 @@ what is left if the supervisor itself is killed. Exit codes arrive through pidfd
 blamed. It runs `ProcessSpec`s from `plan.yaml`; what they compute it does not know, nor where: that is the `Starter`'s.
 
 SIGTERM and SIGINT end the run. SIGUSR2 says that the machine will be taken away: the file `preempt` tells the roles, which write a
-checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped. The run's state is then `preempted`. Who makes that
-file by hand asks for the same.
+checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped, and at once while no step has begun. The run's state is
+then `preempted`. Who makes that file by hand asks for the same.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Supervisor:
         self._handle_signals()
         self._start_reaper()
         try:
+            self._read_step()
+            self.status.state = "starting"  # the records that there are were written by earlier attempts
             state, cause = self._watch_launcher() or self._start() or self._watch()
             self._say(f"{state}: stopping what still runs")
         finally:
@@ -232,6 +234,10 @@ class Supervisor:
                 self.leave_by = time.monotonic() + self.limits.preempt_grace
                 if not self.paths.preempt.exists():
                     write_text(self.paths.preempt, f"{time.time()}\n")
+                self._read_step()
+                if self.status.state == "starting":
+                    self._say("no step was begun yet: there is nothing to keep")
+                    return "preempted", None
             if time.monotonic() > self.leave_by:
                 self._say(f"{', '.join(child.spec.name for child in pending)} did not leave in {self.limits.preempt_grace:g} s")
                 return "preempted", None

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.packing import pack
-from rlx.envs.base import Environment, Policy, sampling_of
-from rlx.envs.chat import Chat, load_chat
+from rlx.envs.base import Environment, Policy
+from rlx.envs.chat import Chat
+from rlx.envs.load import load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.client import InferenceClient
-from rlx.inference.endpoints import Endpoint, read_endpoints
+from rlx.inference.endpoints import find_servers
 from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
@@ -53,7 +54,7 @@ from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
 from rlx.transport.files import BatchWriter, record
 from rlx.types import Group, Rollout, StepBatch
-from rlx.waiting import wait_for
+from rlx.waiting import first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -87,26 +88,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
-        self.collector = Collector(
-            envs=envs,
-            tasks=TaskSequence(envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
-            policy=Policy(
-                generator=client,
-                chat=chat,
-                context_length=min(config.seq_len, config.max_model_len),
-                seed=config.seed,
-                label=uuid.uuid4().hex[:6] + "-",
-            ),
-            num_groups=config.num_groups,
-            group_size=config.orchestrator.rollouts_per_example,
-            max_steps=config.max_steps,
-            max_async_level=config.max_async_level,
-            max_concurrent=config.orchestrator.max_concurrent,
-            max_retries=config.orchestrator.max_retries,
-            left_out=self._left_out,
-            max_rounds=config.orchestrator.difficulty_filter.max_rounds,
-            oversampling_factor=config.orchestrator.oversampling_factor,
-        )
+        self.collector = self._make_collector(chat)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -119,6 +101,29 @@ class Orchestrator:
         self.saved = -1  # the last step whose rollouts and batch are in their files
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
+
+    def _make_collector(self, chat: Chat) -> Collector:
+        config, orchestrator = self.config, self.config.orchestrator
+        return Collector(
+            envs=self.envs,
+            tasks=TaskSequence(self.envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
+            policy=Policy(
+                generator=self.client,
+                chat=chat,
+                context_length=min(config.seq_len, config.max_model_len),
+                seed=config.seed,
+                label=uuid.uuid4().hex[:6] + "-",
+            ),
+            num_groups=config.num_groups,
+            group_size=orchestrator.rollouts_per_example,
+            max_steps=config.max_steps,
+            max_async_level=config.max_async_level,
+            max_concurrent=orchestrator.max_concurrent,
+            max_retries=orchestrator.max_retries,
+            left_out=self._left_out,
+            max_rounds=orchestrator.difficulty_filter.max_rounds,
+            oversampling_factor=orchestrator.oversampling_factor,
+        )
 
     def _go_on_from(self, start: Start) -> None:
         """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
@@ -255,67 +260,17 @@ class Orchestrator:
             await asyncio.sleep(1.0)
 
 
-async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
-    """Run all; return when `parts` are done, raise what the first of all to fail raises. Nothing is left running."""
-    needed = {asyncio.ensure_future(part) for part in parts}
-    tasks = needed | {asyncio.ensure_future(part) for part in forever}
-    try:
-        while needed:
-            done, _ = await asyncio.wait(needed | {task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            needed -= done
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def load_environments(config: Config, heartbeat: Heartbeat) -> dict[str, Environment]:
-    """The environments of the mix by name, on the main thread."""
-    heartbeat.beat("importing verifiers")
-    from rlx.envs.verifiers_v0 import load_environment
-
-    envs: dict[str, Environment] = {}
-    for name, env in config.envs.items():
-        heartbeat.beat(f"loading environment {name}")
-        timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
-        envs[name] = load_environment(name, env, sampling_of(config, env), timeout, concurrency)
-    return envs
-
-
-def load_tokenizer(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> Chat:
-    """The chat format of the initial model, once there is one."""
-    timeout = config.inference.startup_timeout
-
-    def tick() -> None:
-        heartbeat.beat("waiting for the initial model")
-
-    wait_for(paths.initial_model.exists, f"the initial model ({paths.initial_model})", timeout, tick=tick)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(paths.initial_model.read_text().strip(), trust_remote_code=config.model.trust_remote_code)
-    return load_chat(tokenizer, config.model.name, keep_reasoning=config.orchestrator.trajectory_strategy == "interleaved")
-
-
-def find_servers(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> list[Endpoint]:
-    """The servers that the configuration names, or those that the run starts."""
-    if config.inference.base_url:
-        return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
+async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Environment], chat: Chat, heartbeat: Heartbeat) -> None:
+    """Run to the end against the run's servers."""
 
     def tick() -> None:
         heartbeat.beat("waiting for inference servers")
 
-    return read_endpoints(paths, config.hardware.inference_replicas, config.inference.startup_timeout, tick)
-
-
-async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Environment], chat: Chat, heartbeat: Heartbeat) -> None:
-    """Run to the end against the run's servers."""
-    endpoints = await asyncio.to_thread(find_servers, config, paths, heartbeat)
+    endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
     drain_tokens = config.weight_broadcast.drain_tokens
     async with InferenceClient(endpoints, config.inference.request_timeout, drain_tokens=drain_tokens) as client:
-        await client.wait_ready(config.inference.startup_timeout, tick=lambda: heartbeat.beat("waiting for inference servers"))
+        await client.wait_ready(config.inference.startup_timeout, tick=tick)
         await Orchestrator(config, paths, envs, chat, client, heartbeat, tracker).run()
 
 
@@ -331,8 +286,8 @@ def main() -> int:
     heartbeat = Heartbeat(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the loop runs
-    envs = load_environments(config, heartbeat)
-    chat = load_tokenizer(config, paths, heartbeat)
+    envs = load_environments(config, heartbeat.beat)
+    chat = load_tokenizer(config, paths, heartbeat.beat)
     heartbeat.beat("reading the data sets")
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
     gc.freeze()  # what is loaded now stays; collections need not walk it again and again

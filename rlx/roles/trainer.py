@@ -20,10 +20,9 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from rlx.config.load import instantiate, load_run
-from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.load import load_run
+from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
@@ -31,9 +30,6 @@ from rlx.process import die_with_parent, set_cpu_threads
 from rlx.transport.files import Batches, BatchReader, RecordedBatches
 from rlx.types import StepBatch
 from rlx.waiting import wait_for
-
-if TYPE_CHECKING:
-    from rlx.train.reference import Reference
 
 log = logging.getLogger("rlx.trainer")
 
@@ -54,12 +50,10 @@ class Trainer:
 
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
-        from rlx.losses.base import Objective
-        from rlx.models.load import DTYPES, load_policy
+        from rlx.models.load import DTYPES
         from rlx.models.shard import start_process_group
-        from rlx.train.reference import Reference
+        from rlx.train.build import build
         from rlx.train.rendezvous import meet
-        from rlx.train.step import PolicyTrainer
         from rlx.weights.files import ModelFiles
 
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
@@ -83,39 +77,8 @@ class Trainer:
         tick = self.beat_on if world_size > 1 else self.tick  # several ranks can only leave together
         wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
         source = path.read_text().strip()
-        loading: dict[str, Any] = {
-            "dtype": cfg.model.dtype,
-            "reduce_dtype": cfg.trainer.reduce_dtype,
-            "attention": cfg.model.attention,
-            "logprob_backend": cfg.model.logprob_backend,
-            "liger": cfg.model.liger,
-            "cpu_offload": cfg.trainer.fsdp_cpu_offload,
-            "compile": cfg.trainer.compile,
-            "trust_remote_code": cfg.model.trust_remote_code,
-        }
-        self.beat("loading the model")
-        self.model = load_policy(source, device, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
-        log.info("log-probability backend: %s; Liger layer kernels: %s", self.model.logprob_backend, self.model.liger)
-        self.reference: Reference | None = None
-        if cfg.uses_reference:
-            self.beat("loading the reference model")
-            # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
-            master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
-            frozen = load_policy(cfg.ref.name or source, device, optimization_dtype=master, **loading)
-            self.reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha)
-            self.reference.check_vocabulary(self.model)
-        loss_terms, loss = split_terms(cfg.loss, LossTerms)
-        optim_terms, optim = split_terms(cfg.optim, OptimTerms)
-        self.step_trainer = PolicyTrainer(
-            self.model,
-            Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
-            instantiate(optim, params=[p for p in self.model.parameters() if p.requires_grad]),
-            schedule=cfg.scheduler,
-            total_updates=cfg.max_steps * cfg.num_updates,
-            max_norm=optim_terms.max_norm,
-            device=device,
-            reference=self.reference,
-        )
+        self.step_trainer = build(cfg, source, device, self.beat)
+        self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.device = device
         self.batches: Batches = RecordedBatches(RunPaths(Path(cfg.replay))) if cfg.replay else BatchReader(paths)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
@@ -129,7 +92,7 @@ class Trainer:
         )
         self.first_step = 0
         self.updated = False  # whether the step that is being trained has changed the weights already
-        self.step_trainer.before_micro_batch = self.give_up_if_late
+        self.step_trainer.before_micro_batch = self.between_micro_batches
         if (start := read_start(paths)) is not None:
             self.beat(f"reading checkpoint {start.step}")
             self.resume(start.checkpoint / TRAINER, start.step)
@@ -187,12 +150,14 @@ class Trainer:
             write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
         return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun takes any other code for a failure
 
-    def give_up_if_late(self) -> None:
-        """Between two micro-batches: raise Preempted when the notice is older than `launcher.grace` and nothing of the step is applied."""
+    def between_micro_batches(self) -> None:
+        """Still alive. Raises Preempted when the notice is older than `launcher.grace` and nothing of the step is applied."""
+        self.beat_on()
         if self.updated:
             return
         late = self.paths.preempt.exists() and time.time() - self.paths.preempt.stat().st_mtime > self.cfg.launcher.grace
         if self.anyone(late):
+            log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.cfg.launcher.grace)
             raise Preempted
 
     def anyone(self, flag: bool) -> bool:
@@ -229,7 +194,9 @@ class Trainer:
         return batch
 
     def train(self, batch: StepBatch) -> dict[str, float]:
-        """The optimizer steps of a batch; the step's metrics."""
+        """The optimizer steps of a batch; the step's metrics. Raises Preempted, on all ranks, when it is given up."""
+        self.updated = False
+        self.beat(f"training step {batch.step}", batch.step)
 
         def starts(update: int, of: int) -> None:
             self.updated = update > 0

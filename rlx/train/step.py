@@ -76,6 +76,7 @@ class PolicyTrainer:
         self.device = device or self.parameters[0].device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.peak_lr = optimizer.param_groups[0]["lr"]
+        # Called by all ranks equally often: before each micro-batch is scored, and before its forward and backward.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
 
     def train_batch(
@@ -110,6 +111,7 @@ class PolicyTrainer:
         recompute = recompute and self.objective.terms.proximal == "recompute"
         scores = []
         for micro_batch in mini_batch.micro_batches[self.rank]:
+            self.before_micro_batch()
             old = self.score(micro_batch)[0] if recompute else None
             ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
             scores.append(Before(old_logp=old, ref_logp=ref))

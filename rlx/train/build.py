@@ -1,0 +1,58 @@
+"""A rank's model, reference, objective and optimizer, as the configuration asks for them.
+
+Knows the configuration and the folder of the initial model. Knows no run directory; the process group, where there is one, is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.targets import instantiate
+from rlx.losses.base import Objective
+from rlx.models.load import load_policy
+from rlx.train.reference import Reference
+from rlx.train.step import PolicyTrainer
+
+log = logging.getLogger("rlx.trainer")
+
+
+def build(cfg: Config, source: str, device: torch.device, beat: Callable[[str], None]) -> PolicyTrainer:
+    """Load the model from `source` (a folder, or a name on the hub) and what trains it; `beat` is told what is being loaded."""
+    loading: dict[str, Any] = {
+        "dtype": cfg.model.dtype,
+        "reduce_dtype": cfg.trainer.reduce_dtype,
+        "attention": cfg.model.attention,
+        "logprob_backend": cfg.model.logprob_backend,
+        "liger": cfg.model.liger,
+        "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+        "compile": cfg.trainer.compile,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    beat("loading the model")
+    model = load_policy(source, device, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+    log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
+    reference: Reference | None = None
+    if cfg.uses_reference:
+        beat("loading the reference model")
+        # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
+        master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
+        frozen = load_policy(cfg.ref.name or source, device, optimization_dtype=master, **loading)
+        reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha)
+        reference.check_vocabulary(model)
+    loss_terms, loss = split_terms(cfg.loss, LossTerms)
+    optim_terms, optim = split_terms(cfg.optim, OptimTerms)
+    return PolicyTrainer(
+        model,
+        Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
+        instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
+        schedule=cfg.scheduler,
+        total_updates=cfg.max_steps * cfg.num_updates,
+        max_norm=optim_terms.max_norm,
+        device=device,
+        reference=reference,
+    )

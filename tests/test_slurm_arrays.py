@@ -1,0 +1,119 @@
+"""An array of runs on a real SLURM: each of them is requeued, cancelled and fails for itself alone. With toy processes.
+
+SLURM gives the last one of an array the array's own number as SLURM_JOB_ID, and takes commands on that number for all of them; so it
+is always the last one that is disturbed here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_job import ROOT, slurm
+
+from rlx.config.load import compose
+from rlx.launch.follow import follow
+from rlx.launch.rundir import create, settle
+from rlx.launch.slurm import submit
+from rlx.launch.status import Status, read_status
+from rlx.types import ProcessSpec
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+TOY = """
+    import sys, time
+    from pathlib import Path
+    from rlx.metrics import MetricsWriter
+    run = Path(sys.argv[1])
+    MetricsWriter(run / "metrics.jsonl", "orchestrator").write(0, {})
+    print("here", flush=True)
+    while not (run.parent / "go").exists():
+        if (run / "preempt").exists(): sys.exit(75)
+        time.sleep(0.05)
+"""
+
+
+class Array:
+    """Three runs of one array, in directories whose names need quoting; each has one process, which ends when the file `go` appears."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        runs = []
+        for i in range(3):
+            composed = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "launcher.code_changes=warn"], {})
+            cfg = replace(composed.cfg, run=replace(composed.cfg.run, name=f"it's=a b,{i}", dir=str(folder / f"it's=a b,{i}")))
+            cfg = settle(cfg, "label")
+            cfg = replace(cfg, launcher=replace(cfg.launcher, preempt_grace=20.0), slurm=replace(cfg.slurm, memory_gb=0.2, cpus_per_node=1))
+            argv = (sys.executable, "-c", textwrap.dedent(TOY), str(cfg.run.dir))
+            paths, lock = create(cfg, [], [ProcessSpec(role="toy", replica=0, node=0, gpus=(), argv=argv)])
+            lock.close()
+            runs.append((paths, cfg))
+        self.paths = [paths for paths, _ in runs]
+        self.ids = submit(runs, "array", folder / ".submitit")
+
+    def status(self, i: int) -> Status:
+        status = read_status(self.paths[i])
+        assert status is not None
+        return status
+
+    def log(self, i: int, attempt: int = 0, name: str = "toy") -> str:
+        path = self.paths[i].log(attempt, name)
+        return path.read_text() if path.exists() else ""
+
+    def until(self, probe: Callable[[], Any], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not probe():
+            logs = "\n".join(self.log(i, 0, "launcher") + self.log(i, 1, "launcher") for i in range(3))
+            assert time.monotonic() < deadline, f"{[self.status(i) for i in range(3)]}\n{logs}"
+            time.sleep(0.1)
+
+    def end(self) -> list[tuple[str, int]]:
+        """Let all end well that still run; state and attempt of each, once SLURM has forgotten the array."""
+        (self.folder / "go").touch()
+        for paths, job in zip(self.paths, self.ids, strict=True):
+            follow(paths, job)
+        self.until(lambda: slurm("squeue", "-h", "-j", self.ids[0].split("_")[0]) == "", timeout=60)
+        return [(self.status(i).state, self.status(i).attempt) for i in range(3)]
+
+
+@pytest.fixture
+def array(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Array]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = tmp_path / "a sweep"
+    folder.mkdir()
+    made = Array(folder)
+    made.until(lambda: all("here" in made.log(i) for i in range(3)))
+    yield made
+    slurm("scancel", made.ids[0].split("_")[0])
+
+
+def requeue(array: Array) -> None:
+    slurm("scontrol", "requeue", array.ids[-1])
+
+
+def signal_before_the_time_limit(array: Array) -> None:
+    slurm("scancel", "--batch", "--signal=USR2", array.ids[-1])
+
+
+@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit])
+def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb):
+    assert array.ids[-1].endswith("_2")
+    disturb(array)
+    array.until(lambda: "here" in array.log(2, attempt=1))
+    assert array.end() == [("completed", 0), ("completed", 0), ("completed", 1)]
+    assert [array.status(i).job for i in range(3)] == array.ids
+
+
+def test_one_of_an_array_is_cancelled_or_fails_and_the_others_do_not_notice(array):
+    slurm("scancel", array.ids[2])
+    os.kill(array.status(1).processes[0]["pid"], signal.SIGKILL)
+    array.until(lambda: (array.status(1).state, array.status(2).state) == ("failed", "interrupted"))
+    assert array.end() == [("completed", 0), ("failed", 0), ("interrupted", 0)]
