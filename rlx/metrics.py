@@ -101,7 +101,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
-    """Yield `(record, offset behind it)` for every whole line from `offset` on; nothing when there is no file yet."""
+    """Yield `(record, offset behind it)` for every whole line from `offset` on; nothing when there is no file yet.
+
+    A line that is no record (a full disk cut it, and another process's record was appended) is passed over: who resumes the run is told.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -110,4 +113,8 @@ def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield json.loads(line), offset
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            yield record, offset

@@ -5,6 +5,7 @@ Knows the layout of a run directory. Knows nothing of what the files hold.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -132,6 +133,11 @@ class RunPaths:
     def start(self) -> Path:
         """Which checkpoint this attempt starts from, written by the launcher; absent when it starts from version 0."""
         return self.root / "start.json"
+
+    def ask_to_give_way(self) -> None:
+        """Make `preempt`. Where it is there already, its time stays that of the first notice."""
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.preempt, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
 
     @property
     def preempted(self) -> Path:

@@ -1,4 +1,4 @@
-"""What every role does to its own process first: die with its parent, and take its share of the CPU.
+"""What every role does to its own process first: die with its parent, take its share of the CPU, know who sends its signals.
 
 Knows Linux process control only; it never imports torch, it only speaks to one that is already loaded.
 """
@@ -37,6 +37,15 @@ def die_with_parent() -> None:
 def host_name() -> str:
     """The name by which other hosts reach this one."""
     return os.environ.get(HOST) or socket.gethostname()
+
+
+def sigterm_is_a_notice() -> bool:
+    """Whether SIGTERM says that the machine will be taken away, rather than that this process is to end.
+
+    In a SLURM job it is SLURM that sends it to all steps when it preempts, requeues or cancels the job, some time before SIGKILL; the
+    supervisor ends its steps with SIGINT.
+    """
+    return HOST in os.environ
 
 
 def _lives(pid: int) -> bool:

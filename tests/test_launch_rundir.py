@@ -17,8 +17,9 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config, RunConfig
+from rlx.launch import rundir
 from rlx.launch.plan import make_plan
-from rlx.launch.rundir import RunLock, create, describe, join, settle
+from rlx.launch.rundir import RunLock, create, describe, join, looks_like_run, settle
 from rlx.launch.status import Status
 from rlx.paths import RunPaths
 
@@ -206,3 +207,30 @@ def test_a_dry_run_leaves_its_plan_and_the_run_may_follow_it(tmp_path: Path) -> 
     make(settled(tmp_path / "run"))
     with pytest.raises(ConfigError, match="taken"):
         describe(cfg, [], make_plan(cfg, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("writes", ["write_start", "write_provenance", "write_plan"])
+def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    cfg = settled(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, writes, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(cfg)
+    assert not looks_like_run(RunPaths(tmp_path / "run"))
+    paths, lock = make(replace(cfg, resume="latest"))
+    assert looks_like_run(paths)
+    assert load_run(paths.root).resume is None
+    lock.close()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        make(cfg)
+
+
+def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
+    paths, lock = make(settled(tmp_path / "run"))
+    lock.close()
+    with pytest.raises(ConfigError, match="is the directory of this run, too"):
+        make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
+    assert paths.config.exists()

@@ -81,7 +81,7 @@ LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # of an array o
 def test_the_last_of_an_array_names_itself_and_never_the_array(job):
     ends = job("import time; time.sleep(0.5); raise SystemExit(3)", WAITS)
     assert ends.run(**LAST) == 1
-    assert "scancel --signal=TERM 12_1" in ends.asked()
+    assert "scancel --signal=INT 12_1" in ends.asked()
     assert "squeue --noheader --steps --jobs=12_1 --format=%i %j" in ends.asked()
     assert [line for line in ends.asked() if "12_1" not in line] == []
     assert ends.status().job == "12_1"
@@ -98,7 +98,7 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
 def test_a_job_of_its_own_is_named_by_its_number(job):
     ends = job("raise SystemExit(3)", WAITS)
     assert ends.run() == 1
-    assert "scancel --signal=TERM 12" in ends.asked()
+    assert "scancel --signal=INT 12" in ends.asked()
 
 
 def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ At `max_async_level=0` on CPU a run's metrics are the same bit for bit whenever 
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +64,11 @@ def signal_before_the_time_limit(job: SlurmJob) -> None:
     slurm("scancel", "--batch", "--signal=USR2", job.id)  # what --signal=B:USR2@… sends
 
 
-@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit])
+def preempt_without_a_signal_of_its_own(job: SlurmJob) -> None:
+    slurm("scancel", "--signal=TERM", job.id)  # to the steps alone, as at the beginning of a partition's GraceTime
+
+
+@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit, preempt_without_a_signal_of_its_own])
 def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, undisturbed, disturb):
     job = submit("run", *RUN)
     job.until_step(4)
@@ -75,9 +80,11 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.state() == "COMPLETED"
     first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
     second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
+    found = re.search(r"going on after (\d) steps", second)
+    assert found, second
     if disturb is requeue:
-        assert "going on after 3 steps" in second  # the last checkpoint that there was
+        assert int(found[1]) >= 3  # the last checkpoint that there was; SLURM's KillWait may have been enough for another
     else:
         assert "back in the queue" in first
-        assert "going on after 5 steps" in second or "going on after 6 steps" in second  # one was written for the occasion
+        assert int(found[1]) >= 5  # one was written for the occasion
     assert job.reproducible_lines() == undisturbed.reproducible_lines()

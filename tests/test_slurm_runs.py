@@ -114,7 +114,7 @@ def test_code_that_changed_since_the_submission_is_refused(submit, tmp_path, mon
     finally:
         slurm("scontrol", "update", "PartitionName=debug", "State=UP")
     assert job.until_over(timeout=90) == "failed"
-    assert "launcher.code_changes=warn" in job.status()["cause"]["reason"]
+    assert "launcher.code_changes=snapshot or =warn" in job.status()["cause"]["reason"]
 
 
 def test_a_waiting_launcher_shows_the_run_and_leaves_with_its_exit_code(cluster, tmp_path, model_cache):

@@ -36,7 +36,7 @@ LEAVES = """
 """
 STUBBORN = """
     import signal, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
     print("here", flush=True)
     while True: time.sleep(0.05)
 """
@@ -128,6 +128,33 @@ def test_a_job_that_is_preempted_leaves_and_comes_back(job):
     toys.until(lambda: queue()[other] == "COMPLETED")
 
 
+TAKES_NOTICE = LEAVES.replace(
+    "while not",
+    """import signal
+    from rlx.paths import RunPaths
+    signal.signal(signal.SIGTERM, lambda *_: RunPaths(Path(sys.argv[1])).ask_to_give_way())
+    while not""",
+)
+
+
+@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
+def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
+    """What plain preemption does where the partition has a GraceTime: the steps are told, the batch script is not."""
+    toys = job(code, LEAVES)
+    toys.until_started()
+    slurm("scancel", "--signal=TERM", toys.id)
+    second_attempt(toys)
+    assert ("wants the machine back" in toys.log(0)) or ("preempt is there" in toys.log(0))
+    assert ("toy has left" in toys.log(0)) == (code is TAKES_NOTICE)
+
+
+def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
+    toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)", code_changes="snapshot")
+    assert follow(toys.paths, toys.id) == 0, toys.log(0)
+    (copy,) = (toys.paths.root / ".submitit").glob("code_*")
+    assert toys.log(0, "toy").split() == [f"{copy}/rlx/__init__.py", f"{copy}/environments/rlx_reverse_text/rlx_reverse_text/__init__.py"]
+
+
 def test_a_job_whose_node_fails_comes_back(job):
     # `srun` says that a step on a failed node ended well: it must not be taken for the end of the run.
     toys = job(LEAVES, LEAVES)
@@ -146,7 +173,7 @@ def test_a_job_whose_node_fails_comes_back(job):
             slurm("scontrol", "update", f"NodeName={host}", "State=RESUME")
 
 
-def test_a_process_that_ignores_sigterm_is_killed_on_its_node(job):
+def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
     assert follow(toys.paths, toys.id) == 1
     assert "killing toy_1: still there 1 s after SIGTERM" in toys.log(0)

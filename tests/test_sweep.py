@@ -224,8 +224,10 @@ def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, cap
     assert "2 completed already" in capsys.readouterr().out
     assert through_hydra("seed=3,4") == 1
     assert "seed=3: failed" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="with one directory: seed=4"):
-        RlxLauncher("mine", str(toys), []).launch([["seed=4"], ["seed=4"]], 0)
+    jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=5"], ["seed=5"]], 0)  # as Optuna does in a small space
+    assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=5"], 0.5)] * 2
+    with pytest.raises(ConfigError, match="different runs with one directory"):
+        RlxLauncher("mine", str(toys), []).launch([["run.name=a/b"], ["run.name=a_b"]], 0)
 
 
 def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: Path, capsys: pytest.CaptureFixture[str]):

@@ -31,11 +31,12 @@ class RlxLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch to its end; the final reward of each run. A run that is not completed makes its value an error."""
-        lines = [Element(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
-        alike = {line.name for line in lines if sum(line.name == other.name for other in lines) > 1}
-        if alike:
+        proposed = [Element(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
+        lines = list({line.name: line for line in proposed}.values())  # of proposals that are equal, one is run
+        if len(lines) < len({line.swept for line in proposed}):
+            names = sorted({line.name for line in proposed if any(line.name == o.name and line.swept != o.swept for o in proposed)})
             raise ConfigError(
-                f"the sweeper proposed runs with one directory: {', '.join(sorted(alike))}.\n  fix: let it propose other values"
+                f"the sweeper proposed different runs with one directory: {', '.join(names)}.\n  fix: let it propose other values"
             )
         elements = runs.prepare(lines, self.directory)
         if any(element.cfg.dry_run for element in elements):
@@ -44,8 +45,10 @@ class RlxLauncher(Launcher):
                 "  fix: dry_run=true for one run, without hydra/sweeper="
             )
         runs.start(elements, self.name, self.directory, wait=True)
+        of = {element.name: element for element in elements}
         returns = []
-        for line, element in zip(lines, elements, strict=True):
+        for line in proposed:
+            element = of[line.name]
             state, answer = runs.state_of(element), JobReturn(overrides=list(line.swept), working_dir=str(element.paths.root))
             completed = state == "completed"
             answer.status = JobStatus.COMPLETED if completed else JobStatus.FAILED

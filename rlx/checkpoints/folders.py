@@ -136,11 +136,11 @@ def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]
         os.fsync(file.fileno())
     for part in (folder / TRAINER, folder / ORCHESTRATOR, folder):
         if part.is_dir():
-            _sync(part)
+            sync(part)
     if final.exists():
         _delete(final)
     folder.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     return final
 
 
@@ -204,8 +204,9 @@ def _delete(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Returns when a file's content, or a folder's names, will survive the machine."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.checkpoints.folders import ORCHESTRATOR, being_written
+from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
 from rlx.paths import RunPaths, atomic
 
 STATE = "state.pkl"
@@ -28,6 +28,7 @@ class Snapshots:
         """`keep`: states remembered; the trainer may be so many steps behind when it asks."""
         self.paths, self.keep = paths, keep
         self._states: dict[int, State] = {}
+        self._synced = 0  # steps whose records are known to be on the disk
 
     def take(self, step: int, state: State) -> None:
         """Remember the state after the batches of `step` steps. Its parts must not change any more."""
@@ -47,6 +48,7 @@ class Snapshots:
                 continue
             if (state := self._states.get(step)) is None:
                 raise RuntimeError(f"the trainer asks for the state after step {step}; remembered are those of {sorted(self._states)}")
+            self._sync_records(step)
             try:
                 with atomic(file) as temporary, temporary.open("wb") as out:
                     pickle.dump(state, out, protocol=pickle.HIGHEST_PROTOCOL)
@@ -58,6 +60,14 @@ class Snapshots:
                 continue
             answered.append(step)
         return answered
+
+    def _sync_records(self, step: int) -> None:
+        """Have what was recorded of the steps before `step` survive the machine, as the checkpoint does."""
+        files = [file for s in range(self._synced, step) for file in (self.paths.rollouts_of(s), self.paths.recorded_of(s))]
+        for path in (self.paths.metrics, *files, self.paths.rollouts, self.paths.recorded):
+            if path.exists():
+                sync(path)
+        self._synced = step
 
 
 def read_state(checkpoint: Path) -> State:

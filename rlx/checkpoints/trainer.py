@@ -117,6 +117,8 @@ class Checkpoints:
             wait_for(path.exists, f"the orchestrator's part of checkpoint {step} ({path})", ORCHESTRATOR_TIMEOUT, tick=self.tick)
             content = path.read_bytes()
             files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+        if self.paths.metrics.exists():
+            folders.sync(self.paths.metrics)
         folder = folders.finish(self.paths, step, files, self.facts)
         size = sum(record["size"] for record in files.values())
         log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)

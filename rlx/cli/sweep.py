@@ -66,8 +66,13 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
         told = [f"{text}\n(in {_runs(names, len(lines))})" for text, names in list(problems.items())[:MOST_PROBLEMS]]
         more = len(problems) - len(told)
         raise ConfigError(told + ([f"{more} more problems in other runs of the sweep."] if more > 0 else []))
-    if len({(e.cfg.launcher.name, e.cfg.launcher.array_parallelism, e.cfg.launcher.wait) for e in elements}) > 1:
+    launchers = [e.cfg.launcher for e in elements]
+    if len({(each.name, each.array_parallelism, each.wait, each.code_changes) for each in launchers}) > 1:
         raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys one value")
+    if elements[0].cfg.launcher.name == "slurm":
+        from rlx.launch.slurm import check_directory
+
+        check_directory(directory)
     return elements
 
 
@@ -85,7 +90,7 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
-    if launcher.name == "local" or code != 0:
+    if launcher.name == "local":
         return code
     if wait:
         sweep.wait_for_jobs(elements)
@@ -93,7 +98,7 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
         return 1 if sweep.failed(elements) else 0
     for element in elements:
         print(f"  {element.job or '-':<10} {element.paths.root}")
-    return 0
+    return code
 
 
 def _left(elements: list[Element], directory: Path) -> list[Element]:

@@ -59,6 +59,10 @@ def run(argv: list[str]) -> int:
     plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
     if cfg.launcher.name == "local":
         require_one_host(plan)
+    else:
+        from rlx.launch.slurm import check_directory
+
+        check_directory(Path(cfg.run.dir))
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.launch.explain import explain

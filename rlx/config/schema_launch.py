@@ -23,7 +23,10 @@ class LauncherConfig:
         20, "SLURM: how often a job goes back into the queue after a preemption, a time limit or a node's failure", low=0
     )
     code_changes: str = key(
-        "refuse", "SLURM: `refuse` or `warn` when the code is not what it was at submission once the job starts", choices=("refuse", "warn")
+        "refuse",
+        "SLURM: `refuse` or `warn` when the code is not what it was at submission once the job starts or comes back; `snapshot`: it runs a "
+        "copy of the code that is made when it is submitted",
+        choices=("refuse", "warn", "snapshot"),
     )
     wait: bool = key(False, "SLURM: stay in front of the job until it ends, with the run's exit code; else return once it is submitted")
 

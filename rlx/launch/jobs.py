@@ -57,9 +57,19 @@ def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
 
 def restarts_of(job_id: str) -> int:
     """How often SLURM has put a job back into the queue; it counts at once, before the job has ended. -1: it does not say."""
+    return int(_fields(job_id).get("Restarts", -1))
+
+
+def is_cancelled(job_id: str) -> bool:
+    """Whether somebody has asked for the job's end; its processes may live a moment longer."""
+    return _fields(job_id).get("JobState", "").startswith("CANCELLED")
+
+
+def _fields(job_id: str) -> dict[str, str]:
+    """What the controller says of a job, by its own names; nothing where it is silent."""
     try:
         done = ask("scontrol", "show", "job", "--oneliner", job_id)
     except RuntimeError:
-        return -1
+        return {}
     words = (word.partition("=") for word in done.stdout.split())
-    return next((int(value) for name, _, value in words if name == "Restarts"), -1)
+    return {name: value for name, _, value in words}

@@ -76,11 +76,11 @@ def packages() -> dict[str, str]:
 def source_state() -> dict[str, Any]:
     """The commit the code was at, the uncommitted changes to tracked files, and the names of untracked ones; null outside a checkout."""
     # An installed copy may lie inside somebody's checkout (`.venv/`): only one that tracks this code counts.
-    if _git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
+    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
         return {"folder": str(SOURCE), "commit": None, "diff": None, "untracked": None}
-    untracked = _git("ls-files", "--others", "--exclude-standard") or ""
-    commit = (_git("rev-parse", "HEAD") or "").strip() or None
-    return {"folder": str(SOURCE), "commit": commit, "diff": _git("diff", "HEAD"), "untracked": untracked.splitlines()}
+    untracked = git("ls-files", "--others", "--exclude-standard") or ""
+    commit = (git("rev-parse", "HEAD") or "").strip() or None
+    return {"folder": str(SOURCE), "commit": commit, "diff": git("diff", "HEAD"), "untracked": untracked.splitlines()}
 
 
 def machine(*, gpus: bool) -> dict[str, Any]:
@@ -133,7 +133,7 @@ PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli trai
 """
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
     """What git says in the source folder; None when it is not a checkout or git is not there."""
     if shutil.which("git") is None:
         return None

@@ -127,15 +127,22 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
     if not paths.metrics.exists():
         return
     lines = paths.metrics.read_bytes().splitlines(keepends=True)
-    kept = []
+    kept: list[bytes] = []
+    trained: set[int] = set()
     for number, line in enumerate(lines, 1):
         try:
-            step = json.loads(line)["step"] if line.endswith(b"\n") else steps
+            record = json.loads(line) if line.endswith(b"\n") else {"step": steps}
+            step = record["step"]
         except (ValueError, TypeError, KeyError):
             warn(f"{paths.metrics}, line {number} is no record: it and the {len(lines) - number} lines after it are removed")
             break
         if step < steps:
             kept.append(line)
+            if record.get("source") == "trainer":
+                trained.add(step)
+    missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
+    if missing:
+        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: the machine lost it")
     if len(kept) < len(lines):
         with atomic(paths.metrics) as temporary:
             temporary.write_bytes(b"".join(kept))

@@ -32,6 +32,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
+MAKING = ".making"  # is in a run directory while it is made: one that was left half made is nobody's
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run goes on in its own directory: how long, where and how watched, not what is learnt.
 MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast")
@@ -102,6 +103,10 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
     paths = _paths(cfg)
     if cfg.replay is not None:
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
+        if Path(str(cfg.replay)).resolve() == paths.root.resolve():
+            raise ConfigError(
+                f"replay={cfg.replay} is the directory of this run, too.\n  fix: give the replay a run.name= or run.dir= of its own"
+            )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, even_done)
@@ -114,10 +119,15 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
             cfg = replace(cfg, resume=str(start.checkpoint))
         replayed = check_replay(cfg.replay, start.step if start else 0, cfg.max_steps) if cfg.replay is not None else None
         lock = _claim(paths, clean=cfg.clean)
-        if source := source_of(start) if start else replayed:
-            write_text(paths.initial_model, source.initial_model.read_text())
-        write_start(paths, _adopt(paths, start) if start else None)
-        _fill(paths, cfg, overrides, plan)
+        try:
+            if source := source_of(start) if start else replayed:
+                write_text(paths.initial_model, source.initial_model.read_text())
+            write_start(paths, _adopt(paths, start) if start else None)
+            _fill(paths, cfg, overrides, plan)
+            (paths.root / MAKING).unlink()
+        except BaseException:
+            lock.close()
+            raise
     lock.share()
     return paths, lock
 
@@ -245,11 +255,14 @@ def differences(paths: RunPaths, cfg: Config) -> list[str]:
 
 def looks_like_run(paths: RunPaths) -> bool:
     """Whether a directory was made by this program: only such a one is ever deleted."""
-    return paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))
+    whole = not (paths.root / MAKING).exists()
+    return whole and paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))
 
 
 def _is_free(paths: RunPaths) -> bool:
-    """Whether a directory is empty, or holds a dry run's files only."""
+    """Whether a directory is empty, was left half made, or holds a dry run's files only."""
+    if (paths.root / MAKING).exists():
+        return True
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
     return entries - {paths.sbatch.name} in (set(), {paths.config.name, paths.overrides.name, paths.plan.name})
 
@@ -261,8 +274,9 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     _refuse_taken(paths, clean=clean)
     lock = _alone(paths)
     _refuse_taken(paths, clean=clean)  # now that nobody else can change it
+    (root / MAKING).touch()
     for entry in root.iterdir():
-        if entry == paths.lock:
+        if entry in (paths.lock, root / MAKING):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

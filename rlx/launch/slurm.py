@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,12 @@ from submitit import JobEnvironment, SlurmExecutor
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.launch.jobs import ask, job_of, note_job, restarts_of
+from rlx.launch.jobs import ask, is_cancelled, job_of, note_job, restarts_of
 from rlx.launch.provenance import source_state
 from rlx.launch.results import final_reward
 from rlx.launch.resume import has_begun, rewind
 from rlx.launch.rundir import RunLock, new_attempt
+from rlx.launch.snapshot import python_path, take_snapshot
 from rlx.launch.starters import SrunStarter
 from rlx.launch.status import Cause, Status, read_status
 from rlx.launch.supervisor import Limits, Supervisor
@@ -47,8 +49,14 @@ class _Executor(SlurmExecutor):
         return 1
 
 
-def sbatch_options(cfg: Config, name: str) -> dict[str, Any]:
-    """What submitit is told of a job for this configuration."""
+def check_directory(directory: Path) -> None:
+    """Raise ConfigError when a run or a sweep cannot be submitted from there."""
+    if "%" in str(directory):
+        raise ConfigError(f"sbatch takes the % in {directory} for a pattern to fill in.\n  fix: give another run.name= or run.dir=")
+
+
+def sbatch_options(cfg: Config, name: str, code: Path | None = None) -> dict[str, Any]:
+    """What submitit is told of a job for this configuration; `code`: the copy of the code that it runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
     options: dict[str, Any] = {
         "job_name": name,
@@ -63,7 +71,7 @@ def sbatch_options(cfg: Config, name: str) -> dict[str, Any]:
         "exclusive": True if slurm.cpus_per_node is None else None,
         "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
         "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
-        "setup": [f"cd {shlex.quote(os.getcwd())}", *_exports(), *slurm.setup],
+        "setup": [f"cd {shlex.quote(os.getcwd())}", *_exports(code), *slurm.setup],
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
@@ -73,14 +81,12 @@ def sbatch_options(cfg: Config, name: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _exports() -> list[str]:
-    path = os.environ.get("PYTHONPATH")
+def _exports(code: Path | None) -> list[str]:
+    path = os.pathsep.join(filter(None, (python_path(code) if code else None, os.environ.get("PYTHONPATH"))))
     return [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
 
 
 def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
-    if "%" in str(folder):
-        raise ConfigError(f"sbatch takes % in a path for a pattern to fill in: {folder.parent}.\n  fix: give another run.name= or run.dir=")
     # A signal before its handler stands would end the job: it is ignored until then.
     executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
@@ -89,9 +95,9 @@ def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
     return executor
 
 
-def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1) -> str:
-    """The script that is given to sbatch, for one run or for an array of `count`."""
-    executor = _executor(folder, sbatch_options(cfg, name))
+def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
+    """The script that is given to sbatch, for one run or for an array of `count`; `code`: the copy of the code that they run."""
+    executor = _executor(folder, sbatch_options(cfg, name, code))
     if count > 1:
         executor.parameters["map_count"] = count
     return executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -103,11 +109,12 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
     The caller holds the runs' locks meanwhile: a job that starts at once waits for them, and finds its own number noted.
     Raises RuntimeError with SLURM's words when it does not take the job.
     """
+    code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     for paths, cfg in runs:
         Status(max_steps=cfg.max_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the job would take an earlier one's number for that of its successor
-        write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs)))
-    executor = _executor(folder, sbatch_options(runs[0][1], name))
+        write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs), code))
+    executor = _executor(folder, sbatch_options(runs[0][1], name, code))
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
         jobs = executor.submit_array([Run(str(paths.root)) for paths, _ in runs])
@@ -132,6 +139,9 @@ class Run:
 
     def __call__(self) -> float | None:
         """Run it; the final reward. Leaves with the run's exit code where it is not 0."""
+        received: list[int] = []
+        for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without a word in the status
+            signal.signal(number, lambda number, _: received.append(number))
         paths = RunPaths(Path(self.run_dir))
         cfg = load_run(paths.root)
         environment = JobEnvironment()
@@ -164,7 +174,7 @@ class Run:
             starter=SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
             meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
         )
-        code = supervisor.run()
+        code = supervisor.run(received)
         if supervisor.status.state == "preempted":
             code = self._requeue(paths, cfg, supervisor.status, job, restarts)
         if code != 0:
@@ -188,7 +198,7 @@ class Run:
             raise SystemExit(1)
         change = code_change(paths)
         if change and cfg.launcher.code_changes == "refuse":
-            _fail(paths, status, f"{change}; submit again, or allow it with launcher.code_changes=warn")
+            _fail(paths, status, f"{change}; go on with resume=latest, or next time with launcher.code_changes=snapshot or =warn")
             raise SystemExit(1)
         if change:
             print(f"warning: {change}", flush=True)
@@ -196,6 +206,10 @@ class Run:
     def _requeue(self, paths: RunPaths, cfg: Config, status: Status, job_id: str, restarts: int) -> int:
         """Put the job back into the queue, unless SLURM has done so or it was too often; the exit code."""
         if restarts_of(job_id) > restarts:
+            return status.exit_code or 0
+        if is_cancelled(job_id):
+            status.finish("interrupted")
+            status.write(paths)
             return status.exit_code or 0
         if restarts >= cfg.launcher.max_requeues:
             _fail(paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; go on with resume=latest")

@@ -35,7 +35,7 @@ class Starter(Protocol):
         """The role's return code from the child's: negative for the signal that killed it."""
 
     def terminate(self) -> bool:
-        """SIGTERM for all processes; False where the supervisor is to send it to its children."""
+        """Ask all processes to end; False where the supervisor is to send its children SIGTERM."""
 
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL for processes of these names, where a signal to the child is not enough."""
@@ -107,9 +107,12 @@ class SrunStarter:
         return 128 - code if code > 128 else code  # srun, like a shell, answers 128 + the signal
 
     def terminate(self) -> bool:
-        """By the controller: `srun` does not pass a SIGTERM on, it has the step killed without giving it time."""
+        """By the controller: `srun` does not pass a signal on, it has the step killed without giving it time.
+
+        SIGINT, because SIGTERM is what SLURM itself sends to steps, as a notice (`rlx.process.sigterm_is_a_notice`).
+        """
         try:
-            return ask("scancel", "--signal=TERM", self.job_id).returncode == 0
+            return ask("scancel", "--signal=INT", self.job_id).returncode == 0
         except RuntimeError:
             return False
 

@@ -6,7 +6,7 @@ blamed. It runs `ProcessSpec`s from `plan.yaml`; what they compute it does not k
 
 SIGTERM and SIGINT end the run. SIGUSR2 says that the machine will be taken away: the file `preempt` tells the roles, which write a
 checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped, and at once while no step has begun. The run's state is
-then `preempted`. Who makes that file by hand asks for the same.
+then `preempted`. Who makes that file by hand asks for the same, and so does SLURM's SIGTERM where it is for a requeue or a preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlx.config.schema import Config
@@ -29,7 +29,7 @@ from rlx.launch.processes import TOKEN, die_with, kill_all, start_time
 from rlx.launch.starters import LocalStarter, Starter
 from rlx.launch.status import EXIT_CODES, Cause, Status, describe_returncode, last_lines, read_status
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.types import ProcessSpec
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
@@ -107,9 +107,11 @@ class Supervisor:
         self.metrics_offset = 0
         self.looked = 0.0
 
-    def run(self) -> int:
-        """Run the plan to its end and return the run's exit code."""
+    def run(self, received: Sequence[int] = ()) -> int:
+        """Run the plan to its end and return the run's exit code. `received`: signals that came before, read once ours are handled."""
         self._handle_signals()
+        self.interrupted |= signal.SIGTERM in received
+        self.preempted |= signal.SIGUSR2 in received
         self._start_reaper()
         try:
             self._read_step()
@@ -226,14 +228,18 @@ class Supervisor:
         while True:
             self._wait(TICK)
             if self.interrupted:
-                return self.meaning_of_sigterm(), None
+                if (meaning := self.meaning_of_sigterm()) != "preempted":
+                    return meaning, None
+                self.interrupted, self.preempted = False, True
             if not self.preempted and self.paths.preempt.exists():
+                # A step of a SLURM job makes it on SIGTERM; where the job is cancelled, we are sent one too.
+                if self.starter.remote and self._interrupted_within(SIGTERM_SPREADS):
+                    continue
                 self._say(f"{self.paths.preempt} is there: the roles have {self.limits.preempt_grace:g} s for a checkpoint")
                 self.preempted = True
             if self.preempted and self.leave_by == float("inf"):
                 self.leave_by = time.monotonic() + self.limits.preempt_grace
-                if not self.paths.preempt.exists():
-                    write_text(self.paths.preempt, f"{time.time()}\n")
+                self.paths.ask_to_give_way()
                 self._read_step()
                 if self.status.state == "starting":
                     self._say("no step was begun yet: there is nothing to keep")
@@ -245,18 +251,26 @@ class Supervisor:
                 if start_time(pid) is None or (since is not None and start_time(pid) != since):
                     return self._launcher_gone(name)
             ended = [child for child in pending if not child.running]
-            fine = (0, LEFT) if self.preempted else (0,)
-            failed = [child for child in ended if self._code(child) not in fine or child.spec.service]
+            failed = [child for child in ended if not self._is_fine(child)]
             if failed:
                 cause = self._blame(failed)
-                return (self.meaning_of_sigterm(), None) if self.interrupted else ("failed", cause)
+                if self.interrupted:
+                    continue
+                if not self._took_a_notice(failed):
+                    return "failed", cause
+                self._say(f"SLURM sent {', '.join(child.spec.name for child in failed)} SIGTERM: it wants the machine back")
+                self.preempted = True
+                continue
             for child in ended:
                 self._say(f"{child.spec.name} has left" if self._code(child) == LEFT else f"{child.spec.name} is done")
                 self._forget(child)
                 pending.remove(child)
+            ends = [self._code(child) for child in self.children if not child.running and not child.spec.service]
+            if self.preempted and -signal.SIGTERM in ends:
+                return "preempted", None  # without it there will be no checkpoint
             if all(child.spec.service for child in pending):
                 # torchrun's ranks leave with 0, and say by this file that they left.
-                if self.paths.preempted.exists() or any(self._code(child) == LEFT for child in self.children if not child.running):
+                if self.paths.preempted.exists() or LEFT in ends:
                     return "preempted", None
                 # `srun` says 0 of a step whose node has failed, too; then SLURM ends the job.
                 if self.starter.remote and self._interrupted_within(SIGTERM_SPREADS):
@@ -267,6 +281,19 @@ class Supervisor:
                 hung = self._look(pending)
                 if hung is not None:
                     return "failed", hung
+
+    def _is_fine(self, child: Child) -> bool:
+        """Whether the end of this process is part of the plan, or of giving way."""
+        code = self._code(child)
+        if not self.preempted:
+            return code == 0 and not child.spec.service
+        if child.spec.service or self.paths.preempted.exists():
+            return True  # a checkpoint needs no servers, and once it is there it needs nobody
+        return code in (0, LEFT) or (self.starter.remote and code == -signal.SIGTERM)
+
+    def _took_a_notice(self, failed: list[Child]) -> bool:
+        """Whether these are steps of a SLURM job that SLURM, not we, sent SIGTERM: some do not take it for a notice."""
+        return self.starter.remote and all(self._code(child) == -signal.SIGTERM for child in failed)
 
     def _interrupted_within(self, seconds: float) -> bool:
         """Wait for a signal that is on its way."""

@@ -153,7 +153,10 @@ def release(locks: Sequence[RunLock]) -> None:
 
 
 def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
-    """Submit runs as job arrays, one for all that want the same of SLURM; their job ids. Raises RuntimeError."""
+    """Submit runs as job arrays, one for all that want the same of SLURM; their job ids.
+
+    Raises RuntimeError when SLURM does not take one of them; the elements of those that it took before have their jobs.
+    """
     groups: dict[str, list[Element]] = {}
     for element in elements:
         groups.setdefault(repr(sorted(sbatch_options(element.cfg, name).items())), []).append(element)

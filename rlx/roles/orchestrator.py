@@ -43,7 +43,7 @@ from rlx.inference.endpoints import find_servers
 from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads
+from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
@@ -144,12 +144,22 @@ class Orchestrator:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
         try:
             forever = [self._beat(), self._track(), self._answer_checkpoints()]
-            await first_failure(self._work(), forever=forever)
+            await first_failure(self._work_until_preempted(), forever=forever)
         finally:
             await self.collector.close()
             await asyncio.gather(*(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
+
+    async def _work_until_preempted(self) -> None:
+        """All the work; once the run gives way, nothing that fails in it ends us before the trainer's checkpoint has our part."""
+        try:
+            await self._work()
+        except Exception:
+            if not self.paths.preempt.exists():
+                raise
+            log.warning("given up, since the run gives way", exc_info=True)
+            await asyncio.Event().wait()
 
     async def _work(self) -> None:
         await self.updates.reach(self.first_step)  # no token is sampled before the servers have the policy of the checkpoint
@@ -298,8 +308,11 @@ def main() -> int:
         running = asyncio.ensure_future(orchestrate(config, paths, envs, chat, heartbeat))
 
         def stop(number: int) -> None:
-            stopped.append(number)
-            running.cancel()
+            if number == signal.SIGTERM and sigterm_is_a_notice():
+                paths.ask_to_give_way()
+            else:
+                stopped.append(number)
+                running.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)

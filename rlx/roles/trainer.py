@@ -26,7 +26,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads
+from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
 from rlx.transport.files import Batches, BatchReader, RecordedBatches
 from rlx.types import StepBatch
 from rlx.waiting import wait_for
@@ -269,11 +269,18 @@ class Trainer:
 
 def main() -> int:
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy: files appear whole or not at all
     parser = argparse.ArgumentParser(prog="python -m rlx.roles.trainer", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     paths = RunPaths(parser.parse_args().run_dir)
+
+    def stop(number: int, _: object) -> None:
+        if number == signal.SIGTERM and sigterm_is_a_notice():
+            paths.ask_to_give_way()
+        else:
+            os._exit(128 + number)  # nothing to tidy: files appear whole or not at all
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     cfg = load_run(paths.root)
     rank, local_rank, world_size = (
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

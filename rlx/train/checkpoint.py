@@ -29,12 +29,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from rlx.train.step import PolicyTrainer
+from rlx.waiting import wait_for
 
 # One process without a process group is a case like any other here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
 
 METADATA = ".metadata"
 DIGESTS = "digests_rank_{}.json"
+OTHERS_TIMEOUT = 60.0  # seconds for the files of other ranks to be seen here
 
 
 class Hash(Protocol):
@@ -272,14 +274,20 @@ class _Writer(dcp.FileSystemWriter):
         except Exception as error:
             raise self.disk.error or error from error
         if _rank() != 0:
-            (self.folder / DIGESTS.format(_rank())).write_text(json.dumps(self.disk.digests))
+            file = self.folder / DIGESTS.format(_rank())
+            hidden = file.with_name(f".{file.name}")
+            hidden.write_text(json.dumps(self.disk.digests))
+            hidden.rename(file)
         return result
 
     def collect(self) -> dict[str, dict[str, Any]]:
         if _rank() != 0:
             return {}
         found = dict(self.disk.digests)
-        for path in sorted(self.folder.glob(DIGESTS.format("*"))):
+        for rank in range(1, _ranks()):
+            path = self.folder / DIGESTS.format(rank)
+            # All have written; but a network file system may show another host's file late.
+            wait_for(path.exists, f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
             found |= json.loads(path.read_text())
             path.unlink()
         assert METADATA in found, sorted(found)
