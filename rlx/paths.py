@@ -59,6 +59,11 @@ class RunPaths:
         return self.root / "sbatch.sh"
 
     @property
+    def explained(self) -> Path:
+        """What a dry run said of the plan: processes, a step's arithmetic, memory."""
+        return self.root / "plan.txt"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 

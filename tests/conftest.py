@@ -34,11 +34,17 @@ def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]
         job.destroy()
 
 
+def daemons() -> set[str]:
+    """SLURM's processes that run on this machine, by name."""
+    names = subprocess.run(["ps", "-e", "-o", "comm="], check=True, capture_output=True, text=True).stdout.split()
+    return {"slurmctld", "slurmd", "slurmstepd", "munged"} & set(names)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """The development cluster; where it cannot be, the tests are left out and say why. One that runs already is left running."""
     script = Path(__file__).resolve().parent.parent / "slurm" / "dev_cluster.sh"
-    runs = subprocess.run([script, "status"], check=False).returncode == 0
+    runs, before = subprocess.run([script, "status"], check=False).returncode == 0, daemons()
     if not runs:
         done = subprocess.run([script, "up"], check=False, capture_output=True, text=True, timeout=300)
         if done.returncode == 3:
@@ -47,3 +53,4 @@ def cluster() -> Iterator[None]:
     yield
     if not runs:
         subprocess.run([script, "down"], check=True, capture_output=True, timeout=60)
+        assert daemons() <= before, "it stops every process that it started"

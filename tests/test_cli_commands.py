@@ -76,12 +76,17 @@ def test_a_wrong_configuration_is_a_short_report_and_exit_code_2(command: str, t
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_plan_and_writes_it_where_the_next_one_will(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "loss=gspo", "env=math", "model=qwen3_8b", "hardware=node8", "dry_run=true"]) == 0
     shown = capsys.readouterr().out
     for words in ("max_steps:", "gspo", "inference_3", "4,5,6,7", "staleness", "GiB", "nothing was started"):
         assert words in shown
-    assert not list(tmp_path.iterdir())
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert f"written to {folder}" in shown
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "overrides.yaml", "plan.yaml", "plan.txt"}
+    assert (folder / "plan.txt").read_text() in shown
+    assert main(["train", "loss=gspo", "env=math", "model=qwen3_8b", "hardware=node8", "seed=7", "dry_run=true"]) == 0
+    assert load_run(folder).seed == 7
 
 
 def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.errors import ConfigError
 from rlx.config.gpus import LAYOUTS
 from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import conf_directory
 from rlx.config.signatures import locate, signature_of
+from rlx.config.targets import check_built
 from rlx.launch.plan import make_plan
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
@@ -21,12 +23,13 @@ NODES = [(group, option) for group, option in PRESETS if group in ("loss", "adva
 
 
 @pytest.mark.parametrize(("group", "option"), PRESETS, ids=[f"{group}={option}" for group, option in PRESETS])
-def test_preset_composes_checks_and_plans(group: str, option: str, tmp_path: Path):
+def test_preset_composes_checks_builds_and_plans(group: str, option: str, tmp_path: Path):
     more = NEEDED.get((group, option), [])
     composed = compose([f"{group}={option}", "dry_run=true", *more], {})
     plan = make_plan(composed.cfg, tmp_path)
     assert {"inference", "orchestrator", "trainer"} <= {spec.role for spec in plan}
     assert option in composed.choices[group].split("+")
+    check_built(composed.cfg)
 
 
 def test_the_tests_see_every_group():
@@ -67,6 +70,12 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
     assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
         (p.name, p.kind, p.default) for p in real.parameters.values()
     ]
+
+
+def test_a_value_that_a_constructor_refuses_is_found_before_a_job_waits():
+    cfg = compose(["optim.betas=[0.9,1.5]"], {}).cfg
+    with pytest.raises(ConfigError, match=r"`optim` cannot be made by torch.optim.AdamW: ValueError: Invalid beta"):
+        check_built(cfg)
 
 
 def test_the_default_run_is_the_tiny_one():

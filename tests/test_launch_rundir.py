@@ -201,12 +201,13 @@ def test_a_role_does_not_join_a_launched_run(tmp_path: Path) -> None:
 
 def test_a_dry_run_leaves_its_plan_and_the_run_may_follow_it(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run", dry_run=True)
+    describe(cfg, [], make_plan(cfg, tmp_path / "run"), "#!/bin/sh", "what it means")
     paths = describe(cfg, [], make_plan(cfg, tmp_path / "run"))
-    describe(cfg, [], make_plan(cfg, tmp_path / "run"))
+    assert paths is not None
     assert load_run(paths.root).dry_run is False
-    make(settled(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="taken"):
-        describe(cfg, [], make_plan(cfg, tmp_path / "run"))
+    make(settled(tmp_path / "run", seed=3))
+    assert describe(cfg, [], make_plan(cfg, tmp_path / "run")) is None
+    assert load_run(paths.root).seed == 3
 
 
 @pytest.mark.parametrize("writes", ["write_start", "write_provenance", "write_plan"])

@@ -67,6 +67,8 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
     assert (third.status()["attempt"], third.status()["state"]) == (2, "completed")
     assert {path.name for path in (third.run_dir / "logs").iterdir()} == {"attempt_0", "attempt_1", "attempt_2", "latest"}
     assert third.reproducible_lines() == whole.reproducible_lines()
+    one, other = ((job.run_dir / "weights" / f"step_{STEPS}" / "COMPLETE").read_text() for job in (third, whole))
+    assert one == other, "the same weights, by their checksums"
     for number in range(STEPS):
         assert [r["completion"] for r in third.rollouts(number)] == [r["completion"] for r in whole.rollouts(number)]
         assert {version for r in third.rollouts(number) for version in r["versions"]} == {number}

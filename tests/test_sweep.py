@@ -15,6 +15,7 @@ from rlx.cli import main, sweep
 from rlx.config.errors import ConfigError
 from rlx.config.shipped import conf_directory
 from rlx.config.sweeps import element_name, expand
+from rlx.config.targets import check_built
 from rlx.launch.status import read_status
 from rlx.metrics import read_metrics
 from rlx.types import ProcessSpec
@@ -94,6 +95,8 @@ def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path
     elements = sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
     assert len({str(e.paths.root) for e in elements}) == len(elements) >= 2
     assert all(e.plan for e in elements)
+    for element in elements:
+        check_built(element.cfg)
 
 
 def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):

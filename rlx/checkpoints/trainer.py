@@ -8,6 +8,7 @@ Knows the run directory and the trainer's state as a whole. A checkpoint that fa
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,7 @@ class Checkpoints:
         self.saved: int | None = None  # step of the last complete one of this attempt
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
+        self._pruning: threading.Thread | None = None
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept."""
@@ -104,6 +106,7 @@ class Checkpoints:
 
     def close(self) -> None:
         self.finish()
+        self._finish_pruning()
         if self._saver is not None:
             self._saver.close()
 
@@ -122,7 +125,14 @@ class Checkpoints:
         folder = folders.finish(self.paths, step, files, self.facts)
         size = sum(record["size"] for record in files.values())
         log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)
-        folders.prune(self.paths, self.config.keep_last, self.config.keep_interval)
+        self._finish_pruning()
+        # Gigabytes take their time to go; the trainer need not wait for that.
+        self._pruning = threading.Thread(target=folders.prune, args=(self.paths, self.config.keep_last, self.config.keep_interval))
+        self._pruning.start()
+
+    def _finish_pruning(self) -> None:
+        if self._pruning is not None:
+            self._pruning.join()
 
     def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
         try:

@@ -50,14 +50,20 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
     """Compose, check and plan all runs. Raises one ConfigError with what is wrong with any of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
+    from rlx.config.targets import check_built
     from rlx.launch.sweep import Element, plan_of
 
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # text -> runs that have it
+    built: list[tuple[object, ...]] = []
     for line in lines:
         try:
             composed = compose(line.argv)
             cfg = replace(composed.cfg, run=RunConfig(name=line.name, dir=str(directory / line.name)))
+            nodes = (cfg.loss, cfg.advantage, cfg.optim)
+            if cfg.launcher.name == "slurm" and not cfg.dry_run and nodes not in built:
+                check_built(cfg)
+                built.append(nodes)
             elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg, visible(cfg.launcher.name))))
         except ConfigError as error:
             for text in error.problems:
@@ -160,16 +166,22 @@ def state_of(element: Element) -> str:
 def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     """What would run: the elements, the first one's plan, and the script of the array."""
     from rlx.launch.explain import explain
+    from rlx.launch.rundir import describe
     from rlx.launch.slurm import FOLDER, sbatch_script
 
-    first = elements[0]
+    explained = {element.name: explain(element.cfg, element.plan, {}, [], str(element.paths.root)) for element in elements}
+    script = None
+    if elements[0].cfg.launcher.name == "slurm":
+        script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, len(elements))
+    written = [describe(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
     parts = [
         f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),
-        f"the first one\n\n{explain(first.cfg, first.plan, {}, [], str(first.paths.root))}",
+        f"the first one\n\n{explained[elements[0].name]}",
+        *([f"sbatch script\n{script}"] if script else []),
+        f"written: configuration, plan and what they mean, in the directories of {sum(map(bool, written))} runs",
+        "dry run: nothing was started",
     ]
-    if first.cfg.launcher.name == "slurm":
-        parts.append("sbatch script\n" + sbatch_script(first.cfg, sweep.name, directory / FOLDER, len(elements)))
-    return "\n\n".join([*parts, "dry run: nothing was started"])
+    return "\n\n".join(parts)
 
 
 def _machine_gpus(elements: Sequence[Element]) -> list[str]:

@@ -63,21 +63,25 @@ def run(argv: list[str]) -> int:
         from rlx.launch.slurm import check_directory
 
         check_directory(Path(cfg.run.dir))
+        if not cfg.dry_run:
+            from rlx.config.targets import check_built
+
+            check_built(cfg)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.launch.explain import explain
 
         print(to_yaml(cfg), end="\n")
-        print(explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir))
+        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir)
+        print(explained)
         script = None
         if cfg.launcher.name == "slurm":
             from rlx.launch.slurm import FOLDER, sbatch_script
 
             script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
-        if (composed.cfg.run.dir or composed.cfg.run.name) and cfg.resume is None:
-            paths = describe(cfg, composed.overrides, plan, script)
-            print(f"\nwritten: {paths.config}, {paths.plan}" + (f", {paths.sbatch}" if script else ""))
+        written = describe(cfg, composed.overrides, plan, script, explained)
+        print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
         print("\ndry run: nothing was started")
         return 0
     for note in composed.notes:

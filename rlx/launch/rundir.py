@@ -83,9 +83,14 @@ class RunLock:
 
 
 def settle(cfg: Config, label: str) -> Config:
-    """The configuration with `run.name` and an absolute `run.dir` filled in: `outputs/<label>-<short id>` by default."""
+    """The configuration with `run.name` and an absolute `run.dir` filled in.
+
+    By default `outputs/<label>-<short id>`; of a dry run `outputs/dry_run-<label>`, which the next one takes the place of.
+    """
     directory = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir else None
-    name = cfg.run.name or (directory.name if directory else re.sub(r"[^\w.+-]+", "_", label) + f"-{secrets.token_hex(3)}")
+    label = re.sub(r"[^\w.+-]+", "_", label)
+    default = f"dry_run-{label}" if cfg.dry_run else f"{label}-{secrets.token_hex(3)}"
+    name = cfg.run.name or (directory.name if directory else default)
     if Path(name).name != name:
         raise ConfigError(
             f"run.name={name} is not the name of one folder.\n  fix: name the folder only, or give the whole path as run.dir="
@@ -207,20 +212,21 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
     return paths, lock
 
 
-def describe(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None) -> RunPaths:
-    """What a dry run leaves in a directory that was asked for by name: configuration, overrides, plan, the script for SLURM.
+def describe(
+    cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None, explained: str | None = None
+) -> RunPaths | None:
+    """What a dry run leaves: configuration, overrides, plan, what the plan means in words, the script for SLURM. A run may follow there.
 
-    A run may follow there.
-
-    Raises ConfigError when the directory is taken or cannot be written.
+    None where there is a run already: nothing of it is touched. Raises ConfigError when the directory cannot be written.
     """
     paths = _paths(cfg)
     with writing(paths.root):
         if paths.root.exists() and not _is_free(paths):
-            raise ConfigError(f"the run directory {paths.root} is taken.\n  fix: give another run.name= or run.dir=")
+            return None
         _describe(paths, cfg, overrides, plan)
-        if sbatch is not None:
-            write_text(paths.sbatch, sbatch)
+        for path, text in ((paths.sbatch, sbatch), (paths.explained, explained)):
+            if text is not None:
+                write_text(path, f"{text.rstrip()}\n")
     return paths
 
 
@@ -264,7 +270,8 @@ def _is_free(paths: RunPaths) -> bool:
     if (paths.root / MAKING).exists():
         return True
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
-    return entries - {paths.sbatch.name} in (set(), {paths.config.name, paths.overrides.name, paths.plan.name})
+    described = {paths.config.name, paths.overrides.name, paths.plan.name}
+    return entries - {paths.sbatch.name, paths.explained.name} in (set(), described)
 
 
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
