@@ -13,8 +13,8 @@ from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import conf_directory
 from rlx.config.signatures import locate, signature_of
-from rlx.config.targets import check_built
 from rlx.launch.plan import make_plan
+from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((conf_directory() / group).glob("*.yaml"))]

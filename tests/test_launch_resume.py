@@ -116,9 +116,13 @@ def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> 
     writer.write(1, {})
     writer.write(2, {})
     said: list[str] = []
-    trim_metrics(paths, 5, said.append)
+    assert [step for step, _ in recorded_steps(paths)] == [0, 2], "who reads meanwhile passes over it"
+    trim_metrics(paths, 3, said.append)
     assert recorded_steps(paths) == [(0, "trainer")]
-    assert said == [f"{paths.metrics}, line 2 is no record: it and the 1 lines after it are removed"]
+    assert said == [
+        f"{paths.metrics}, line 2 is no record: it and the 1 lines after it are removed",
+        f"{paths.metrics} has no record of steps 1, 2: the machine lost it",
+    ]
 
 
 def test_a_record_that_is_not_written_whole_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
     """Compose, check and plan all runs. Raises one ConfigError with what is wrong with any of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
-    from rlx.config.targets import check_built
     from rlx.launch.sweep import Element, plan_of
+    from rlx.train.nodes import check_built
 
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # text -> runs that have it

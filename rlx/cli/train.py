@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
 
         check_directory(Path(cfg.run.dir))
         if not cfg.dry_run:
-            from rlx.config.targets import check_built
+            from rlx.train.nodes import check_built
 
             check_built(cfg)
     if cfg.dry_run:

@@ -39,24 +39,6 @@ def instantiate(node: dict[str, Any], **extra: Any) -> Any:
     return bound() if inspect.isclass(target) and not _lacks(target, {*arguments, *extra}) else bound
 
 
-def check_built(cfg: Config) -> None:
-    """Build every open node once, as the roles will: a constructor that refuses a value says so before a job has waited for hours.
-
-    Imports torch. Raises ConfigError naming the nodes and what their targets say.
-    """
-    import torch
-
-    problems = []
-    for name, terms in TERMS.items():
-        node = dict(getattr(cfg, name)) if terms is None else split_terms(dict(getattr(cfg, name)), terms)[1]
-        try:
-            instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
-        except Exception as error:
-            problems.append(f"`{name}` cannot be made by {node['_target_']}: {type(error).__name__}: {error}\n  fix: change {name}.*")
-    if problems:
-        raise ConfigError(problems)
-
-
 def _lacks(target: Callable[..., Any], given: set[str]) -> bool:
     required = (p for p in inspect.signature(target).parameters.values() if p.default is p.empty)
     return any(p.name not in given and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)

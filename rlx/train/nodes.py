@@ -1,0 +1,28 @@
+"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before a job waits for hours to find that one cannot be.
+
+Knows how nodes are built; nothing of what they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import Config, split_terms
+from rlx.config.targets import TERMS, instantiate
+
+
+def check_built(cfg: Config) -> None:
+    """Build every open node once, as the roles will: a constructor that refuses a value says so before a job has waited for hours.
+
+    Raises ConfigError naming the nodes and what their targets say.
+    """
+    problems = []
+    for name, terms in TERMS.items():
+        node = dict(getattr(cfg, name)) if terms is None else split_terms(dict(getattr(cfg, name)), terms)[1]
+        try:
+            instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
+        except Exception as error:
+            problems.append(f"`{name}` cannot be made by {node['_target_']}: {type(error).__name__}: {error}\n  fix: change {name}.*")
+    if problems:
+        raise ConfigError(problems)
