@@ -6,9 +6,13 @@ Reads the run directory only (status, heartbeats, metrics), so the same code can
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,8 @@ STAGES = {  # metric -> what a person calls it, per source
         "time/update_weights": "update servers",
     },
 }
+# Of one run alone, so a suggestion leaves them out; the key because the output may be kept where the run's own files are not.
+OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
 LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
 
 
@@ -60,6 +66,23 @@ def count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def started_as(executable: str, script: str) -> str:
+    """How to start this program again from this directory: `python train.py`, `rlx train`, or with the paths that need to be said."""
+    if Path(script).suffix != ".py":  # installed as a command
+        return f"{_short(script)} train"
+    of_package = Path(script).name == "__main__.py"
+    return f"{_short(executable)} {'-m rlx.cli train' if of_package else shlex.quote(script)}"
+
+
+def _short(program: str) -> str:
+    """A program as briefly as it is found from here."""
+    name, here = Path(program).name, os.getcwd() + os.sep
+    for short in (name, "python"):
+        if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
+            return short
+    return shlex.quote(program.removeprefix(here))
 
 
 class History:
@@ -98,8 +121,9 @@ class History:
 class Console:
     """Shows one run. Call `update` a few times a second and `close` once."""
 
-    def __init__(self, run_dir: Path | str, cfg: Config) -> None:
-        self.paths, self.cfg = RunPaths(Path(run_dir)), cfg
+    def __init__(self, run_dir: Path | str, cfg: Config, argv: Sequence[str] = ()) -> None:
+        """`argv`: what the command was given, for the suggestions at the end."""
+        self.paths, self.cfg, self.argv = RunPaths(Path(run_dir)), cfg, list(argv)
         self.history = History(self.paths.metrics)
         self.started = time.time()
         self._phases: dict[str, str] = {}
@@ -154,7 +178,7 @@ class Console:
             rows += [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
         now = Table.grid(padding=(0, 2))
         for name, beat in self._beats().items():
-            now.add_row(Text(name, style="cyan"), beat["phase"], Text(clock(time.time() - beat["since"]), style="dim"))
+            now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(time.time() - beat["since"]), style="dim"))
         rows.append(now)
         title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
@@ -259,9 +283,19 @@ class Console:
         root = self.paths.root
         if exit_code != 0:
             return [f"  look at   {self.paths.latest_logs}/"]
-        last = self.paths.rollouts_of(self.cfg.max_steps - 1)
-        return [
-            "  next      " + f"python train.py seed={self.cfg.seed + 1}" + "   # another seed",
-            "            " + f"bash {root}/reproduce.sh" + "   # the same run again",
-            "            " + f"zstdcat {last} | head -3" + "   # what the policy wrote at the end",
+        train, python = started_as(sys.executable, sys.argv[0]), _short(sys.executable)
+        kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
+        suggestions = [
+            (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
+            (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
+        last = self.paths.rollouts_of(self.cfg.max_steps - 1)
+        if last.exists():  # not of a replay, and not with orchestrator.save_rollouts=false
+            suggestions.append((f"{python} -m rlx.rollout.show {shlex.quote(str(last))}", "what the policy wrote at the end"))
+        return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
+
+
+def _is_fork(part: str) -> bool:
+    """Whether `resume=` names another run's checkpoint, from which the next run can start too."""
+    key, _, value = part.partition("=")
+    return key == "resume" and value not in ("latest", "null", "") and not value.isdecimal()

@@ -106,12 +106,12 @@ def run(argv: list[str]) -> int:
         if not cfg.launcher.wait:
             print(f"  its state    squeue -j {job}; {paths.status}\n  its end      scancel {job}")
             return 0
-        exit_code = follow(paths, job, Console(paths.root, cfg))
+        exit_code = follow(paths, job, Console(paths.root, cfg, argv))
     else:
         from rlx.launch.local import launch
         from rlx.launch.supervisor import Limits
 
-        exit_code = launch(paths, Limits.of(cfg), lock, Console(paths.root, cfg))
+        exit_code = launch(paths, Limits.of(cfg), lock, Console(paths.root, cfg, argv))
     status = read_status(paths)
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)

@@ -1,0 +1,282 @@
+"""What a person sees of a run: the live panel, the plain lines, the closing summary. From the files of a run that is made up."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import rich.console
+import zstandard
+
+from rlx.cli import console as module
+from rlx.cli.console import Console, History, clock, count, sparkline, started_as
+from rlx.config.load import compose
+from rlx.config.schema import Config
+from rlx.paths import RunPaths
+from rlx.rollout.show import main as show
+
+DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "rollouts/failed_no_answer": 0.0}
+
+
+def add_step(run: Path, step: int, at: float, **more: float) -> None:
+    """One step's records: two steps a second, a reward that grows."""
+    orchestrator = {
+        "reward/mean": 0.1 * (step + 1),
+        "perf/inference_tokens_per_second": 4200.0,
+        "time/step": 0.5,
+        "time/wait_rollouts": 0.4,
+        "time/update_weights": 0.2,
+    }
+    trainer = {
+        "off_policy/lag_mean": 0.5,
+        "off_policy/lag_max": 1.0,
+        "perf/tokens_per_second": 36_500.0,
+        "time/step": 0.5,
+        "time/wait_batch": 0.3,
+        "time/forward_backward": 0.2,
+        "time/optimizer": 0.001,
+    }
+    with RunPaths(run).metrics.open("a") as file:
+        for source, values in (("orchestrator", orchestrator | more), ("trainer", trainer)):
+            file.write(json.dumps({"step": step, "source": source, "time": at, **values}) + "\n")
+
+
+def beat(run: Path, name: str, phase: str, age: float = 0.0) -> None:
+    folder = RunPaths(run).heartbeats
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    (folder / f"{name}.json").write_text(json.dumps({"name": name, "phase": phase, "since": now - 7, "time": now - age}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    return folder
+
+
+def rendered(console: Console) -> str:
+    """The live panel as a terminal of 100 columns shows it."""
+    terminal = rich.console.Console(file=io.StringIO(), width=100, record=True)
+    terminal.print(console._panel())
+    return terminal.export_text()
+
+
+def test_a_curve_has_its_lowest_and_highest_block_at_its_extremes_and_is_never_wider_than_asked():
+    assert sparkline([]) == ""
+    assert sparkline([3.0]) == "▁"
+    assert sparkline([2.0, 2.0, 2.0]) == "▁▁▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([1.0, 0.0]) == "█▁"
+    assert sparkline([-1.0, 0.0, 7.0], width=3) == "▁▂█"
+    long = sparkline([float(n) for n in range(1000)], width=30)
+    assert (len(long), long[0], long[-1]) == (30, "▁", "█")
+    assert list(long) == sorted(long)
+
+
+def test_numbers_are_written_for_people():
+    assert [clock(s) for s in (0, 7.9, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+    assert [count(v) for v in (0.4, 950, 9_130, 2_340_000)] == ["0", "950", "9.1k", "2.3M"]
+
+
+def test_the_pace_is_that_of_the_last_steps_and_unknown_before_there_are_two(run):
+    history = History(RunPaths(run).metrics)
+    add_step(run, 0, 1000.0)
+    history.read()
+    assert history.steps_per_second() is None
+    add_step(run, 1, 1100.0)
+    for step in range(2, 13):
+        add_step(run, step, 1100.0 + 0.5 * (step - 1))
+    history.read()
+    assert history.steps == 13
+    assert history.steps_per_second(over=10) == pytest.approx(2.0), "the slow first step is over"
+    assert history.steps_per_second(over=10**9) == pytest.approx(12 / 105.5)
+
+
+def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
+    console = Console(run, Config(max_steps=10))
+    beat(run, "inference_0", "loading [bold]model[/]")
+    beat(run, "trainer", "done")
+    beat(run, "orchestrator", "of an earlier attempt", age=60)
+    console.update()
+    text = rendered(console)
+    assert "my-run" in text
+    assert "inference_0" in text
+    assert "loading [bold]model[/]" in text, "a role's words are no markup"
+    assert "0:07" in text
+    assert "trainer" not in text
+    assert "orchestrator" not in text
+    assert "ETA" not in text
+
+
+def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(run):
+    console = Console(run, Config(max_steps=10))
+    for step in range(4):
+        add_step(run, step, 1000.0 + 0.5 * step)
+    beat(run, "trainer", "waiting for batch 4")
+    console.history.read()
+    text = rendered(console)
+    for part in (
+        "step 4/10",
+        "2.00 steps/s",
+        "ETA 0:03",
+        "reward 0.400",
+        "▁▃▆█",
+        "lag 0.5 (max 1)",
+        "4.2k tok/s sampled",
+        "36.5k tok/s trained",
+    ):
+        assert part in text, (part, text)
+    assert "orchestrator: wait for rollouts 0.40 s · update servers 0.20 s" in text
+    assert "waiting for batch 4" in text
+    assert "━" in text, "the progress bar"
+
+
+def test_without_a_terminal_there_is_a_line_for_every_phase_and_no_more_than_one_a_second_for_steps(run, capsys, monkeypatch):
+    console = Console(run, Config(max_steps=30))
+    for done in range(3):
+        beat(run, "prepare", f"warm {done}/250")
+        console.update()
+    assert capsys.readouterr().out.splitlines() == [f"run {run}", "[0:00] prepare: warm 0/250"]
+    for step in range(3):
+        add_step(run, step, 1000.0 + 0.5 * step)
+        console.update()
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == "[0:00] step 1/30   reward 0.100   lag 0.5 (max 1)   4.2k tok/s sampled   36.5k tok/s trained"
+    assert more == [], "less than a second later"
+    monkeypatch.setattr(module, "LINE_INTERVAL", 0.0)
+    console.update()
+    assert capsys.readouterr().out.strip().endswith("2.00 steps/s   ETA 0:13")
+    assert "\x1b" not in first
+
+
+def test_the_last_step_has_its_line_even_when_it_comes_at_once(run, capsys):
+    console = Console(run, Config(max_steps=2))
+    add_step(run, 0, 1000.0)
+    console.update()
+    add_step(run, 1, 1000.5)
+    console.close(0)
+    assert "step 2/2" in capsys.readouterr().out
+
+
+def finished(run: Path, *argv: str, max_steps: int = 10, state: str = "completed") -> Console:
+    for step in range(max_steps):
+        add_step(run, step, 1000.0 + 0.5 * step, **(DROPS if step == max_steps - 1 else {}))
+    RunPaths(run).status.write_text(json.dumps({"state": state}))
+    console = Console(run, Config(max_steps=max_steps, seed=4), argv)
+    console.history.read()
+    return console
+
+
+def test_the_summary_has_rewards_times_speed_and_what_was_dropped(run):
+    lines = finished(run).summary(0).splitlines()
+    assert lines[1].startswith("my-run: completed after 10 of 10 steps, ")
+    assert lines[2] == "  reward    0.300 → 0.800  ▁▁▂▃▄▅▆▇▇█  (means of the first and last 5 steps)".replace(
+        "▁▁▂▃▄▅▆▇▇█", sparkline(list(range(10)))
+    )
+    assert lines[3] == "  time      trainer 0:05: wait for batch 60% · forward and backward 40%"
+    assert lines[4] == "  time      orchestrator 0:05: wait for rollouts 80% · update servers 40%"
+    assert lines[5] == "  speed     2.00 steps/s · 4.2k tokens/s sampled · 36.5k tokens/s trained"
+    assert lines[6] == "  dropped   16 dropped off policy, 2 failed timeout"
+    assert lines[7] == f"  run       {run}"
+
+
+def test_without_drops_the_summary_says_so(run):
+    add_step(run, 0, 1000.0)
+    console = Console(run, Config(max_steps=1))
+    console.history.read()
+    assert "  dropped   no rollout\n" in console.summary(0)
+
+
+def next_commands(console: Console) -> list[str]:
+    """The suggested commands, without their comments."""
+    lines = console.summary(0).splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("  next"))
+    return [line[12:].split("   #")[0] for line in lines[begin:]]
+
+
+def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_what_is_of_one_run(run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    given = ["env=[math,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
+    given += ["inference.api_key=hidden", "+sampling.stop='a b'", "max_steps=10"]
+    another = next_commands(finished(run, *given))[0]
+    arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
+    assert arguments == ["env=[math,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
+    assert "'env=[math,reverse_text]'" in another, "the shell would take the brackets for a pattern"
+
+
+@pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
+def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_own(run, resume, kept):
+    assert (f"resume={resume}" in next_commands(finished(run, f"resume={resume}"))[0]) == kept
+
+
+def test_the_next_command_composes(run):
+    another = next_commands(finished(run, "env=[math,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
+    arguments = [part for part in shlex.split(another) if "=" in part]
+    cfg = compose(arguments, {}).cfg
+    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["math", "reverse_text"])
+
+
+def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys):
+    from rlx.rollout.record import write_rollouts
+
+    console = finished(run, max_steps=2)
+    assert not any("rollouts" in command for command in next_commands(console))
+    write_rollouts(console.paths.rollouts_of(1), [], [])
+    (look,) = [command for command in next_commands(console) if "rollouts" in command]
+    _, option, name, path = shlex.split(look)
+    assert (option, name, path) == ("-m", "rlx.rollout.show", str(console.paths.rollouts_of(1)))
+    assert show([path + ".absent"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys):
+    record = {
+        "env": "math",
+        "example_id": 3,
+        "prompt": [{"role": "user", "content": "1+1=?"}],
+        "completion": [{"role": "assistant", "content": "[2]"}],
+        "reward": 1.0,
+        "advantage": -0.5,
+        "num_tokens": 4,
+        "stop": "stop",
+    }
+    failed = record | {"example_id": 9, "completion": [], "reward": None, "advantage": None, "stop": "timeout"}
+    path = tmp_path / "step_000000.jsonl.zst"
+    path.write_bytes(zstandard.compress("\n".join(json.dumps(each) for each in (record, failed, record)).encode()))
+    assert show([str(path), "2"]) == 0
+    assert capsys.readouterr().out == (
+        "math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
+        "math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
+    )
+    assert show([]) == 2
+
+
+def test_a_run_that_failed_points_to_its_logs_and_suggests_nothing(run):
+    text = finished(run, state="failed").summary(1)
+    assert "my-run: failed after" in text
+    assert text.endswith(f"  look at   {run}/logs/latest/")
+    assert "next" not in text
+
+
+def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = {}
+    for name in (".venv/bin/python", ".venv/bin/rlx", "elsewhere/python3.11"):
+        programs[name] = tmp_path / name
+        programs[name].parent.mkdir(parents=True, exist_ok=True)
+        programs[name].write_text("#!/bin/sh\n")
+        programs[name].chmod(0o755)
+    python, rlx = str(programs[".venv/bin/python"]), str(programs[".venv/bin/rlx"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert started_as(python, "train.py") == ".venv/bin/python train.py"
+    assert started_as(python, rlx) == ".venv/bin/rlx train"
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+    assert started_as(python, "train.py") == "python train.py"
+    assert started_as(python, "/there/rlx/cli/__main__.py") == "python -m rlx.cli train"
+    assert started_as(python, rlx) == "rlx train"
