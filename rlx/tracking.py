@@ -1,4 +1,4 @@
-"""Forwarding `metrics.jsonl` and samples of rollouts to Weights & Biases and TensorBoard.
+"""Forwarding `metrics.jsonl`, distributions and samples of rollouts to Weights & Biases and TensorBoard.
 
 Knows the two services and the run directory; reads what every role has written, so that one process tracks the whole run.
 Call it from one thread, not from an event loop: both services block.
@@ -15,15 +15,23 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
 COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
+DISTRIBUTIONS = {  # field of a record -> name of the histogram of all that were trained on in the step
+    "reward": "distribution/reward",
+    "advantage": "distribution/advantage",
+    "num_tokens": "distribution/completion_length",
+}
+BINS = 30
 
 
 class Sink(Protocol):
-    """One service. `samples` rollouts are wanted every `interval` steps; 0 is none."""
+    """One service. Every `interval` steps it gets the distributions of the step's rollouts, and `samples` of them; 0 is none."""
 
     samples: int
     interval: int
@@ -31,6 +39,8 @@ class Sink(Protocol):
     def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None: ...
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -43,14 +53,17 @@ class Tracker:
         self.sinks = sinks
         self._offset = paths.metrics.stat().st_size if paths.metrics.exists() else 0  # a resumed run's records were forwarded before
 
-    def wants_samples(self, step: int) -> int:
-        """How many rollouts of this step `samples` would forward."""
-        return max((sink.samples for sink in self.sinks if step % sink.interval == 0), default=0)
+    def wants_rollouts(self, step: int) -> bool:
+        """Whether `rollouts` would forward anything of this step."""
+        return any(step % sink.interval == 0 for sink in self.sinks)
 
-    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Forward rollouts of a step, as `rlx.rollout.record` writes them."""
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Forward the rollouts trained on in a step, as `rlx.rollout.record` writes them: all as distributions, some as they are."""
         for sink in self.sinks:
-            if sink.samples and step % sink.interval == 0:
+            if step % sink.interval != 0 or not records:
+                continue
+            sink.distributions(step, {name: np.array([r[field] for r in records], dtype=float) for field, name in DISTRIBUTIONS.items()})
+            if sink.samples:
                 sink.rollouts(step, records[: sink.samples])
 
     def forward(self) -> None:
@@ -86,7 +99,7 @@ class Wandb:
     def __init__(self, options: WandbConfig, config: Config, paths: RunPaths) -> None:
         wandb = _import("wandb", "wandb")
         self.samples, self.interval = options.samples, options.interval
-        self._table, self._teardown = wandb.Table, wandb.teardown
+        self._table, self._histogram, self._teardown = wandb.Table, wandb.Histogram, wandb.teardown
         self._run = wandb.init(
             project=options.project,
             entity=options.entity,
@@ -105,6 +118,10 @@ class Wandb:
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         rows = [[step, *(_cell(record.get(column)) for column in COLUMNS[1:])] for record in records]
         self._run.log({"step": step, "rollouts": self._table(columns=list(COLUMNS), data=rows)})
+
+    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        histograms = {name: self._histogram(np_histogram=np.histogram(each, bins=BINS)) for name, each in values.items()}
+        self._run.log({"step": step, **histograms})
 
     def close(self) -> None:
         self._run.finish()
@@ -135,6 +152,22 @@ class Tensorboard:
             plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
             metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
             self._add(step, [self._summaries.Summary.Value(tag=f"rollouts/{number}", metadata=metadata, tensor=tensor)], time.time())
+
+    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        histograms = []
+        for name, each in values.items():
+            counts, edges = np.histogram(each, bins=BINS)
+            histogram = self._summaries.HistogramProto(
+                min=each.min(),
+                max=each.max(),
+                num=len(each),
+                sum=each.sum(),
+                sum_squares=(each**2).sum(),
+                bucket_limit=edges[1:].tolist(),
+                bucket=counts.tolist(),
+            )
+            histograms.append(self._summaries.Summary.Value(tag=name, histo=histogram))
+        self._add(step, histograms, time.time())
 
     def close(self) -> None:
         self._writer.close()

@@ -38,6 +38,7 @@ class Recorder:
         self.samples, self.interval = samples, interval
         self.seen: list[tuple[int, dict[str, float]]] = []
         self.tables: list[tuple[int, int]] = []
+        self.histograms: list[tuple[int, dict[str, list[float]]]] = []
         self.closed = False
 
     def scalars(self, step: int, values: Any, seconds: float) -> None:
@@ -45,6 +46,9 @@ class Recorder:
 
     def rollouts(self, step: int, records: Any) -> None:
         self.tables.append((step, len(records)))
+
+    def distributions(self, step: int, values: Any) -> None:
+        self.histograms.append((step, {name: each.tolist() for name, each in values.items()}))
 
     def close(self) -> None:
         self.closed = True
@@ -76,7 +80,7 @@ def run_tracker(paths: RunPaths, config: Config) -> None:
     assert tracker is not None
     write_metrics(paths)
     tracker.forward()
-    tracker.samples(0, [RECORD, RECORD, RECORD])
+    tracker.rollouts(0, [RECORD, RECORD, RECORD | {"reward": 0.25, "num_tokens": 1}])
     tracker.close()
 
 
@@ -112,12 +116,24 @@ def test_a_line_that_is_still_being_written_is_forwarded_when_it_is_whole(tmp_pa
 def test_samples_are_forwarded_every_interval_steps_and_no_more_than_wanted(tmp_path: Path) -> None:
     often, rarely, never = Recorder(samples=2, interval=5), Recorder(samples=4, interval=10), Recorder(samples=0)
     tracker = Tracker(RunPaths(tmp_path), [often, rarely, never])
-    assert [tracker.wants_samples(step) for step in (0, 1, 5, 10)] == [4, 0, 2, 4]
     for step in range(11):
-        tracker.samples(step, [RECORD] * 3)
+        tracker.rollouts(step, [RECORD] * 3)
     assert often.tables == [(0, 2), (5, 2), (10, 2)]
     assert rarely.tables == [(0, 3), (10, 3)]
     assert never.tables == []
+
+
+def test_distributions_of_all_rollouts_come_every_interval_steps_with_samples_or_without(tmp_path: Path) -> None:
+    often, without = Recorder(samples=1, interval=5), Recorder(samples=0, interval=10)
+    tracker = Tracker(RunPaths(tmp_path), [often, without])
+    assert [step for step in range(11) if tracker.wants_rollouts(step)] == [0, 5, 10]
+    for step in range(11):
+        tracker.rollouts(step, [RECORD, RECORD | {"reward": 0, "advantage": -0.5, "num_tokens": 9}])
+    expected = {"distribution/reward": [1.0, 0.0], "distribution/advantage": [0.5, -0.5], "distribution/completion_length": [4.0, 9.0]}
+    assert often.histograms == [(0, expected), (5, expected), (10, expected)]
+    assert without.histograms == [(0, expected), (10, expected)]
+    tracker.rollouts(0, [])  # every group of a step may have been left out
+    assert len(often.histograms) == 3
 
 
 def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: Path) -> None:
@@ -131,6 +147,13 @@ def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: 
     assert [event.value for event in events.Scalars("trainer/time/step")] == [3.0, 3.0]
     samples = [tag for tag in events.Tags()["tensors"] if tag.startswith("rollouts/")]
     assert samples == ["rollouts/0", "rollouts/1"]
+    (event,) = events.Histograms("distribution/reward")
+    histogram = event.histogram_value
+    assert (event.step, histogram.num, histogram.min, histogram.max, histogram.sum) == (0, 3, 0.25, 1.0, 2.25)
+    assert (histogram.bucket[0], histogram.bucket[-1], sum(histogram.bucket)) == (1, 2, 3)
+    assert histogram.bucket_limit[-1] == 1.0
+    assert events.Histograms("distribution/completion_length")[0].histogram_value.sum == 9
+    assert events.Histograms("distribution/advantage")[0].histogram_value.num == 3
     text = events.Tensors("rollouts/0")[0].tensor_proto.string_val[0].decode()
     assert "user: abc" in text
     assert "assistant: &lt;b&gt;cba&lt;/b&gt;" in text
@@ -159,6 +182,10 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     rewards = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
     assert rewards == [(0, 0.25), (1, 1.25)]
     assert any("rollouts" in key for row in history for key in row)
+    (histogram,) = [row["distribution/reward"] for row in history if "distribution/reward" in row]
+    assert histogram["_type"] == "histogram"
+    assert (histogram["values"][0], histogram["values"][-1], sum(histogram["values"])) == (1, 2, 3)
+    assert any("distribution/completion_length" in row and "distribution/advantage" in row for row in history)
     assert b"my-run" in text
     assert b"max_async_level" in text
 

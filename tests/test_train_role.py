@@ -26,7 +26,15 @@ from rlx.weights.files import verify, versions
 
 STEPS = 3
 GROUPS = ("loss/", "policy/", "mismatch/", "optim/", "off_policy/")
-TIMES = ["time/wait_batch", "time/forward_backward", "time/optimizer", "time/broadcast", "time/step", "perf/tokens_per_second"]
+TIMES = [
+    "time/wait_batch",
+    "time/forward_backward",
+    "time/optimizer",
+    "time/broadcast",
+    "time/step",
+    "perf/tokens_per_second",
+    "perf/compute_frac",
+]
 ALWAYS = [name for name in METRICS if name.startswith(GROUPS)] + TIMES
 
 

@@ -56,13 +56,13 @@ class WandbConfig:
     entity: str | None = key(None, "W&B entity")
     mode: str = key("online", "`online` or `offline`", choices=("online", "offline"))
     samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 is none", low=0)
-    interval: int = key(10, "steps between two tables of samples", low=1)
+    interval: int = key(10, "steps between two tables of samples, and between two sets of histograms", low=1)
 
 
 @dataclass
 class TensorboardConfig:
     samples: int = key(4, "rollouts logged as text every `interval` steps; 0 is none", low=0)
-    interval: int = key(10, "steps between two texts of samples", low=1)
+    interval: int = key(10, "steps between two texts of samples, and between two sets of histograms", low=1)
 
 
 @dataclass

@@ -225,8 +225,8 @@ class Orchestrator:
         if self.config.orchestrator.save_rollouts:
             write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
         self.saved = step
-        if self.tracker is not None and self.tracker.wants_samples(step):
-            self.tracker.samples(step, list(records(groups)))
+        if self.tracker is not None and self.tracker.wants_rollouts(step):
+            self.tracker.rollouts(step, list(records(groups)))
 
     async def _inference_state(self) -> dict[str, float]:
         """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""

@@ -227,7 +227,8 @@ class Trainer:
         if self.metrics is None:
             return
         ended = time.perf_counter()
-        self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started})
+        share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)
+        self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started, "perf/compute_frac": share})
         if wanted:
             files.publish(self.paths, version)
         # Servers may still be reading the version that is max_async_level + 1 behind this one.
