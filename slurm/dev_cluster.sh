@@ -5,7 +5,7 @@
 #   slurm/dev_cluster.sh down    cancel all jobs, stop every process that `up` started, take its entries out of /etc/hosts
 #   slurm/dev_cluster.sh status  exit code 0 when it runs
 #
-# Exit code 3: it cannot be on this machine (no root, no Debian, another cluster). 1: it should and does not.
+# Exit code 3: it cannot be on this machine (no root, no Debian, another cluster, packages that apt cannot get). 1: it should and does not.
 #
 # Needs root on Debian or Ubuntu. NODES, CPUS, GPUS and MEMORY (MiB) of each node may be given as variables.
 # It writes /etc/slurm, and refuses to do so where another cluster's configuration is.
@@ -38,10 +38,12 @@ install_packages() {
   fi
   export DEBIAN_FRONTEND=noninteractive
   local packages=(slurmctld slurmd slurm-client munge) log=$LOG/apt.log status=0
-  apt-get install -y -qq --no-install-recommends "${packages[@]}" >"$log" 2>&1 ||
-    { apt-get update -qq >>"$log" 2>&1 && apt-get install -y -qq --no-install-recommends "${packages[@]}" >>"$log" 2>&1; } || status=1
+  # a mirror that does not answer is given up soon: without a network there would be minutes of silence
+  local apt=(apt-get -qq -o Acquire::http::Timeout=15 -o Acquire::https::Timeout=15 -o Acquire::Retries=1)
+  local get=("${apt[@]}" install -y --no-install-recommends "${packages[@]}")
+  "${get[@]}" >"$log" 2>&1 || { "${apt[@]}" update >>"$log" 2>&1 && "${get[@]}" >>"$log" 2>&1; } || status=1
   [ -z "$made" ] || rm -f $policy
-  [ $status = 0 ] || fail "apt-get could not install ${packages[*]}; the end of $log: $(tail -3 "$log")"
+  [ $status = 0 ] || not_here "apt-get could not install ${packages[*]}; the end of $log: $(tail -3 "$log")"
 }
 
 edit_hosts() { # /etc/hosts without our lines, then with those of standard input; in place, since containers mount the file

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import bring_up
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
@@ -122,3 +124,22 @@ def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
     paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
     (paths.root / "other.diff").write_text("another change")
     assert "uncommitted changes" in str(slurm.code_change(paths))
+
+
+@pytest.mark.parametrize(
+    ("code", "required", "outcome", "said"),
+    [
+        (3, None, pytest.skip.Exception, "no SLURM here: no mirror"),
+        (3, "1", pytest.fail.Exception, "no SLURM here: no mirror (RLX_REQUIRE_SLURM is set)"),
+        (1, None, AssertionError, "no mirror"),
+    ],
+)
+def test_a_cluster_that_cannot_be_leaves_its_tests_out_unless_it_is_required(tmp_path, monkeypatch, code, required, outcome, said):
+    script = tmp_path / "cluster.sh"
+    script.write_text(f"#!/bin/sh\necho 'no mirror' >&2\nexit {code}\n")
+    script.chmod(0o755)
+    monkeypatch.delenv("RLX_REQUIRE_SLURM", raising=False)
+    if required:
+        monkeypatch.setenv("RLX_REQUIRE_SLURM", required)
+    with pytest.raises(outcome, match=re.escape(said)):
+        bring_up(script)

@@ -19,6 +19,7 @@ RESERVED = {
     "RLX_API_KEY": "no key of its own; free for `inference.api_key=${oc.env:RLX_API_KEY}` with servers that already run",
     "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
+    "RLX_REQUIRE_SLURM": "read by the tests: when set, those on a SLURM fail where none can be started, instead of being left out",
     "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of theirs",
     "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts",
     "RLX_RUN_TOKEN": "set by the launcher for the processes it starts",
