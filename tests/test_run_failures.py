@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import time
+from pathlib import Path
 
+import psutil
 import pytest
+from main_job import MainJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000")
@@ -76,3 +80,48 @@ def test_a_port_that_is_taken_is_said(start):
     assert "inference.port" in job.text()
     assert job.status()["cause"]["role"] == "inference"
     job.wait_until_nothing_is_left(timeout=2)
+
+
+@pytest.fixture
+def in_warm_start(start, tmp_path: Path) -> MainJob:
+    """A run that has just begun the warm start of its model, which is in no cache."""
+    job = start("run", *LONG, env={"RLX_CACHE": str(tmp_path / "cache")})
+    beat = job.run_dir / "heartbeats" / "prepare.json"
+    job.until(lambda: beat.exists() and json.loads(beat.read_text())["phase"].startswith("warm start"), "warm start")
+    return job
+
+
+def models(folder: Path) -> list[Path]:
+    """What a cache offers to other runs."""
+    return [path for path in (folder / "models").iterdir() if not path.name.startswith(".")]
+
+
+def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_warm_start, tmp_path):
+    os.kill(in_warm_start.pids()["prepare"], signal.SIGKILL)
+    assert in_warm_start.wait(timeout=15) == 1
+    in_warm_start.wait_until_nothing_is_left(timeout=2)
+    cause = in_warm_start.status()["cause"]
+    assert (cause["role"], cause["returncode"]) == ("prepare", -signal.SIGKILL), in_warm_start.text()
+    assert models(tmp_path / "cache") == []
+
+
+def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_path):
+    os.kill(in_warm_start.process.pid, signal.SIGINT)
+    assert in_warm_start.wait(timeout=10) == 130
+    in_warm_start.wait_until_nothing_is_left(timeout=1)
+    assert in_warm_start.status()["state"] == "interrupted"
+    assert in_warm_start.status()["cause"] is None
+    assert models(tmp_path / "cache") == []
+
+
+def test_one_of_two_trainer_ranks_killed_stops_the_run(start):
+    job = start("run", *LONG, "hardware.trainer_ranks=2")
+    job.until_step(1)
+    ranks = {rank.environ().get("RANK"): rank for rank in psutil.Process(job.pids()["trainer"]).children()}
+    assert {"0", "1"} <= ranks.keys()
+    ranks["1"].kill()
+    assert job.wait(timeout=15) == 1
+    job.wait_until_nothing_is_left(timeout=2)
+    assert job.status()["state"] == "failed"
+    assert job.status()["cause"]["role"] == "trainer", job.text()
+    assert "SIGKILL" in job.text() or "-9" in job.text(), "why the rank ended is in what is shown"
