@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, instantiate
@@ -68,10 +69,30 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
 
 
 def test_links_between_the_pages_lead_somewhere():
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http") and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)} -> {target}")
     assert not broken
+
+
+def test_a_commit_is_checked_by_what_make_lint_runs():
+    hooks = [hook for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in repo["hooks"]]
+    recipe = re.findall(r"^lint: install\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    assert [hook["entry"] for hook in hooks] == [line.strip() for line in recipe.splitlines()]
+    assert {hook["language"] for hook in hooks} == {"system"}, "nothing is downloaded"
+
+
+def test_keys_that_the_pages_name_exist():
+    keys = set(re.findall(r"^\| `([a-z_.<>]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    table = re.findall(r"^\| `([a-z_.]+)`", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert table
+    assert set(table) <= keys
+
+
+def test_every_layout_has_its_line_on_the_page_of_gpus():
+    layouts = {path.stem for path in (ROOT / "conf" / "hardware").glob("*.yaml")} - {"cpu_3nodes"}
+    table = (ROOT / "docs" / "gpu.md").read_text().partition("## Not yet run")[0]
+    assert layouts == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE))))

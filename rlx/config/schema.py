@@ -138,7 +138,12 @@ class OrchestratorConfig:
     )
     max_concurrent: int = key(256, "rollouts in flight at most", low=1)
     rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced", above=0)
-    max_retries: int = key(3, "failed groups replaced in a row before the run stops with the last failure", low=0)
+    max_retries: int = key(
+        3,
+        "times that a failed rollout is played again before its group fails (a timeout is not), "
+        "and failed groups of an environment in a row that are replaced before the run stops with the last failure",
+        low=0,
+    )
     trajectory_strategy: str = key(
         "interleaved",
         "`interleaved`: turns that extend each other become one sample; `branching`: one sample a turn",
@@ -177,7 +182,10 @@ class SchedulerConfig:
 @dataclass
 class InferenceConfig:
     base_url: list[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
-    host: str | None = key(None, "address to listen on; null: 127.0.0.1, or every address where the run has several hosts")
+    host: str | None = key(
+        None,
+        "address to listen on; null: 127.0.0.1, or every address (0.0.0.0) where `hardware.nodes` is above 1; the key is needed anyway",
+    )
     port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
     api_key: str | None = key(
         None,
