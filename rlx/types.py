@@ -28,7 +28,7 @@ class Task:
 
     env: str  # the environment's name in the run (key of the `envs` section)
     example_id: int  # the example's id in its environment's data set
-    index: int  # position of this task in the run's sampling order, 0, 1, 2, …
+    index: int  # its number in the run; follows from its environment and its place in that environment's order (`rlx.rollout.tasks`)
     row: dict[str, Any]  # the data set's row, as verifiers wants it (prompt, answer, info, …)
 
 

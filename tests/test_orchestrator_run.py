@@ -282,9 +282,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_pat
 
 def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> None:
     envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
-    with pytest.raises(
-        RuntimeError, match=r"environment t: a reward function raised in each of the step's 8.*this reward function is broken"
-    ):
+    with pytest.raises(RuntimeError, match=r"environment t: a reward function raised in every .* of 4 groups .*reward function is broken"):
         play(tmp_path, config_of(envs=envs))
 
 

@@ -125,7 +125,9 @@ class DifficultyFilter:
     max_reward: float | None = key(None, "leave out groups whose mean reward is above; null is off")
     min_reward_variance: float | None = key(None, "leave out groups whose rewards have less variance; null is off", low=0)
     zero_advantage: bool = key(False, "leave out groups whose advantages are all 0")
-    max_rounds: int = key(10, "groups left out for one batch at most, as a multiple of it; then the batch stays smaller", low=1)
+    max_rounds: int = key(
+        10, "groups of an environment replaced for one batch at most, as a multiple of its part of it; then the batch stays smaller", low=1
+    )
 
 
 @dataclass
@@ -197,7 +199,7 @@ class InferenceConfig:
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
     kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, GiB", above=0)
     enforce_eager: bool | None = key(None, "no CUDA graphs; null: eager on CPU, graphs on GPU")
-    startup_timeout: float = key(600.0, "seconds until the server answers", above=0)
+    startup_timeout: float = key(600.0, "seconds until the server answers, once its model has been made or fetched", above=0)
     request_timeout: float = key(600.0, "seconds for one request", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments by vLLM's own names")
 

@@ -44,7 +44,7 @@ from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
-from rlx.rollout.batch import check_rewards, describe, make_groups, make_samples, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, describe, make_groups, make_samples, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
@@ -89,6 +89,7 @@ class Orchestrator:
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
         self.collector = self._make_collector(chat)
+        self.reward_errors = RewardErrors(config.orchestrator.max_retries)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -172,7 +173,7 @@ class Orchestrator:
             rollouts = await self.collector.collect()
             clock.collected()
             filtered = self.collector.filtered
-            check_rewards([*rollouts, *(group for _, group in filtered)])
+            self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
             scores = self._scores(rollouts)
             groups = make_groups(rollouts, scores, self.advantage)
             if isinstance(self.advantage, Remembers):
@@ -188,7 +189,8 @@ class Orchestrator:
             if state:
                 self.inference_metrics.write(step, state)
             # Those that failed are written with step n, so they are not in the state after it: a resumed run would write them again.
-            failures, self.collector.tally.failures = self.collector.tally.failures, []
+            failures = sorted(self.collector.tally.failures, key=lambda rollout: (rollout.task.index, rollout.member))
+            self.collector.tally.failures = []
             self.snapshots.take(step + 1, self._state())
             await asyncio.to_thread(self.batches.send, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))

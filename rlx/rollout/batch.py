@@ -5,6 +5,7 @@ Pure functions of records. Knows neither the servers nor the trainer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -105,17 +106,33 @@ def describe(
         values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
-    values |= {f"rollouts/dropped_{cause}": count for cause, count in tally.dropped.items()}
-    values |= {f"rollouts/failed_{cause}": count for cause, count in tally.failed.items()}
+    values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}
+    values |= {f"rollouts/failed_{cause}": count for cause, count in sorted(tally.failed.items())}
     return {name: float(value) for name, value in values.items()}
 
 
-def check_rewards(batch: Sequence[Sequence[Rollout]]) -> None:
-    """Raises RuntimeError when every rollout of an environment's share of the step scored 0 because a reward function raised."""
-    for name in {rollouts[0].task.env for rollouts in batch}:
-        own = [rollout for rollouts in batch if rollouts[0].task.env == name for rollout in rollouts]
-        if all(rollout.metrics.get("reward_error") for rollout in own):
-            raise RuntimeError(f"environment {name}: a reward function raised in each of the step's {len(own)} rollouts; {own[-1].error}")
+class RewardErrors:
+    """Tells an environment whose reward functions are broken from an example that they cannot score.
+
+    A rollout scores 0 where a reward function raises, and is counted (`env/<env>/reward_error`). The run ends only when an environment
+    had `max_retries` + 1 groups in a row with no rollout that was scored, as with groups that cannot be played.
+    """
+
+    def __init__(self, max_retries: int) -> None:
+        self.max_retries = max_retries
+        self._in_a_row: Counter[str] = Counter()  # by environment
+
+    def check(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Look at the groups of a step. Raises RuntimeError with what a reward function said last."""
+        for rollouts in sorted(groups, key=lambda rollouts: rollouts[0].task.index):
+            name = rollouts[0].task.env
+            self._in_a_row[name] = self._in_a_row[name] + 1 if all(one.metrics.get("reward_error") for one in rollouts) else 0
+            if self._in_a_row[name] > self.max_retries:
+                raise RuntimeError(
+                    f"environment {name}: a reward function raised in every rollout of {self._in_a_row[name]} groups in a row "
+                    f"(orchestrator.max_retries={self.max_retries}). The last time, at example {rollouts[-1].task.example_id}: "
+                    f"{rollouts[-1].error}"
+                )
 
 
 def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

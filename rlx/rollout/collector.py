@@ -6,6 +6,9 @@ drop the long rollouts (with a heavy tail and one version of slack, half of the 
 times as long as any other did lately; such a group is given up, counted and replaced by another example of its environment.
 So is a group that a filter leaves out, and one that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
 
+At max_async_level 0 a batch does not depend on what finishes first. It needs a fixed number of groups of every environment, and each that
+fails or is left out entitles its own environment to one more: however the outcomes arrive, the same examples are begun in the end.
+
 Knows environments, tasks and versions as numbers. Knows neither servers nor files.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 
 from rlx.envs.base import Environment, Policy
 from rlx.rollout.groups import GroupFailed, Tally, play_group
-from rlx.rollout.tasks import TaskSequence
+from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class Pending:
     """A group that is being played or waits to be taken."""
 
     task: Task
+    number: int  # groups that had begun before it
     version: int  # no token of it is older: the servers' version when it began, and the oldest of its tokens when it is finished
     chain: int  # groups of this environment that failed in a row just before, the last of which it replaces
     finished_before: int  # finished groups of this environment when it began
@@ -68,7 +72,8 @@ class Collector:
         max_rounds: int = 10,
         oversampling_factor: float = 1.0,
     ) -> None:
-        """`left_out` tells why a finished group is not to be trained on; after `max_rounds` batches of those, the batch stays smaller.
+        """`left_out` tells why a finished group is not to be trained on; those of an environment are replaced until
+        there are `max_rounds` times as many as it has groups in a batch; then the batch stays smaller.
 
         `oversampling_factor`: groups in flight for the next batch, as a multiple of what it holds.
         """
@@ -82,7 +87,7 @@ class Collector:
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.left_out = left_out
-        self.most_filtered = max_rounds * num_groups
+        self.most_filtered = {env: math.ceil(max_rounds * num_groups * tasks.share(env) - 1e-9) for env in tasks.envs}  # of one batch
         self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
         self.version = 0
         self.taken = 0  # batches handed out
@@ -92,6 +97,8 @@ class Collector:
         self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
         self._finished: dict[int, Pending] = {}
         self._filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of the groups left out since the batch before
+        self._missing = 0  # groups that the next batch does without: left out and not replaced
+        self._begun = 0  # groups
         self._cancelled: set[asyncio.Task] = set()
         self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
         self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
@@ -106,7 +113,7 @@ class Collector:
         self._advance()
 
     async def collect(self) -> list[list[Rollout]]:
-        """The next batch: `num_groups` lists of `group_size` rollouts, by task index; fewer when too many were left out.
+        """The next batch: `num_groups` lists of `group_size` rollouts, environments evenly mixed; fewer when too many were left out.
 
         Raises RolloutsFailed.
         """
@@ -120,10 +127,12 @@ class Collector:
                 await asyncio.wait_for(self._changed.wait(), self._patience() if self._complete else None)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
-        expiring_first = sorted(self._finished, key=lambda index: (self._finished[index].version, index))
-        batch = [self._finished.pop(index).rollouts for index in sorted(expiring_first[: self.num_groups])]
+        expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))
+        tasks = mixed([pending.task for pending in expiring_first[: self.num_groups]])
+        batch = [self._finished.pop(task.index).rollouts for task in tasks]
         self.taken += 1
-        self.filtered, self._filtered = self._filtered, []
+        self.filtered, self._filtered = sorted(self._filtered, key=lambda left_out: left_out[1][0].task.index), []
+        self._missing = 0
         self._advance()
         return batch
 
@@ -142,8 +151,12 @@ class Collector:
             "tally": replace(
                 self.tally, failed=self.tally.failed.copy(), dropped=self.tally.dropped.copy(), failures=list(self.tally.failures)
             ),
-            "finished": [(pending.task, pending.version, pending.chain, pending.rollouts) for pending in self._finished.values()],
+            "finished": [
+                (pending.task, pending.version, pending.chain, pending.rollouts)
+                for pending in sorted(self._finished.values(), key=lambda pending: pending.number)
+            ],
             "filtered": list(self._filtered),
+            "missing": self._missing,
             "again": [*playing, *self._again],
             "owed": list(self._owed),
             "finished_groups": dict(self._finished_groups),
@@ -153,24 +166,35 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another collector was, before anything is played. Groups in flight at that time are played again, from their start.
 
-        Groups that do not fit this run (its environments, its group size) are left out.
+        Groups that do not fit this run (its environments, their data, its group size) are left out.
         """
         self.taken = state["taken"]
         self.tasks.load_state_dict(state["tasks"])
         self.tally = state["tally"]
-        for task, version, chain, rollouts in state["finished"]:
-            if task.env in self.envs and len(rollouts) == self.group_size:
-                self._finished[task.index] = Pending(task, version, chain, 0, 0, time.monotonic(), rollouts)
-        self._filtered = list(state["filtered"])
-        self._again.extend((task, chain) for task, chain in state["again"] if task.env in self.envs)
-        self._owed.extend((env, chain) for env, chain in state["owed"] if env in self.envs)
+
+        def carried(played: list[Rollout]) -> list[Rollout]:
+            """The group with its index in this run; empty where it does not fit."""
+            task = self.tasks.carried(played[0].task, state["tasks"])
+            return [] if task is None or len(played) != self.group_size else [replace(rollout, task=task) for rollout in played]
+
+        for _, version, chain, played in state["finished"]:
+            if rollouts := carried(played):
+                task = rollouts[0].task
+                self._finished[task.index] = Pending(task, self._begun, version, chain, 0, 0, time.monotonic(), rollouts)
+                self._begun += 1
+        self._filtered = [(rule, rollouts) for rule, played in state["filtered"] if (rollouts := carried(played))]
+        self._missing = state["missing"]
+        again = [(self.tasks.carried(task, state["tasks"]), chain) for task, chain in state["again"]]
+        self._again.extend((task, chain) for task, chain in again if task is not None)
+        self._owed.extend((env, chain) for env, chain in state["owed"] if env in self.tasks.envs)
         self._finished_groups |= {env: count for env, count in state["finished_groups"].items() if env in self.envs}
         self._durations.extend(state["durations"])
 
     @property
     def _complete(self) -> bool:
         """Whether the next batch has all its groups, or will get no more."""
-        return len(self._finished) >= self.num_groups or len(self._filtered) >= self.most_filtered
+        finished = len(self._finished)
+        return finished >= self.num_groups or finished + self._missing >= self.num_groups + self.surplus
 
     @property
     def in_flight(self) -> int:
@@ -207,13 +231,13 @@ class Collector:
             self._replace(pending, "off_policy")
         batches = min(self.max_steps, self.version + self.max_async_level + 1)
         allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
-        while self._broken is None and self.num_groups * self.taken + len(self._playing) + len(self._finished) < allowed:
-            if len(self._filtered) >= self.most_filtered:
-                break
+        while self._broken is None and self.num_groups * self.taken + len(self._playing) + len(self._finished) + self._missing < allowed:
             if self._playing and self.in_flight + self.group_size > self.max_concurrent:
                 break
             task, chain = self._next()
-            pending = Pending(task, self.version, chain, self._finished_groups[task.env], self.group_size, time.monotonic())
+            finished_before = self._finished_groups[task.env]
+            pending = Pending(task, self._begun, self.version, chain, finished_before, self.group_size, time.monotonic())
+            self._begun += 1
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
 
@@ -240,7 +264,10 @@ class Collector:
         rule: str | None = None
         try:
             env = self.envs[task.env]
-            pending.rollouts = await play_group(env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended)
+            on_policy = self.max_async_level == 0
+            pending.rollouts = await play_group(
+                env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended, to_the_end=on_policy
+            )
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:
             failure = failed
@@ -262,7 +289,10 @@ class Collector:
                 self._finished[task.index] = pending
             else:
                 self._filtered.append((rule, pending.rollouts))
-                self._owed.append((task.env, 0))
+                if sum(rollouts[0].task.env == task.env for _, rollouts in self._filtered) < self.most_filtered[task.env]:
+                    self._owed.append((task.env, 0))
+                else:
+                    self._missing += 1
             self._durations.append(time.monotonic() - pending.began)
             self._finished_groups[task.env] += 1
         self._advance()

@@ -46,16 +46,27 @@ class Tally:
 
 
 async def play_group(
-    env: Environment, task: Task, size: int, policy: Policy, max_retries: int, tally: Tally, on_end: Callable[[], None] = lambda: None
+    env: Environment,
+    task: Task,
+    size: int,
+    policy: Policy,
+    max_retries: int,
+    tally: Tally,
+    on_end: Callable[[], None] = lambda: None,
+    to_the_end: bool = False,
 ) -> list[Rollout]:
     """The scored rollouts of `task`, by member; `on_end` is called whenever one of them has ended.
 
+    When one of them fails, the others are cancelled. With `to_the_end` they are played on, so that what is counted, and as what, does not
+    depend on which of them was the first to end.
     Raises GroupFailed; cancelled or failed, it leaves nothing running.
     """
     members = [asyncio.create_task(_play_member(env, task, member, policy, max_retries, tally)) for member in range(size)]
     for member in members:
         member.add_done_callback(lambda _: on_end())
     try:
+        if to_the_end:
+            await asyncio.wait(members)
         rollouts = await asyncio.gather(*members)
         if env.scores_groups:
             rollouts = [refuse_infinite(rollout) for rollout in await env.score_group(rollouts)]

@@ -1,6 +1,8 @@
 """Which example is played next: the environments in the proportion of their weights, each in its own shuffled order.
 
-The whole sequence follows from the run's seed, the weights and the sizes of the data sets. Knows nothing of policies or rollouts.
+The whole sequence follows from the run's seed, the weights and the sizes of the data sets. A task's index follows from its environment and
+its place in that environment's order, and from nothing else: which groups were replaced first, and when, leaves no trace in it.
+Knows nothing of policies or rollouts.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,8 +36,20 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
     return {"examples": len(rows), "xxh3": digest.hexdigest()}
 
 
+def mixed(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks in an order that follows from them alone: every environment's own by index, and all of them evenly spread."""
+    places = []
+    for name in {task.env for task in tasks}:
+        own = sorted((task for task in tasks if task.env == name), key=lambda task: task.index)
+        places += [((place + 0.5) / len(own), task.index, task) for place, task in enumerate(own)]
+    return [task for _, _, task in sorted(places, key=lambda place: place[:2])]
+
+
 class TaskSequence:
-    """An endless sequence of tasks. Every environment is reshuffled whenever all its examples were used (an epoch)."""
+    """An endless sequence of tasks. Every environment is reshuffled whenever all its examples were used (an epoch).
+
+    With E environments, the n-th task of the e-th of them has the index n · E + e.
+    """
 
     def __init__(self, envs: Mapping[str, Environment], weights: Mapping[str, float], seed: int) -> None:
         """Raises ValueError when no environment has a positive weight, or one of them has no examples."""
@@ -46,7 +61,6 @@ class TaskSequence:
                 raise ValueError(f"envs.{name} has no examples")
         self.weights = {name: weights[name] for name in self.envs}
         self.seed = seed
-        self.index = 0
         self._credit = dict.fromkeys(self.envs, 0.0)
         self._used = dict.fromkeys(self.envs, 0)
         self._order: dict[str, NDArray[np.int64]] = {}
@@ -61,18 +75,27 @@ class TaskSequence:
         if place == 0 or name not in self._order:
             self._order[name] = np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch]).permutation(size)
         row = self.envs[name].rows[int(self._order[name][place])]
-        task = Task(env=name, example_id=int(row["example_id"]), index=self.index, row=row)
-        self.index += 1
-        return task
+        return Task(env=name, example_id=int(row["example_id"]), index=self._index(name, position), row=row)
+
+    def share(self, env: str) -> float:
+        """The part of all tasks that comes from `env`, unless groups are replaced."""
+        return self.weights[env] / sum(self.weights.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence is; plain numbers."""
         sizes = {name: len(env.rows) for name, env in self.envs.items()}
-        return {"index": self.index, "credit": dict(self._credit), "used": dict(self._used), "sizes": sizes}
+        return {"envs": list(self.envs), "credit": dict(self._credit), "used": dict(self._used), "sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning."""
-        self.index = state["index"]
+        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning.
+
+        Raises ValueError for a checkpoint whose tasks are numbered in another way.
+        """
+        if "envs" not in state:
+            raise ValueError(
+                "the checkpoint is of an earlier rlx, which numbered the tasks of all environments in one row, and this one numbers each "
+                "environment's own; go on with the code that began the run, or begin anew"
+            )
         for name, env in self.envs.items():
             size = state["sizes"].get(name)
             if size == len(env.rows):
@@ -80,6 +103,15 @@ class TaskSequence:
             else:
                 had = "was not there" if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it begins anew", name, had, len(env.rows))
+
+    def carried(self, task: Task, state: Mapping[str, Any]) -> Task | None:
+        """A task of the sequence that wrote `state`, with its index in this one; None where its environment is gone or begins anew."""
+        if task.env not in self.envs or state["sizes"].get(task.env) != len(self.envs[task.env].rows):
+            return None
+        return replace(task, index=self._index(task.env, task.index // len(state["envs"])))
+
+    def _index(self, env: str, position: int) -> int:
+        return position * len(self.envs) + list(self.envs).index(env)
 
     def _next_env(self) -> str:
         """Smooth weighted round-robin: after n draws every environment was drawn n · its share times, give or take one."""
