@@ -17,6 +17,7 @@ from rlx.inference.arguments import engine_arguments, environment, runs_in_proce
 from rlx.inference.cpu_ops import BLOCK, blocks, padded_rows
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
 from rlx.inference.policy_files import check_policy, tensor_shapes
+from rlx.inference.worker import tensors
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
 
@@ -41,6 +42,33 @@ def test_shapes_come_from_all_files_of_a_folder(tmp_path: Path):
     save_file({"b": np.zeros(5, np.float16)}, tmp_path / "model-3.safetensors")
     with pytest.raises(ValueError, match="holds b twice"):
         tensor_shapes(tmp_path)
+
+
+def test_the_same_weights_under_other_names_beside_the_model_are_not_part_of_it(tmp_path: Path):
+    def put(name: str, *tensors: str) -> None:
+        save_file({tensor: np.zeros(3, np.float32) for tensor in tensors}, tmp_path / name)
+
+    put("consolidated.safetensors", "layers.0.wq", "a", "b")
+    with pytest.raises(ValueError, match=r"holds no model\*\.safetensors .*consolidated\.safetensors"):
+        tensor_shapes(tmp_path)
+    put("model-00001-of-00002.safetensors", "a")
+    put("model-00002-of-00002.safetensors", "b")
+    put("model-of-somebody.safetensors", "c")
+    index = tmp_path / "model.safetensors.index.json"
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert tensor_shapes(tmp_path).keys() == {"a", "b"}
+    assert [name for name, _ in tensors(tmp_path)] == ["a", "b"], "what the engine loads"
+    index.unlink()
+    assert tensor_shapes(tmp_path).keys() == {"a", "b", "c"}
+    index.write_text(json.dumps({"weight_map": files | {"d": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"not there: gone\.safetensors"):
+        tensor_shapes(tmp_path)
+    index.write_text('{"weight_map": []}')
+    with pytest.raises(ValueError, match="no index of weights"):
+        tensor_shapes(tmp_path)
+    put("model.safetensors", "e")
+    assert tensor_shapes(tmp_path).keys() == {"e"}
 
 
 @pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", b"\x05" + b"\0" * 7 + b"{nope"])

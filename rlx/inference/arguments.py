@@ -48,6 +48,8 @@ def engine_arguments(config: Config, model: str, replica: int) -> dict[str, Any]
         "tensor_parallel_size": hardware.tensor_parallel,
         "seed": config.seed * 1024 + replica,  # for requests without a seed of their own; replicas differ
         "trust_remote_code": config.model.trust_remote_code,
+        "config_format": "hf",  # left to itself vLLM takes `params.json` and `consolidated.safetensors` where they lie beside the model;
+        "load_format": "safetensors",  # the trainer, and so every later version, has the names of the Hugging Face files
         "enforce_eager": cpu if inference.enforce_eager is None else inference.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer scores them
         "worker_extension_cls": WORKER_EXTENSION,

@@ -9,7 +9,7 @@ import json
 import struct
 from pathlib import Path
 
-from rlx.weights.files import verify
+from rlx.weights.files import verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
@@ -17,15 +17,13 @@ SHOWN = 5  # names listed of a difference
 
 
 def tensor_shapes(folder: Path) -> Shapes:
-    """Name and shape of every tensor in the `*.safetensors` of a folder, from the files' headers.
+    """Name and shape of every tensor of the model in a folder (`weight_files`), from the files' headers.
 
-    Raises ValueError where there is none, where a file is no safetensors file or not as long as its header says, or where a name is twice.
+    Raises ValueError where there is none, where a file is no safetensors file or not as long as its header says, or where a name is twice;
+    OSError where one is missing.
     """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"{folder} holds no *.safetensors")
     shapes: Shapes = {}
-    for path in paths:
+    for path in weight_files(folder):
         for name, shape in _header(path).items():
             if name in shapes:
                 raise ValueError(f"{folder} holds {name} twice, once in {path.name}")

@@ -14,11 +14,12 @@ import torch
 from safetensors import safe_open
 
 from rlx.inference.cpu_ops import kept_weights
+from rlx.weights.files import weight_files
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in the `*.safetensors` of a folder, in the files' own order."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Name and tensor of everything in the weight files of a model folder, in the files' own order."""
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 yield name, file.get_tensor(name)

@@ -39,6 +39,31 @@ class WeightsError(ValueError):
 # reading
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model folder that make up the model, as transformers chooses them.
+
+    `model.safetensors`, or the files that `model.safetensors.index.json` names, or `model*.safetensors`. Others may lie beside them: the
+    same weights once more, under the names of their makers (`consolidated.safetensors`).
+    Raises ValueError where there are none, FileNotFoundError where the index names a file that is not there.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}; fetch the model again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none at all"
+        raise ValueError(f"{folder} holds no model*.safetensors (of other safetensors files: {others})")
+    return files
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of a version against its manifest and return the manifest.
 
