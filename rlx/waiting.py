@@ -17,10 +17,18 @@ class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
 
 
-def wait_for(probe: Callable[[], T | None], what: str, timeout: float, poll: float = 0.005, tick: Callable[[], None] | None = None) -> T:
+def wait_for(
+    probe: Callable[[], T | None],
+    what: str,
+    timeout: float,
+    poll: float = 0.005,
+    tick: Callable[[], None] | None = None,
+    excused: Callable[[], bool] | None = None,
+) -> T:
     """Call `probe` until it returns something true and return that.
 
-    `timeout` and `poll` are seconds; `tick` is called at every poll (a heartbeat).
+    `timeout` and `poll` are seconds; `tick` is called at every poll (a heartbeat). While `excused` holds, the time does not count: it
+    begins anew when that ends.
     Raises WaitTimeout naming `what`.
     """
     deadline = time.monotonic() + timeout
@@ -28,6 +36,8 @@ def wait_for(probe: Callable[[], T | None], what: str, timeout: float, poll: flo
         found = probe()
         if found:
             return found
+        if excused is not None and excused():
+            deadline = time.monotonic() + timeout
         if time.monotonic() > deadline:
             raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
         if tick is not None:

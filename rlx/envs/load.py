@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rlx.config.schema import Config
 from rlx.envs.base import Environment, sampling_of
 from rlx.envs.chat import Chat, load_chat
+from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths
 from rlx.waiting import wait_for
 
@@ -29,12 +30,13 @@ def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, 
 
 def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
     """The chat format of the initial model, once there is one."""
-    timeout = config.inference.startup_timeout
-
-    def tick() -> None:
-        beat("waiting for the initial model")
-
-    wait_for(paths.initial_model.exists, f"the initial model ({paths.initial_model})", timeout, tick=tick)
+    wait_for(
+        paths.initial_model.exists,
+        f"the initial model ({paths.initial_model})",
+        config.inference.startup_timeout,
+        tick=lambda: beat(WAITING_FOR_MODEL),
+        excused=AtWork(paths, "prepare"),
+    )
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(paths.initial_model.read_text().strip(), trust_remote_code=config.model.trust_remote_code)

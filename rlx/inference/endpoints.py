@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.config.schema import Config
+from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths, atomic
 from rlx.process import host_name
 from rlx.waiting import wait_for
@@ -79,12 +80,18 @@ def read_endpoint(file: Path) -> Endpoint | None:
 def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Callable[[], None] | None = None) -> list[Endpoint]:
     """The endpoints of replicas 0 … count - 1, waiting up to `timeout` seconds for those that are not there yet.
 
+    The time does not count while a server says that its model is still being made or fetched.
     Raises WaitTimeout naming the first that is missing.
     """
     found = []
     for replica in range(count):
         file = endpoint_file(paths, replica)
-        found.append(wait_for(lambda file=file: read_endpoint(file), f"inference server {replica} ({file})", timeout, tick=tick))  # type: ignore[misc]
+
+        def probe(file: Path = file) -> Endpoint | None:
+            return read_endpoint(file)
+
+        without_model = AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
+        found.append(wait_for(probe, f"inference server {replica} ({file})", timeout, tick=tick, excused=without_model))
     return found
 
 

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.heartbeat import Heartbeat
+from rlx.heartbeat import WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.arguments import engine_arguments, environment, runs_in_process
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent
 from rlx.waiting import wait_for
+from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
     from rlx.inference.engine import PolicyEngine
@@ -62,14 +63,15 @@ def main() -> int:
 
     import rlx.inference.server  # noqa: F401  (the heavy imports)
 
-    heartbeat.beat("waiting for the initial model")
+    heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
         paths.initial_model.exists,
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
-        tick=lambda: heartbeat.beat("waiting for the initial model"),
+        tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
+        excused=AtWork(paths, "prepare"),
     )
-    model = find_model(paths.initial_model.read_text().strip())
+    model = fetch(paths.initial_model.read_text().strip(), heartbeat)
     return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
 
 
@@ -82,15 +84,6 @@ def listen(config: Config, replica: int) -> socket.socket:
     except OSError as error:
         remedy = "free it, choose another inference.port, or inference.port=0 for any free one" if port else "check inference.host"
         raise OSError(f"inference server {replica} cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
-
-
-def find_model(name: str) -> Path:
-    """The folder of a local path or a hub name; the hub's files are fetched if need be."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]))
 
 
 async def serve(config: Config, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:

@@ -55,6 +55,7 @@ class Trainer:
         from rlx.train.build import build
         from rlx.train.rendezvous import meet
         from rlx.weights.files import ModelFiles
+        from rlx.weights.hub import fetch
 
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         alone = world_size > 1 and "MASTER_ADDR" not in os.environ  # not under torchrun: ranks on several hosts, each a process of the plan
@@ -77,6 +78,8 @@ class Trainer:
         tick = self.beat_on if world_size > 1 else self.tick  # several ranks can only leave together
         wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
         source = path.read_text().strip()
+        for name in filter(None, (source, cfg.ref.name)):
+            fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
         self.step_trainer = build(cfg, source, device, self.beat)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.device = device
