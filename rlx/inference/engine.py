@@ -41,6 +41,10 @@ class BadRequest(ValueError):
         self.kind = kind
 
 
+class RequestFailed(RuntimeError):
+    """The engine gave this request up because of an error of its own; others go on."""
+
+
 class BadWeights(ValueError):
     """New weights were refused; the old ones are served as before."""
 
@@ -100,7 +104,8 @@ class PolicyEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Cancelling the call aborts the request in the engine.
 
-        Raises BadRequest for parameters that vLLM refuses or a prompt that fills the context; EngineDeadError when the engine dies.
+        Raises BadRequest for parameters that vLLM refuses or a prompt that fills the context, RequestFailed when the engine could not
+        finish it, EngineDeadError when the engine dies.
         """
         prompt = np.frombuffer(request.prompt_ids, INT).tolist()
         if len(prompt) >= self._context:
@@ -120,10 +125,14 @@ class PolicyEngine:
         try:
             await self.core.add_request_async(core_request)
             await sink.done
-        except asyncio.CancelledError:
+        except BaseException as error:
             self.core.sinks.pop(core_request.request_id, None)
-            await self.core.abort_requests_async([core_request.request_id])
+            sink.done.cancel()  # an update may be waiting for it
+            if isinstance(error, asyncio.CancelledError):
+                await self.core.abort_requests_async([core_request.request_id])
             raise
+        if sink.finish_reason == "error":
+            raise RequestFailed(f"the engine gave request {request.request_id} up after {len(sink.token_ids)} tokens; its log says why")
         return Completion(
             token_ids=pack_ids(sink.token_ids),
             logprobs=np.asarray(sink.logprobs, FLOAT).tobytes(),

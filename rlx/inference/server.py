@@ -19,7 +19,7 @@ import msgspec
 import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlx.inference.engine import BadRequest, BadWeights, Broken, PolicyEngine
+from rlx.inference.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
 from rlx.inference.protocol import Answer, Asked, Failure, GenerateRequest, UpdateRequest
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,15 @@ class PolicyApp:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if self._vllm is None:
             self._vllm = asyncio.ensure_future(self._build_vllm())
-        application = await asyncio.shield(self._vllm)
+        building = self._vllm
+        try:
+            application = await asyncio.shield(building)
+        except Exception as error:
+            if self._vllm is building:  # the next request tries again
+                self._vllm = None
+                log.exception("vLLM's own routes could not be built")
+            await _fail(send, 500, f"vLLM's own routes could not be built: {type(error).__name__}: {error}")
+            return
         await application(scope, receive, send)
 
     async def _build_vllm(self) -> Any:
@@ -176,6 +184,8 @@ class Session:
                 answer = Answer(number, 200, await engine.generate(request))
         except BadRequest as error:
             answer = Answer(number, 413 if error.kind == "context" else 400, error=str(error))
+        except RequestFailed as error:
+            answer = Answer(number, 500, error=str(error))
         except EngineDeadError:
             answer = Answer(number, 503, error="the engine died while it served this request")
         self._open.pop(number, None)

@@ -1,0 +1,124 @@
+"""What the engine's face does when a request ends badly, on vLLM's classes with a core that samples nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlx.inference.protocol import INT, GenerateRequest, Sampling
+
+pytestmark = pytest.mark.slow  # importing vLLM takes seconds
+
+
+def engine_with(add_request: Any) -> Any:
+    """A `PolicyEngine` whose core takes requests by `add_request(core, request)`."""
+    from rlx.inference.core import InProcessCore
+    from rlx.inference.engine import PolicyEngine
+
+    class Core(InProcessCore):
+        def __init__(self) -> None:
+            self._open()
+            self.aborted: list[str] = []
+
+        async def add_request_async(self, request: Any) -> None:
+            await add_request(self, request)
+
+        async def abort_requests_async(self, request_ids: list[str]) -> None:
+            self.aborted += request_ids
+
+    config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(tie_word_embeddings=False))
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    inputs = SimpleNamespace(process_inputs=lambda *_: SimpleNamespace())
+    llm: Any = SimpleNamespace(engine_core=Core(), model_config=config, input_processor=inputs, vllm_config=scheduler)
+    return PolicyEngine(llm, Path("nowhere"), {})
+
+
+def asked() -> GenerateRequest:
+    return GenerateRequest("r", np.zeros(3, INT).tobytes(), Sampling(max_tokens=4), 0)
+
+
+def test_a_request_given_up_while_it_is_handed_over_does_not_hold_up_the_update_that_waits_for_it() -> None:
+    async def main() -> None:
+        async def never(core: Any, request: Any) -> None:
+            await asyncio.Event().wait()
+
+        engine = engine_with(never)
+        request = asyncio.create_task(engine.generate(asked()))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(engine._drain(16))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        request.cancel()
+        await asyncio.wait_for(draining, 1)
+        assert engine.core.sinks == {}
+        assert engine.core.aborted == ["r#0"]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_cannot_be_handed_over_is_forgotten() -> None:
+    async def main() -> None:
+        async def dead(core: Any, request: Any) -> None:
+            raise ConnectionError("the engine is gone")
+
+        engine = engine_with(dead)
+        with pytest.raises(ConnectionError):
+            await engine.generate(asked())
+        assert engine.core.sinks == {}
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_engine_is_no_answer_of_the_model() -> None:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    from rlx.inference.engine import RequestFailed
+
+    async def failing(core: Any, request: Any) -> None:
+        core._take(EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)]))
+
+    async def main() -> None:
+        with pytest.raises(RequestFailed, match="gave request r up after 0 tokens"):
+            await engine_with(failing).generate(asked())
+
+    asyncio.run(main())
+
+
+def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlx.inference.server import PolicyApp
+
+    tries = 0
+
+    async def build(self: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ImportError("no such module")
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            await send({"status": 200})
+
+        return application
+
+    monkeypatch.setattr(PolicyApp, "_build_vllm", build)
+
+    async def main() -> list[Any]:
+        app, sent = PolicyApp(None, "key", {}), []  # type: ignore[arg-type, var-annotated]
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", b"Bearer key")]}
+        for _ in range(2):
+            await app(scope, None, send)  # type: ignore[arg-type]
+        return sent
+
+    first, body, second = asyncio.run(main())
+    assert first["status"] == 500
+    assert b"could not be built: ImportError: no such module" in body["body"]
+    assert second["status"] == 200
