@@ -93,7 +93,7 @@ CASES = {
     "teacher_not_named": Case("loss=opd"),
     "teacher_that_follows": Case("ref.name=a/teacher ref.sync_interval=10"),
     "nothing_follows": Case("ref.sync_interval=10"),
-    "thinking_interleaved": Case("model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved"),
+    "thinking_interleaved": Case("model=qwen3_0_6b model.name=me/qwen3-tuned orchestrator.trajectory_strategy=interleaved"),
     "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
     "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),
@@ -165,6 +165,7 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
         "loss=dapo advantage=max_rl reward.soft_overlong=false",
+        "model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved",  # has a renderer that keeps the reasoning
     ):
         compose(argv.split(), {})
 

@@ -158,12 +158,17 @@ def top_k(cfg: Config, of: Show) -> Iterator[str]:
         yield f"`sampling.top_k` must be -1 (all tokens) or at least 1: {of('sampling.top_k')}."
 
 
-@rule("model.strips_thinking", "orchestrator.trajectory_strategy")
+@rule("model.strips_thinking", "model.name", "orchestrator.trajectory_strategy")
 def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.model.strips_thinking and cfg.orchestrator.trajectory_strategy == "interleaved":
+    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
+        return
+    from renderers.base import MODEL_RENDERER_MAP  # half a second: only where it is asked for
+
+    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.envs.chat)
         yield (
             f"the chat template removes earlier reasoning, so turns do not extend each other: {of('model.strips_thinking')} with "
-            f"{of('orchestrator.trajectory_strategy')}.\nUse orchestrator.trajectory_strategy=branching."
+            f"{of('orchestrator.trajectory_strategy')}.\nThe package `renderers`, which could keep it, does not know {of('model.name')}. "
+            "Use orchestrator.trajectory_strategy=branching."
         )
 
 
