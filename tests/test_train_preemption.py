@@ -40,7 +40,7 @@ def make(root: Path, ranks: int) -> RunPaths:
 
 def send_long(paths: RunPaths, ranks: int) -> None:
     """The batch of step LONG, in hundreds of micro-batches."""
-    samples = make_samples(groups=500)
+    samples = make_samples(groups=250)
     half = len(samples) // 2
     BatchWriter(paths).send(pack(LONG, [samples[:half], samples[half:]], ranks=ranks, tokens=60))
 

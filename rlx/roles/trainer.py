@@ -144,6 +144,7 @@ class Trainer:
 
     def give_way(self, step: int) -> int:
         """The machine will be taken away: keep the state after `step` steps, say so, leave."""
+        self.step_trainer.give_up()
         if step > self.first_step:
             self.beat(f"writing checkpoint {step} before leaving", step)
             self.checkpoints.save(step)

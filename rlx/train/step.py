@@ -105,6 +105,14 @@ class PolicyTrainer:
         values["time/forward_backward"] += scored
         return values
 
+    def give_up(self) -> None:
+        """Forget what was done of an optimizer step, after `before_micro_batch` raised: parameters and optimizer are those before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        # Forward leaves the root's parameters whole until backward, and none came.
+        for model in (self.model, *([self.reference.model] if self.reference is not None else [])):
+            if (reshard := getattr(model, "reshard", None)) is not None:
+                reshard()
+
     def _score_before(self, mini_batch: MiniBatch, recompute: bool) -> list[Before]:
         """What the step compares with, micro-batch by micro-batch. Without `recompute` there is one optimizer step, whose own forward
         says what the policy says before it."""
