@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlx.kernels.liger import why_not
 from rlx.kernels.logprob import choose_backend, logprob
 from rlx.kernels.reference import logprob_reference
 
@@ -187,7 +188,8 @@ def test_liger_gives_the_same_values_and_gradients_where_it_applies():
     ("keys", "message"),
     [
         ({"bias": torch.zeros(50)}, "this head has a bias"),
-        ({"softcap": 2.0}, "these logits are bounded by 2.0"),
+        ({"softcap": 2.0}, "these logits are bounded by 2;"),
+        ({"softcap": 2.0, "bias": torch.zeros(50)}, "this head has a bias and these logits are bounded by 2;"),
         ({}, "it knows one temperature, and these tokens have 0.6"),
     ],
 )
@@ -202,13 +204,29 @@ def test_liger_is_refused_where_it_computes_something_else(keys, message):
     [
         ("triton", torch.float32, "it needs CUDA, and this is cpu"),
         ("triton", torch.float64, "its kernels compute in float32"),
-        ("liger", torch.bfloat16, r"on cpu it rounds logits to torch\.bfloat16"),
+        ("liger", torch.bfloat16, r"on cpu it rounds logits and entropy to torch\.bfloat16, and float32 is needed"),
+        ("liger", torch.float64, "it computes in float32, and these tensors are float64"),
         ("cuda", torch.float32, "it must be one of auto, torch, triton, liger"),
     ],
 )
 def test_a_backend_that_does_not_apply_is_refused_with_the_reason(name, dtype, message):
     with pytest.raises(ValueError, match=rf"model\.logprob_backend is {name}: {message}.*set model\.logprob_backend=auto"):
         choose_backend(name, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "message"),
+    [
+        ((9, 0), torch.bfloat16, "its kernel for compute capability 9.0 rounds the entropy to bfloat16, and float32 is needed"),
+        ((9, 0), torch.float32, "its kernel for compute capability 9.0 takes bfloat16, and these tensors are torch.float32"),
+        ((8, 0), torch.bfloat16, "on cuda it rounds logits and entropy to torch.bfloat16, and float32 is needed"),
+        ((10, 0), torch.float32, None),
+    ],
+)
+def test_liger_is_refused_wherever_it_does_not_give_float32(capability, dtype, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("rlx.kernels.liger.find_spec", lambda name: name)
+    assert why_not(torch.device("cuda"), dtype) == message
 
 
 def test_auto_takes_triton_on_cuda_for_a_real_vocabulary_and_torch_elsewhere():

@@ -13,6 +13,9 @@ import pytest
 import torch
 from triton_worker import CASES, compare
 
+from rlx.kernels.logprob import choose_backend, logprob
+from rlx.kernels.reference import logprob_reference
+
 pytest.importorskip("triton")
 WORKER = Path(__file__).parent / "triton_worker.py"
 POINTERS = {
@@ -38,6 +41,39 @@ def test_kernels_on_a_device_are_within_1e_5_of_float64(case):
         assert compare(*case, device="cuda") <= 1e-5
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_bfloat16_on_a_device_is_good_to_its_own_rounding(frozen, with_bias):
+    """Default tiles, of which this has two along the tokens and five along the vocabulary. Not run yet: no device was at hand."""
+    n, d, v = 8192 + 100, 256, 20_000
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    hidden, head, bias = (t.bfloat16() for t in (normal(n, d), 1.4 * d**-0.5 * normal(v, d), 0.5 * normal(v)))
+    labels = torch.randint(0, v, (n,), generator=generator, device="cuda")
+    temperature = torch.rand(n, generator=generator, device="cuda") + 0.5
+    weights = normal(2, n)
+    assert choose_backend("auto", hidden.device, hidden.dtype, v) == "triton"
+    results = []
+    for function, dtype in ((logprob, torch.bfloat16), (logprob_reference, torch.float64)):
+        learned = [t.to(dtype).requires_grad_(i == 0 or not frozen) for i, t in enumerate((hidden, head, bias))]
+        logp, entropy = function(
+            *learned[:2], labels, temperature.to(torch.promote_types(dtype, torch.float32)), bias=learned[2] if with_bias else None
+        )
+        loss = (weights[0] * logp).sum() if frozen else (weights[0] * logp + 0.3 * weights[1] * entropy).sum()
+        gradients = torch.autograd.grad(loss, learned[: 1 if frozen else 3 if with_bias else 2])
+        results.append([logp.detach().double(), entropy.detach().double(), *(g.double() for g in gradients)])
+        del logp, entropy, loss, gradients
+    (logp, entropy, *gradients), (true_logp, true_entropy, *true_gradients) = results
+    assert (logp - true_logp).abs().max() <= 1e-5
+    assert (entropy - true_entropy).abs().max() <= 1e-5
+    for found, wanted in zip(gradients, true_gradients, strict=True):
+        assert (found - wanted).norm() / wanted.norm() <= 3e-3
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -10,13 +10,14 @@ from transformers.models.gpt2 import GPT2Config
 from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.phi import PhiConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config, modeling_qwen3
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.data.packing import pack
 from rlx.models.liger import apply_liger, patch
-from rlx.models.load import check_packed_forward
+from rlx.models.load import check_packed_forward, load_policy
 from rlx.models.policy import PolicyModel
 
 pytest.importorskip("liger_kernel")
@@ -37,6 +38,17 @@ def test_a_family_that_liger_does_not_know_is_left_alone():
     assert apply_liger(hf, "auto", CUDA) == "off: it has no kernels for the family gpt2"
     with pytest.raises(ValueError, match="no kernels for the family gpt2"):
         apply_liger(hf, True, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "keys", "message"),
+    [(PhiConfig, {}, "this head has a bias"), (Gemma2Config, {"final_logit_softcapping": 30.0}, "these logits are bounded by 30")],
+)
+def test_a_head_that_its_op_does_not_know_is_refused_when_the_model_is_loaded(config_class, keys, message, tmp_path):
+    make_model(config_class, **keys).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"model.logprob_backend is liger: {message}; set model.logprob_backend=auto"):
+        load_policy(str(tmp_path), CPU, dtype="float32", logprob_backend="liger")
+    assert load_policy(str(tmp_path), CPU, dtype="float32").logprob_backend == "torch"
 
 
 def test_kernels_are_put_into_one_model_and_no_other():

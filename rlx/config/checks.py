@@ -211,8 +211,8 @@ def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
     name, cpu, remedy = cfg.model.logprob_backend, cfg.hardware.device == "cpu", "Use model.logprob_backend=auto."
     if name == "triton" and cpu:
         yield f"Triton needs a GPU: {of('model.logprob_backend')} with {of('hardware.device')}. {remedy}"
-    if name == "liger" and cpu and cfg.model.dtype != "float32":
-        yield f"Liger's op rounds logits to {of('model.dtype')} on a CPU: {of('model.logprob_backend')}. {remedy}"
+    if name == "liger" and cfg.model.dtype != "float32":
+        yield f"Liger's op rounds its results to {of('model.dtype')}: {of('model.logprob_backend')}. {remedy}"
     own = {key: env.sampling.temperature for key, env in cfg.envs.items() if env.sampling.temperature is not None}
     if name == "liger" and len({own.get(key, cfg.sampling.temperature) for key in cfg.envs}) > 1:
         keys = ", ".join(of(f"envs.{key}.sampling.temperature") for key in own)

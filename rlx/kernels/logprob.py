@@ -49,11 +49,11 @@ def logprob(
     assert hidden.shape[1] == head.shape[1], (hidden.shape, head.shape)
     assert bias is None or bias.shape == head.shape[:1], (bias.shape, head.shape)
     assert labels.shape == temperature.shape == hidden.shape[:1], (labels.shape, temperature.shape, hidden.shape)
-    backend = choose_backend(backend, hidden.device, hidden.dtype, len(head))
+    backend = choose_backend(backend, hidden.device, hidden.dtype, len(head), has_bias=bias is not None, softcap=softcap)
     if backend == "liger" and len(hidden):
         from rlx.kernels.liger import liger_logprob
 
-        return liger_logprob(hidden, head, labels, temperature, bias=bias, scale=scale, softcap=softcap)
+        return liger_logprob(hidden, head, labels, temperature, scale=scale)
     rows: Rows = rows_torch
     if backend == "triton":
         from rlx.kernels import rows_triton
@@ -62,8 +62,16 @@ def logprob(
     return tiled_logprob(hidden, head, labels, temperature, bias=bias, form=Form(scale, softcap), rows=rows, tile=tile)
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int | None = None) -> str:
-    """`torch`, `triton` or `liger` for inputs of this kind; `vocabulary` null is taken for large.
+def choose_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int | None = None,
+    *,
+    has_bias: bool = False,
+    softcap: float | None = None,
+) -> str:
+    """`torch`, `triton` or `liger` for inputs and a head of this kind; `vocabulary` null is taken for large.
 
     `auto` takes Triton on CUDA where it is installed, else torch; torch also for a vocabulary narrower than a tile: a toy's logits are
     too few to be worth the seconds that compiling a kernel takes.
@@ -79,7 +87,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, vocabula
     elif name == "liger":
         from rlx.kernels.liger import why_not
 
-        reason = why_not(device, dtype)
+        reason = why_not(device, dtype, has_bias=has_bias, softcap=softcap)
     elif name != "torch":
         reason = f"it must be one of {', '.join(BACKENDS)}"
     if reason is not None:

@@ -206,7 +206,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in the precision of `total`."""
+    """total += a @ b in the precision of `total`, added inside the product: no [n, D] beside it.
+
+    With `out_dtype`, torch takes a float32 summand of 16-bit factors since 2.10 (pytorch#167931; until then #154086); `out` may be it.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

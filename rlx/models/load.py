@@ -60,7 +60,9 @@ def load_policy(
 
     def finished(model: PolicyModel) -> PolicyModel:
         model.attention, model.compute_dtype = attention, compute
-        model.logprob_backend = choose_backend(logprob_backend, device, compute, len(model.head[0].weight))
+        head = model.head[0]
+        has_bias = getattr(head, "bias", None) is not None
+        model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(model.hf, liger, device)  # after the check, which runs on the CPU
         checkpoint_activations(model, ac_freq)
         if compile:
