@@ -67,6 +67,11 @@ class Rollout:
         """Sampled tokens over all turns."""
         return sum(len(turn.completion_ids) for turn in self.turns)
 
+    @property
+    def longest_turn(self) -> int:
+        """Sampled tokens of the longest turn: what `sampling.max_tokens` bounds."""
+        return max((len(turn.completion_ids) for turn in self.turns), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

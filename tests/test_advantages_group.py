@@ -30,6 +30,7 @@ def scores(groups: list[list[float]], lengths: list[list[int]] | None = None, en
     return GroupScores(
         rewards=[np.array(group, dtype=np.float64) for group in groups],
         lengths=[np.array(each, dtype=np.int32) for each in lengths or [[1] * len(group) for group in groups]],
+        longest_turns=[np.ones(len(group), dtype=np.int32) for group in groups],
         envs=envs or ["e"] * len(groups),
     )
 

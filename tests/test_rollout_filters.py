@@ -15,11 +15,13 @@ from test_rollout_collector import FakeEnv, collector, indices, run
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
+from rlx.config.load import compose
 from rlx.config.schema import DifficultyFilter, RewardConfig
+from rlx.rollout.batch import scores_of
 from rlx.rollout.collector import Collector, RolloutsFailed
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.record import read_rollouts
-from rlx.types import Rollout, Task
+from rlx.types import Rollout, Task, Turn
 
 
 class Scored(FakeEnv):
@@ -141,7 +143,8 @@ def test_a_reward_that_is_no_number_is_refused_by_name(value: float) -> None:
 def test_lengths_change_the_rewards_that_advantages_see() -> None:
     groups = GroupScores(
         rewards=[np.array([1.0, 0.0, 1.0, 0.0]), np.array([0.0, 0.0])],
-        lengths=[np.array([10, 16, 18, 20]), np.array([25, 3])],
+        lengths=[np.array([100, 16, 58, 20]), np.array([25, 33])],  # over all turns: not what max_tokens bounds
+        longest_turns=[np.array([10, 16, 18, 20]), np.array([25, 3])],
         envs=["a", "b"],
     )
     longest = {"a": 20, "b": 20}
@@ -154,6 +157,24 @@ def test_lengths_change_the_rewards_that_advantages_see() -> None:
     brief = shape(groups, RewardConfig(length_penalty=0.2), longest).rewards
     np.testing.assert_allclose(brief[0], [1 - 0.05, -0.08, 1 - 0.09, -0.1])  # half of the group solved it
     np.testing.assert_allclose(brief[1], [0.0, 0.0])  # nobody did
+
+
+def test_four_turns_within_their_limit_are_not_overlong() -> None:
+    def turn(tokens: int) -> Turn:
+        ids = np.zeros(tokens, dtype=np.int32)
+        return Turn(prompt_ids=ids[:1], completion_ids=ids, logprobs=np.zeros(tokens, np.float32), versions=ids, finish_reason="stop")
+
+    several = [replace(rollout, turns=tuple(map(turn, turns))) for rollout, turns in zip(
+        rollouts_of(1.0, 1.0, 1.0, 0.0), ([400] * 4, [100, 512, 8], [30], []), strict=True
+    )]  # fmt: skip
+    scores = scores_of([several])
+    assert scores.lengths[0].tolist() == [1600, 620, 30, 0], "the tokens that are trained on, for advantages that weigh by them"
+    assert scores.longest_turns[0].tolist() == [400, 512, 30, 0]
+    config = compose(["loss=dapo", "sampling.max_tokens=512", "seq_len=2048", "model.context_length=2048"], {}).cfg
+    (shaped,) = shape(scores, config.reward, {"e": config.sampling.max_tokens}).rewards
+    np.testing.assert_allclose(shaped, [1.0, 0.0, 1.0, 0.0], atol=1e-12)  # only the turn that used its whole limit
+    (brief,) = shape(scores, RewardConfig(length_penalty=0.4), {"e": 512}).rewards
+    np.testing.assert_allclose(brief, [1 - 0.3 * 400 / 512, 1 - 0.3, 1 - 0.3 * 30 / 512, 0.0])
 
 
 def test_the_reported_reward_is_that_of_all_rollouts_played_and_rules_are_counted(tmp_path: Path) -> None:

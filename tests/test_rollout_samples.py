@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlx.advantages.group import group_mean
-from rlx.rollout.batch import scores_of
-from rlx.rollout.groups import refuse_infinite
+from rlx.rollout.batch import describe, scores_of
+from rlx.rollout.groups import Tally, refuse_infinite
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, TrainingSample, Turn
 
@@ -116,6 +116,17 @@ def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
     both = [rollout(turn([1], [2])), rollout(turn([1], [3]), member=1, truncated=True)]
     assert [sample.rollout for sample in samples(*both)] == [0, 1]
     assert [sample.rollout for sample in samples(*both, mask_overlong=True)] == [0]
+
+
+def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
+    both = tuple(replace(one, timing={"total": 1.0}) for one in (
+        rollout(turn([1], [2, 4, 5])), rollout(turn([1], [3]), member=1, truncated=True)
+    ))  # fmt: skip
+    group = Group(id=5, task=TASK, rollouts=both, advantages=np.ones(2, dtype=np.float32))
+    for masked, share in ((True, 0.25), (False, 0.0)):
+        described = describe([group], [samples(*both, mask_overlong=masked)], Tally())
+        assert described["batch/overlong_frac"] == share
+        assert described["batch/loss_tokens"] == 4 * (1 - share)
 
 
 def test_an_unknown_strategy_is_named() -> None:

@@ -20,10 +20,11 @@ Advantages = list[NDArray[np.float32]]  # [G] of every group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScores:
-    """The groups of a batch, all three sequences in the same order."""
+    """The groups of a batch, all four sequences in the same order."""
 
     rewards: Sequence[NDArray]  # [G] of every group, shaped
-    lengths: Sequence[NDArray]  # [G] sampled tokens of every rollout
+    lengths: Sequence[NDArray]  # [G] sampled tokens of every rollout, over all turns
+    longest_turns: Sequence[NDArray]  # [G] sampled tokens of its longest turn, which is what sampling.max_tokens bounds
     envs: Sequence[str]  # environment of every group
 
 

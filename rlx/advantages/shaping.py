@@ -1,4 +1,8 @@
-"""Rewards changed by length before advantages are computed. What is reported as the reward is never shaped. numpy alone."""
+"""Rewards changed by length before advantages are computed. What is reported as the reward is never shaped. numpy alone.
+
+The length of a rollout is here that of its longest turn: L_max is `sampling.max_tokens`, the most new tokens of one turn. So a rollout of
+four short answers is not long, and one answer of full length is, whatever comes before or behind it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def shape(groups: GroupScores, config: RewardConfig, max_tokens: Mapping[str, in
     if not config.soft_overlong and not config.length_penalty:
         return groups
     shaped = []
-    for rewards, lengths, env in zip(groups.rewards, groups.lengths, groups.envs, strict=True):
+    for rewards, lengths, env in zip(groups.rewards, groups.longest_turns, groups.envs, strict=True):
         values = np.asarray(rewards, dtype=np.float64)
         if config.length_penalty:
             values = values - length_penalty(rewards, lengths, weight=config.length_penalty, longest=max_tokens[env])
@@ -36,7 +40,7 @@ def soft_overlong(lengths: NDArray, *, longest: float, cache: float) -> NDArray[
 
 
 def length_penalty(rewards: NDArray, lengths: NDArray, *, weight: float, longest: float) -> NDArray[np.float64]:
-    """[G] what is taken off: weight × tokens / longest × share of the group's rollouts with a reward above 0.
+    """[G] what is taken off: weight × lengths / longest × share of the group's rollouts with a reward above 0.
 
     So brevity counts where the prompt is solved anyway, and not at all where nobody solves it.
     """

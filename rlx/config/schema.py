@@ -66,7 +66,7 @@ class ModelConfig:
     )
     logprob_backend: str = key(
         "auto",
-        "the fused head + log-probability + entropy op: `torch`, `triton` (CUDA), `liger` (one temperature, plain head) or `auto`",
+        "the fused head + log-probability + entropy op: `torch`, `triton` (CUDA), `liger` (float32, one temperature, plain head) or `auto`",
         choices=("auto", "torch", "triton", "liger"),
     )
     liger: bool | str = key(
@@ -108,12 +108,19 @@ class EnvConfig:
 
 @dataclass
 class RewardConfig:
-    """How rewards are changed before advantages are computed; what is reported stays the environment's."""
+    """How rewards are changed before advantages are computed; what is reported stays the environment's.
 
-    soft_overlong: bool = key(False, "add 0 up to max_tokens - overlong_cache sampled tokens, then linearly down to -1 at max_tokens")
+    A rollout is as long as its longest turn, because max_tokens is that of a turn.
+    """
+
+    soft_overlong: bool = key(
+        False, "add 0 up to max_tokens - overlong_cache sampled tokens of the longest turn, then linearly down to -1 at max_tokens"
+    )
     overlong_cache: int | None = key(None, "tokens over which it falls; null: a fifth of max_tokens, as 4096 of 20480 in DAPO", low=1)
     length_penalty: float = key(
-        0.0, "c: take off c · tokens / max_tokens · share of the group's rollouts with a reward above 0; 0 is off", low=0
+        0.0,
+        "c: take off c · tokens of the longest turn / max_tokens · share of the group's rollouts with a reward above 0; 0 is off",
+        low=0,
     )
 
 

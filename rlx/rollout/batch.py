@@ -23,6 +23,7 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
     return GroupScores(
         rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in batch],
         lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
+        longest_turns=[np.array([rollout.longest_turn for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         envs=[rollouts[0].task.env for rollouts in batch],
     )
 
@@ -83,13 +84,16 @@ def describe(
     rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])
+    sampled = sum(rollout.num_completion_tokens for group in groups for rollout in group.rollouts)
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # every sampled token is in one sample, but for overlong rollouts
     values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "batch/groups": len(groups),
         "batch/rollouts": sum(len(group.rollouts) for group in groups),
         "batch/samples": len(samples),
-        "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+        "batch/loss_tokens": trained,
+        "batch/overlong_frac": 1 - trained / sampled if sampled else 0.0,
         "batch/tokens": sum(len(sample.token_ids) for sample in samples),
         "batch/zero_advantage_frac": sum(not group.advantages.any() for group in groups) / max(len(groups), 1),
         "length/completion_mean": lengths.mean(),
