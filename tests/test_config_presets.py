@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.declared import ATTRIBUTE, Declared
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import LAYOUTS
 from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import conf_directory
-from rlx.config.signatures import locate, signature_of
+from rlx.config.signatures import declared_by, locate, signature_of
 from rlx.launch.plan import make_plan
 from rlx.train.nodes import check_built
 
@@ -65,6 +66,7 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
         assert all(value != "???" for value in vars(terms).values())
     built = instantiate(node)
     assert callable(built)
+    assert declared_by(node["_target_"]) == getattr(locate(node["_target_"]), ATTRIBUTE, Declared()), "from source, and from the object"
     real = inspect.signature(locate(node["_target_"]))
     read = signature_of(node["_target_"])
     assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [

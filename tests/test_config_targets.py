@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 
@@ -101,6 +102,82 @@ def test_a_users_module_that_fails_to_import_is_a_problem_of_the_configuration(t
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="acme_broken cannot be imported: No module named 'not_there_at_all'"):
         compose(["loss._target_=acme_broken.loss"], {})
+
+
+DECLARING = """
+import torch  # as a module of per-token tensors does
+from rlx.config.declared import declares
+
+@declares(uses_ratio=False, own_sign="pull", against_engine=True, needs_teacher=NEEDS, ranges={"pull": "at least 0"})
+def own(tokens, *, pull: float = 0.0):
+    return pull
+
+@declares(compares_group=True, rewards_from_0=True, std_over="group")
+def spread(groups, *, ddof: int = 1):
+    return ddof
+"""
+OWN = ["--config-dir", "my_conf", "loss=own", "advantage=spread"]
+
+
+@pytest.fixture
+def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An objective and an advantage of a user's own that say something about themselves: one file, a YAML each."""
+    module = tmp_path / "acme_declared.py"
+    module.write_text(DECLARING.replace("NEEDS", "False"))
+    for name, text in {
+        "loss/own": "_target_: acme_declared.own\naggregate: token_mean\npull: 0.0\n",
+        "advantage/spread": "_target_: acme_declared.spread\nddof: 1\n",
+    }.items():
+        path = tmp_path / "my_conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield module
+    sys.modules.pop("acme_declared", None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("loss.dual_clip=3 loss.pull=0.1", "own with loss.pull=0.1 (command line) does not go by the sign"),
+        ("loss.pull=-1", "`loss.pull` must be at least 0: loss.pull=-1"),
+        ("loss.proximal=recompute loss.correction=tis", "the weight of own is against the engine already"),
+        ("orchestrator.rollouts_per_example=1 orchestrator.batch_size=32", "the advantage spread compares the rollouts of a group"),
+        ("reward.soft_overlong=true", "the advantage spread takes no reward below 0"),
+        ("advantage.ddof=8", "the std of 8 rewards divides by 8 - ddof"),
+        ("loss.dual_clip=3 sampling.top_p=0.9", None),
+    ],
+)
+def test_the_rules_know_a_users_own_objective_by_what_it_declares(declaring: Path, argv: str, message: str | None):
+    if message is None:
+        compose([*OWN, *argv.split()], {})
+        return
+    with pytest.raises(ConfigError) as caught:
+        compose([*OWN, *argv.split()], {})
+    assert message in str(caught.value)
+
+
+def test_a_users_own_objective_that_needs_a_teacher_is_refused_without_one(declaring: Path):
+    declaring.write_text(DECLARING.replace("NEEDS", "True"))
+    with pytest.raises(ConfigError, match="the objective own learns from a teacher, and none is named"):
+        compose(OWN, {})
+
+
+def test_a_declaration_that_cannot_be_is_explained(declaring: Path):
+    for wrong, message in (("uses_rato=False", "what can be declared: uses_ratio,"), ("std_over='all'", "it must be group or batch")):
+        declaring.write_text(f"from rlx.config.declared import declares\n@declares({wrong})\ndef own(tokens): ...\n")
+        with pytest.raises(ConfigError, match=f"acme_declared cannot be imported: (Type|Value)Error: .*{message}"):
+            compose(["loss._target_=acme_declared.own", "~loss.eps_low", "~loss.eps_high"], {})
+
+
+def test_shipped_targets_are_checked_without_importing_them_or_torch():
+    code = (
+        "import sys; from rlx.config.load import compose; compose(['loss=masked_is', 'advantage=batch_norm'], {}); "
+        "print([m for m in sys.modules if m == 'torch' or m.startswith(('rlx.losses', 'rlx.advantages'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_torchs_optimizers_are_read_without_importing_torch():

@@ -66,6 +66,9 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient of what was bad: loss.leak=0.5"
     with pytest.raises(ConfigError, match=r"leaky takes leak=0\.25"):
         compose([*arguments.split(), "loss.lek=1"], {})
+    with pytest.raises(ConfigError, match=r"`loss\.leak` must be at least 0"):
+        compose([*arguments.split(), "loss.leak=-1"], {})
+    compose([*arguments.split(), "sampling.top_p=0.9"], {})  # it uses no ratio that truncated sampling would bias
 
 
 def test_links_between_the_pages_lead_somewhere():

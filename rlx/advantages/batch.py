@@ -8,8 +8,10 @@ import numpy as np
 
 from rlx.advantages.base import Advantages, GroupScores
 from rlx.advantages.group import centred
+from rlx.config.declared import declares
 
 
+@declares(compares_group=True, std_over="batch", ranges={"ddof": "at least 0", "eps": "above 0"})
 def batch_norm(groups: GroupScores, *, of: str = "centred", ddof: int = 1, eps: float = 1e-6) -> Advantages:
     """A_i = (R_i − mean of its group) / (std over the batch + eps) (REINFORCE++-baseline, arXiv 2501.03262; LitePPO, arXiv 2508.08221).
 
@@ -24,6 +26,7 @@ def batch_norm(groups: GroupScores, *, of: str = "centred", ddof: int = 1, eps: 
     return [(advantages / scale).astype(np.float32) for advantages in own]
 
 
+@declares(ranges={"decay": "at least 0 and below 1"})
 class Ema:
     """A_i = R_i − b, b a moving average of the environment's rewards (role-conditioned advantage of SPIRAL, arXiv 2506.24119).
 

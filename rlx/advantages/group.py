@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.advantages.base import Advantages, GroupScores
+from rlx.config.declared import declares
 
 
 def none(groups: GroupScores) -> Advantages:
@@ -13,21 +14,25 @@ def none(groups: GroupScores) -> Advantages:
     return [np.asarray(rewards).astype(np.float32) for rewards in groups.rewards]
 
 
+@declares(compares_group=True)
 def group_mean(groups: GroupScores) -> Advantages:
     """A_i = R_i − mean(R) (Dr. GRPO, arXiv 2503.20783)."""
     return [centred(rewards, "group_mean").astype(np.float32) for rewards in groups.rewards]
 
 
+@declares(compares_group=True, std_over="group", ranges={"ddof": "at least 0", "eps": "above 0"})
 def group_norm(groups: GroupScores, *, ddof: int = 1, eps: float = 1e-6) -> Advantages:
     """A_i = (R_i − mean(R)) / (std(R) + eps) (GRPO, arXiv 2402.03300). `ddof` 1 is the sample standard deviation, 0 the population's."""
     return [(a / (np.std(a, ddof=ddof) + eps)).astype(np.float32) for a in (centred(r, "group_norm") for r in groups.rewards)]
 
 
+@declares(compares_group=True)
 def leave_one_out(groups: GroupScores) -> Advantages:
     """A_i = R_i − mean of the others' rewards = G/(G−1) · (R_i − mean(R)) (RLOO, arXiv 2402.14740)."""
     return [(a * (len(a) / (len(a) - 1))).astype(np.float32) for a in (centred(r, "leave_one_out") for r in groups.rewards)]
 
 
+@declares(compares_group=True)
 def opo(groups: GroupScores) -> Advantages:
     """A_i = R_i − Σ_j |y_j| R_j / Σ_j |y_j|: the baseline of least variance where tokens count alike (OPO, arXiv 2505.23585).
 
@@ -41,6 +46,7 @@ def opo(groups: GroupScores) -> Advantages:
     return advantages
 
 
+@declares(compares_group=True, rewards_from_0=True)
 def max_rl(groups: GroupScores) -> Advantages:
     """A_i = (R_i − mean(R)) / mean(R), 0 where mean(R) = 0: maximum likelihood of success, to first order (MaxRL, arXiv 2602.02710).
 

@@ -1,36 +1,21 @@
 """The rules between the objective, its advantage, its reference model and how tokens are sampled, one function a rule.
 
-Knows no module of an objective: what it asks for it recognises by the last part of a `_target_`.
+Knows no objective and no advantage by name: what a rule asks for, they declare in their own files (`rlx.config.declared`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from rlx.config.rules import Show, rule, target_name
+from rlx.config.declared import RANGES
+from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
-
-GROUP_RELATIVE = ("group_norm", "group_mean", "batch_norm", "leave_one_out", "opo", "max_rl")  # advantages that are 0 in a group of 1
-NO_RATIO = ("reinforce", "sft")  # objectives that use no importance ratio
-AGAINST_ENGINE = ("aipo", "masked_is", "opd")  # objectives whose weight is against the engine, whatever loss.proximal is
-OWN_SIGN = ("opd", "sft")  # objectives that push by something else than the reward's advantage
-
-_ABOVE_0: tuple[Callable[[float], bool], str] = (lambda x: x > 0, "above 0")
-_AT_LEAST_0: tuple[Callable[[float], bool], str] = (lambda x: x >= 0, "at least 0")
-RANGES = {  # of the shipped objectives' and advantages' own keys; NaN is in none
-    "eps_low": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "decay": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    **dict.fromkeys(
-        ("eps_high", "cap", "delta", "token_high", "token_max", "mean_high", "d_low", "d_high", "tau_pos", "tau_neg", "eps"), _ABOVE_0
-    ),
-    **dict.fromkeys(("token_low", "mean_low", "kl_tau", "ddof"), _AT_LEAST_0),
-}
 
 
 @rule("orchestrator.rollouts_per_example", "advantage")
 def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.advantage)
-    if cfg.orchestrator.rollouts_per_example == 1 and name in GROUP_RELATIVE:
+    if cfg.orchestrator.rollouts_per_example == 1 and declared(cfg.advantage).compares_group:
         yield (
             f"the advantage {name} compares the rollouts of a group, and is always 0 in a group of one: "
             f"{of('orchestrator.rollouts_per_example')}.\nUse at least 2 rollouts, or advantage=none."
@@ -45,7 +30,8 @@ def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     cut = [key for key, cuts in is_cut.items() if cuts]
     name = target_name(cfg.loss)
     # A correction is a ratio against the engine, whatever the objective does.
-    if cut and not s.allow_biased_ratio and (name not in NO_RATIO or cfg.loss.get("correction", "none") != "none"):
+    weighs = declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
+    if cut and not s.allow_biased_ratio and weighs:
         keys = ", ".join(of(f"sampling.{key}") for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
@@ -66,7 +52,7 @@ def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
 @rule("loss")
 def corrected_twice(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
-    if name in AGAINST_ENGINE and cfg.loss.get("correction", "none") in ("tis", "seq_tis"):
+    if declared(cfg.loss).against_engine and cfg.loss.get("correction", "none") in ("tis", "seq_tis"):
         yield (
             f"the weight of {name} is against the engine already, and a second one would count the mismatch twice: "
             f"{of('loss.correction')}.\nSet loss.correction=none; `mis` or `seq_mis`, which only leave tokens out, are possible."
@@ -78,23 +64,25 @@ def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
     if cfg.loss.get("dual_clip") is None:
         return
-    kl_tau = cfg.loss.get("kl_tau", 0)
-    if name in OWN_SIGN or (name == "masked_is" and isinstance(kl_tau, int | float) and kl_tau > 0):
-        and_key = f" with {of('loss.kl_tau')}" if name == "masked_is" else ""
+    own_sign = declared(cfg.loss).own_sign
+    key = own_sign if isinstance(own_sign, str) else None
+    value = cfg.loss.get(key, 0) if key else 0
+    if own_sign is True or (isinstance(value, int | float) and value > 0):
+        and_key = f" with {of(f'loss.{key}')}" if key else ""
         yield (
             f"dual clip holds what has a negative advantage, and {name}{and_key} does not go by the sign of the reward's advantage: "
-            f"{of('loss.dual_clip')}.\nLeave loss.dual_clip null{', or loss.kl_tau=0' if and_key else ''}."
+            f"{of('loss.dual_clip')}.\nLeave loss.dual_clip null{f', or loss.{key}=0' if key else ''}."
         )
 
 
 @rule("advantage", "reward")
 def negative_rewards(cfg: Config, of: Show) -> Iterator[str]:
     shaped = {"soft_overlong": cfg.reward.soft_overlong, "length_penalty": cfg.reward.length_penalty > 0}
-    if target_name(cfg.advantage) == "max_rl" and any(shaped.values()):
+    if declared(cfg.advantage).rewards_from_0 and any(shaped.values()):
         off = {"soft_overlong": "false", "length_penalty": "0"}
         on = [key for key in shaped if shaped[key]]
         yield (
-            f"the advantage max_rl divides by the mean reward, which must not be negative, and shaped rewards are: "
+            f"the advantage {target_name(cfg.advantage)} takes no reward below 0, and shaping makes some: "
             f"advantage._target_={cfg.advantage['_target_']} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
             f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or take advantage=group_norm."
         )
@@ -103,21 +91,18 @@ def negative_rewards(cfg: Config, of: Show) -> Iterator[str]:
 @rule("loss", "advantage")
 def own_keys_in_range(cfg: Config, of: Show) -> Iterator[str]:
     for group, node in (("loss", cfg.loss), ("advantage", cfg.advantage)):
-        if not str(node.get("_target_", "")).startswith("rlx."):
-            continue  # somebody else's key of this name may mean something else
-        for key, value in node.items():
-            if key in RANGES and isinstance(value, int | float):
-                holds, words = RANGES[key]
-                if not holds(value):
-                    yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
+        for key, words in declared(node).ranges.items():
+            if isinstance(value := node.get(key), int | float) and not RANGES[words](value):
+                yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
 
 
 @rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")
 def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
-    if target_name(cfg.advantage) not in ("group_norm", "batch_norm") or not isinstance(cfg.advantage.get("ddof"), int):
+    over = declared(cfg.advantage).std_over
+    if over is None or not isinstance(cfg.advantage.get("ddof"), int):
         return
-    key = "orchestrator.rollouts_per_example" if target_name(cfg.advantage) == "group_norm" else "orchestrator.batch_size"
-    size = cfg.orchestrator.rollouts_per_example if target_name(cfg.advantage) == "group_norm" else cfg.orchestrator.batch_size
+    key = "orchestrator.rollouts_per_example" if over == "group" else "orchestrator.batch_size"
+    size = cfg.orchestrator.rollouts_per_example if over == "group" else cfg.orchestrator.batch_size
     if size > 1 and cfg.advantage["ddof"] >= size:
         yield (
             f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of('advantage.ddof')}, {of(key)}.\n"
@@ -129,8 +114,9 @@ def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
 def reference(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.kl_terms.get("target_kl") is not None and not cfg.kl_terms.get("beta"):
         yield f"a KL weight of 0 stays 0 whatever it is multiplied by: {of('loss.kl.target_kl')}. Give it a start: loss.kl.beta=0.01."
-    if target_name(cfg.loss) == "opd" and cfg.ref.name is None:
-        yield "loss=opd learns from a teacher, and none is named. Set ref.name to a model with the policy's vocabulary."
+    if declared(cfg.loss).needs_teacher and cfg.ref.name is None:
+        name = target_name(cfg.loss)
+        yield f"the objective {name} learns from a teacher, and none is named. Set ref.name to a model with the policy's vocabulary."
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (
             f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "

@@ -19,6 +19,7 @@ from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.rules import target_name
 from rlx.config.schema import Config
+from rlx.config.signatures import READABLE
 from rlx.config.targets import check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 
@@ -71,12 +72,17 @@ def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) 
 
 
 def finish(tree: Tree) -> Composed:
-    """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes."""
+    """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
+
+    Targets of the user's own are imported by the last; then the rules are asked again, for what those declare about themselves.
+    """
     builder = Builder(Config, tree.origins)
     cfg = builder.build(Config, tree.data)
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
+    if not problems and any(node["_target_"].partition(".")[0] not in READABLE for node in (cfg.loss, cfg.advantage)):
+        problems = check(cfg, tree.origins)
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return Composed(cfg, tree.overrides, tree.choices, tree.notes, tree.origins)

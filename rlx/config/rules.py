@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rlx.config.declared import Declared
 from rlx.config.schema import Config
+from rlx.config.signatures import declared_by
 
 Show = Callable[[str], str]
 Rule = Callable[[Config, Show], Iterator[str]]
+UNKNOWN = Declared(uses_ratio=False)  # breaks no rule
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
@@ -24,3 +27,8 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
 def target_name(node: dict) -> str:
     """Last part of a node's `_target_`."""
     return str(node.get("_target_", "")).rpartition(".")[2]
+
+
+def declared(node: dict) -> Declared:
+    """What a node's target declares about itself. What is not known yet is asked again when the target is imported: see `load.finish`."""
+    return declared_by(str(node.get("_target_", ""))) or UNKNOWN

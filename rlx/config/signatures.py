@@ -8,20 +8,24 @@ The tests import every shipped target and compare both ways.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union
 
+from rlx.config.declared import ATTRIBUTE, Declared, declares
 from rlx.config.errors import ConfigError
 from rlx.config.tree import closest
 
 READABLE = ("rlx", "torch")  # packages whose source is read
 SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+DefinitionNode = FunctionNode | ast.ClassDef
 
 
 def locate(path: str) -> Callable[..., Any]:
@@ -29,8 +33,9 @@ def locate(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{module_name} cannot be imported: {error}.") from error
+    except Exception as error:  # whatever a module of the user's own does when it is imported
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{module_name} cannot be imported: {kind}{error}.") from error
     target = getattr(module, name, None)
     if not callable(target):
         raise ConfigError(_no_such(module_name, name, [n for n in vars(module) if not n.startswith("_")]))
@@ -47,6 +52,32 @@ def signature_of(path: str) -> inspect.Signature:
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     signature = inspect.signature(target)
     return signature.replace(parameters=[p.replace(annotation=hints.get(p.name, Any)) for p in signature.parameters.values()])
+
+
+def declared_by(path: str) -> Declared | None:
+    """What a target declares about itself; None where there is no such target, or its module is not imported yet and must be."""
+    module, _, name = path.rpartition(".")
+    if path.partition(".")[0] == "rlx":
+        return _declared_in_source(module, name)
+    target = getattr(sys.modules.get(module), name, None)
+    return None if target is None else getattr(target, ATTRIBUTE, Declared())
+
+
+@functools.cache
+def _declared_in_source(module: str, name: str) -> Declared | None:
+    try:
+        node = _find(module, name)
+    except ConfigError:  # the check of targets says so
+        return None
+    for call in node.decorator_list if node is not None else ():
+        if isinstance(call, ast.Call) and _is_declaration(call):
+            return Declared(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg})
+    return Declared()
+
+
+def _is_declaration(decorator: ast.expr) -> bool:
+    """Whether it is `@declares(…)`, which leaves the target as it is."""
+    return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == declares.__name__
 
 
 def module_of(environment: str) -> str:
@@ -86,17 +117,26 @@ def _read(module: str, name: str) -> inspect.Signature | None:
 
     Raises ConfigError when there is no such module or name.
     """
+    node = _find(module, name)
+    return None if node is None else _signature(node)
+
+
+def _find(module: str, name: str) -> DefinitionNode | None:
+    """The definition of `name` in the source of its module, or of the one it is imported from; None where it is made in another way.
+
+    Raises ConfigError when there is no such module or name.
+    """
     file = _source(module)
     names = []
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _read(_imported(node, module, file), alias.name)
+                    return _find(_imported(node, module, file), alias.name)
         if isinstance(node, FunctionNode | ast.ClassDef):
             names.append(node.name)
             if node.name == name:
-                return _signature(node)
+                return node
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return None
     raise ConfigError(_no_such(module, name, names))
@@ -109,14 +149,15 @@ def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> inspect.Signature | None:
+def _signature(node: DefinitionNode) -> inspect.Signature | None:
+    decorated = not all(map(_is_declaration, node.decorator_list))
     if isinstance(node, ast.ClassDef):
         constructor = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        if constructor is None or node.decorator_list:
+        if constructor is None or decorated:
             return None
         whole = _signature(constructor)
         return whole and whole.replace(parameters=list(whole.parameters.values())[1:])
-    if node.decorator_list:
+    if decorated:
         return None
     P, a = inspect.Parameter, node.args
     plain = [*a.posonlyargs, *a.args]
