@@ -26,6 +26,7 @@ METRICS: dict[str, str] = {
     "batch/rollouts": "rollouts trained on",
     "batch/samples": "training samples (a rollout gives several when its turns do not share a prefix)",
     "batch/loss_tokens": "trainable tokens",
+    "batch/overlong_frac": "share of the groups' sampled tokens that `loss.mask_overlong` left out",
     "batch/tokens": "tokens, prompts included",
     "batch/zero_advantage_frac": "share of groups whose advantages are all 0",
     "length/completion_mean": "sampled tokens per rollout, mean",
@@ -55,8 +56,10 @@ METRICS: dict[str, str] = {
     "policy/ratio_mean": "mean importance ratio against the proximal policy",
     "policy/ratio_min": "smallest importance ratio",
     "policy/ratio_max": "largest importance ratio",
-    "policy/ess": "effective sample size of the token ratios, as a share of the tokens: (Σρ)² / (N Σρ²)",
-    "policy/masked_frac": "share of trainable tokens that the objective left out",
+    "policy/ess": "effective sample size as a share of the tokens, (Σw)² / (N Σw²): w is what the objective multiplies A ∇log π of a token "
+    "with, corrections included, and 0 where a token is clipped or left out",
+    "policy/masked_frac": "share of trainable tokens that the objective or its correction left out; those of `loss.mask_overlong` do not "
+    "reach the trainer: `batch/overlong_frac`",
     "mismatch/kl": "k3 estimate of KL between trainer and inference on the sampled tokens, nats",
     "mismatch/abs_logp_diff_mean": "mean |log-probability by the trainer − by inference|, nats",
     "mismatch/abs_logp_diff_max": "largest of the same",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import naive_objectives as naive
@@ -257,6 +258,9 @@ def test_diagnostics_equal_plain_loops():
     _, stats = Objective(grpo, LossTerms(aggregate="token_mean"))(tokens, n, 4)
     metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
     ratios = [math.exp((a - b).item()) for a, b in zip(tokens.logp, tokens.old_logp, strict=True)]
+    clipped = [(r > 1.2 and a > 0) or (r < 0.8 and a < 0) for r, a in zip(ratios, tokens.advantages, strict=True)]
+    assert 0 < sum(clipped) < n
+    weights = [0.0 if out else r for r, out in zip(ratios, clipped, strict=True)]
     gaps = [(a - b).item() for a, b in zip(tokens.logp, tokens.inference_logp, strict=True)]
     to_ref = [(b - a).item() for a, b in zip(tokens.logp, tokens.ref_logp, strict=True)]
     wanted = {
@@ -264,7 +268,7 @@ def test_diagnostics_equal_plain_loops():
         "policy/ratio_mean": sum(ratios) / n,
         "policy/ratio_min": min(ratios),
         "policy/ratio_max": max(ratios),
-        "policy/ess": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
+        "policy/ess": sum(weights) ** 2 / (n * sum(w * w for w in weights)),
         "policy/masked_frac": 0.0,
         "mismatch/kl": sum(math.exp(g) - 1 - g for g in gaps) / n,
         "mismatch/abs_logp_diff_mean": sum(map(abs, gaps)) / n,
@@ -274,6 +278,32 @@ def test_diagnostics_equal_plain_loops():
     }
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # A is not the reward's there
+
+
+@pytest.mark.parametrize("terms", [{}, {"dual_clip": 1.5, "correction": "seq_tis"}, {"correction": "mis"}], ids=["alone", "tis", "mis"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in OWN_ADVANTAGE])
+def test_the_effective_sample_size_is_that_of_the_weights_in_the_gradient(name, terms):
+    if name in ("gspo", "gspo_wide") and terms.get("correction") == "mis":
+        pytest.skip("each token carries the loss of all, so one that is left out takes a share of every token's weight with it")
+    tokens = make("ratios_far_outside")
+    function = partial(OBJECTIVES[name][0], kl_tau=0.0) if name.startswith("dppo") else OBJECTIVES[name][0]  # without its penalty
+    total, stats = Objective(function, LossTerms(aggregate="token_mean", correction_cap=1.1, **terms))(tokens, 20, 4)
+    (gradient,) = torch.autograd.grad(total, tokens.logp)
+    weights = gradient * 20 / -tokens.advantages
+    metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
+    size = float(weights.sum() ** 2 / (20 * weights.square().sum().clamp(min=1e-300)))
+    assert metrics["policy/ess"] == pytest.approx(size, rel=1e-9)
+    if not terms and name in ("reinforce", "aipo"):
+        assert (metrics["policy/ess"] == 1.0) is (name == "reinforce"), "what is not weighed is counted whole"
+
+
+def test_an_objective_that_names_no_weights_has_the_ratios():
+    tokens = make("random")
+    _, stats = Objective(lambda t: replace(grpo(t), weight=None), LossTerms(aggregate="token_mean"))(tokens, 17, 4)
+    torch.testing.assert_close(stats.sums["weight"], tokens.ratio().detach().mean())
 
 
 def test_gspo_counts_clipped_sequences():

@@ -5,18 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss, safe_exp
 
 
+@declares(against_engine=True, ranges={"delta": "above 0"})
 def aipo(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     """ℓ_t = −sg[min(exp(logp_t − inf_t), δ)] · A_t · logp_t (AIPO of LlamaRL, arXiv 2505.24034 §4.2).
 
     The ratio is against the engine that sampled, whatever `loss.proximal` is: one weight corrects both age and numerics.
     """
-    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
-    return TokenLoss(loss=-weight.clamp(max=delta) * tokens.advantages * tokens.logp, clipped_high=weight > delta)
+    ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
+    weight = ratio.clamp(max=delta)
+    return TokenLoss(loss=-weight * tokens.advantages * tokens.logp, weight=weight, clipped_high=ratio > delta)
 
 
+@declares(
+    against_engine=True,
+    own_sign="kl_tau",
+    ranges={
+        "token_low": "at least 0", "token_high": "above 0", "mean_low": "at least 0", "mean_high": "above 0", "token_max": "above 0",
+        "kl_tau": "at least 0",
+    },
+)  # fmt: skip
 def masked_is(
     tokens: TokenBatch,
     *,
@@ -39,11 +50,12 @@ def masked_is(
     spoilt = (mean < mean_low) | (mean > mean_high) | (tokens.rollout_sum((ratio > token_max).to(ratio.dtype)) > 0)  # [R]
     low, high = ratio < token_low, ratio > token_high
     dropped = low | high | spoilt[tokens.rollout_ids]
-    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
-    loss = -weight * (tokens.advantages - kl_tau * log_ratio) * tokens.logp
-    return TokenLoss(loss=torch.where(dropped, torch.zeros_like(loss), loss), clipped_low=low, clipped_high=high, dropped=dropped)
+    weight = torch.where(dropped, torch.zeros_like(ratio), safe_exp(tokens.logp.detach() - tokens.inference_logp))
+    loss = torch.where(dropped, torch.zeros_like(ratio), -weight * (tokens.advantages - kl_tau * log_ratio) * tokens.logp)
+    return TokenLoss(loss=loss, weight=weight, clipped_low=low, clipped_high=high, dropped=dropped)
 
 
+@declares(against_engine=True, own_sign=True, needs_teacher=True, ranges={"delta": "above 0"})
 def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     """`aipo` with A_t = ref_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025; arXiv 2306.13649).
 
@@ -52,5 +64,6 @@ def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     if tokens.ref_logp is None:
         raise ValueError("the objective opd learns from a teacher, and there is none; name its model with ref.name")
     advantages: Tensor = tokens.ref_logp - tokens.logp.detach()
-    weight = safe_exp(tokens.logp.detach() - tokens.inference_logp)
-    return TokenLoss(loss=-weight.clamp(max=delta) * advantages * tokens.logp, clipped_high=weight > delta)
+    ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
+    weight = ratio.clamp(max=delta)
+    return TokenLoss(loss=-weight * advantages * tokens.logp, weight=weight, clipped_high=ratio > delta)

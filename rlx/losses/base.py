@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlx.config.schema import LossTerms
 from rlx.losses.diagnostics import Stats, diagnostics
-from rlx.losses.terms import KlController, corrected, dual_clipped, kl_estimate
+from rlx.losses.terms import KlController, corrected, dual_clip_holds, dual_clipped, kl_estimate
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 AGGREGATES = ("token_mean", "seq_mean", "seq_sum", "fixed_length")
@@ -69,14 +69,17 @@ class Objective:
         result = self.function(tokens)
         assert result.loss.shape == tokens.logp.shape, (result.loss.shape, tokens.logp.shape)
         loss, dropped = result.loss, result.dropped
+        weight = (tokens.ratio() if result.weight is None else result.weight).detach()
         if self.terms.dual_clip is not None:
+            weight = torch.where(dual_clip_holds(loss, tokens.advantages, self.terms.dual_clip), torch.zeros_like(weight), weight)
             loss = dual_clipped(loss, tokens.advantages, self.terms.dual_clip)
         loss, more = corrected(loss, tokens, self.terms.correction, self.terms.correction_cap)
+        weight, _ = corrected(weight, tokens, self.terms.correction, self.terms.correction_cap)
         if more is not None:
             dropped = more if dropped is None else dropped | more
         if result.penalty is not None:
             loss = loss + result.penalty
-        return replace(result, loss=loss, dropped=dropped)
+        return replace(result, loss=loss, weight=weight, dropped=dropped)
 
     def after_update(self, metrics: dict[str, float], *, changed: bool = True) -> None:
         """Tell the KL controller what an optimizer step measured, unless nothing was `changed`; the same on every rank."""

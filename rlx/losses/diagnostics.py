@@ -27,10 +27,14 @@ class Stats:
 
 @torch.no_grad()
 def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num_sequences: int) -> Stats:
-    """The diagnostics that every objective has. Means are shares of the global batch already; `policy/ess` is completed by `finish`."""
+    """The diagnostics that every objective has; `result` is with the terms that were added, so its weights are known.
+
+    Means are shares of the global batch already; `policy/ess` is completed by `finish`.
+    """
+    assert result.weight is not None
     per_token = 1.0 / max(num_loss_tokens, 1)
     per_unit = per_token if result.unit == "token" else 1.0 / max(num_sequences, 1)
-    ratio = tokens.ratio().double()
+    ratio, weight = tokens.ratio().double(), result.weight.double()
     difference = (tokens.logp - tokens.inference_logp).double()
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = log_ratio.expm1() - log_ratio  # of KL(inference ‖ trainer): the tokens were sampled by inference
@@ -46,7 +50,8 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
             "policy/clip_frac_high": count(result.clipped_high) * per_unit,
             "policy/masked_frac": count(result.dropped) * per_token,
             "policy/ratio_mean": ratio.sum() * per_token,
-            "ratio_squared": ratio.square().sum() * per_token,
+            "weight": weight.sum() * per_token,
+            "weight_squared": weight.square().sum() * per_token,
             "mismatch/kl": k3.sum() * per_token,
             "mismatch/abs_logp_diff_mean": difference.abs().sum() * per_token,
         }
@@ -68,8 +73,8 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
 def finish(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
     """Metrics of a whole mini-batch from its reduced stats; without a trainable token, extremes are 0."""
     metrics = dict(sums)
-    square = metrics.pop("ratio_squared")
-    metrics["policy/ess"] = metrics["policy/ratio_mean"] ** 2 / square if square > 0 else 0.0
+    mean, square = metrics.pop("weight"), metrics.pop("weight_squared")
+    metrics["policy/ess"] = mean**2 / square if square > 0 else 0.0
     for name, value in maxima.items():
         metrics[name] = value if value != -float("inf") else 0.0
     metrics["policy/ratio_min"] = -metrics.pop("minus_ratio_min")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
+@declares(ranges={"d_low": "above 0", "d_high": "above 0", "kl_tau": "at least 0"})
 def dppo(tokens: TokenBatch, *, d_low: float = 0.2, d_high: float = 0.2, kl_tau: float = 1e-3) -> TokenLoss:
     """ℓ_t = −ρ_t A_t on kept tokens, plus kl_tau · (logp_t − inf_t)² on every token (DPPO, binary total variation, arXiv 2602.04879).
 
@@ -19,6 +21,7 @@ def dppo(tokens: TokenBatch, *, d_low: float = 0.2, d_high: float = 0.2, kl_tau:
     dropped = low | high
     return TokenLoss(
         loss=torch.where(dropped, torch.zeros_like(ratio), -ratio * advantages),
+        weight=torch.where(dropped, torch.zeros_like(ratio), ratio),
         penalty=kl_tau * (tokens.logp - tokens.inference_logp).square(),
         clipped_low=low,
         clipped_high=high,

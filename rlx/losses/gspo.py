@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
 
 
+@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
     """ℓ_i = −min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i), s_i = exp(mean_t(logp_t − old_t)) (GSPO, arXiv 2507.18071 eq. 5 and 7).
 
@@ -16,14 +18,17 @@ def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -
     ratio = safe_exp(tokens.rollout_mean(tokens.logp - tokens.old_logp))  # [R]
     advantages = tokens.rollout_mean(tokens.advantages)  # [R]
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    low, high = (advantages < 0) & (ratio < 1 - eps_low), (advantages > 0) & (ratio > 1 + eps_high)
     return TokenLoss(
         loss=loss[tokens.rollout_ids],
-        clipped_low=(advantages < 0) & (ratio < 1 - eps_low),
-        clipped_high=(advantages > 0) & (ratio > 1 + eps_high),
+        weight=torch.where(low | high, torch.zeros_like(ratio), ratio)[tokens.rollout_ids],
+        clipped_low=low,
+        clipped_high=high,
         unit="sequence",
     )
 
 
+@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def gspo_token(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
     """ℓ_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t), s_t = sg[s_i] · exp(logp_t − sg[logp_t]).
 
@@ -33,8 +38,10 @@ def gspo_token(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4
     """
     sequence = safe_exp(tokens.rollout_mean(tokens.logp - tokens.old_logp)).detach()[tokens.rollout_ids]  # [N]
     ratio, advantages = sequence * (tokens.logp - tokens.logp.detach()).exp(), tokens.advantages
+    low, high = (advantages < 0) & (sequence < 1 - eps_low), (advantages > 0) & (sequence > 1 + eps_high)
     return TokenLoss(
         loss=-torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages),
-        clipped_low=(advantages < 0) & (sequence < 1 - eps_low),
-        clipped_high=(advantages > 0) & (sequence > 1 + eps_high),
+        weight=torch.where(low | high, torch.zeros_like(sequence), sequence),
+        clipped_low=low,
+        clipped_high=high,
     )

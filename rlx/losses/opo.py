@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
+@declares(ranges={"cap": "above 0"})
 def opo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     """ℓ_t = −sg[min(ρ_t, cap)] · A_t · logp_t (OPO, arXiv 2505.23585).
 
     The paper trains on exactly the policy that sampled (ρ_t = 1); the capped ratio is for tokens of older versions.
     """
-    weight = tokens.ratio().detach()
-    return TokenLoss(loss=-weight.clamp(max=cap) * tokens.advantages * tokens.logp, clipped_high=weight > cap)
+    ratio = tokens.ratio().detach()
+    weight = ratio.clamp(max=cap)
+    return TokenLoss(loss=-weight * tokens.advantages * tokens.logp, weight=weight, clipped_high=ratio > cap)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
 
 
+@declares(ranges={"cap": "above 0"})
 def rloo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     """ℓ_t = −sg[min(ρ_i, cap)] · A_t · logp_t, ρ_i = exp(Σ_t(logp_t − old_t)) the product over the sequence (RLOO, arXiv 2402.14740).
 
@@ -14,11 +16,13 @@ def rloo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     policy being trained sampled the rollout, because trainer and engine then differ by nothing but rounding.
     `aggregate: seq_sum` makes it the paper's mean over sequences of A_i · log π(y_i).
     """
-    weight = safe_exp(tokens.rollout_sum(tokens.logp.detach() - tokens.old_logp))  # [R]
+    ratio = safe_exp(tokens.rollout_sum(tokens.logp.detach() - tokens.old_logp))  # [R]
     if tokens.on_policy is not None:
-        weight = torch.where(tokens.on_policy, torch.ones_like(weight), weight)
+        ratio = torch.where(tokens.on_policy, torch.ones_like(ratio), ratio)
+    weight = ratio.clamp(max=cap)[tokens.rollout_ids]  # [N]
     return TokenLoss(
-        loss=-weight.clamp(max=cap)[tokens.rollout_ids] * tokens.advantages * tokens.logp,
-        clipped_high=weight > cap,
+        loss=-weight * tokens.advantages * tokens.logp,
+        weight=weight,
+        clipped_high=ratio > cap,
         unit="sequence",
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
+@declares(ranges={"tau_pos": "above 0", "tau_neg": "above 0"})
 def sapo(tokens: TokenBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """ℓ_t = −f(ρ_t) A_t, f(ρ) = σ(τ(ρ−1)) · 4/τ with τ = tau_pos where A_t > 0, else tau_neg (SAPO, arXiv 2511.20347).
 
@@ -16,4 +18,5 @@ def sapo(tokens: TokenBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
         raise ValueError(f"loss.tau_pos={tau_pos} and loss.tau_neg={tau_neg} must be above 0: the gate divides by them")
     ratio = tokens.ratio()
     tau = torch.where(tokens.advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
-    return TokenLoss(loss=-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * tokens.advantages)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return TokenLoss(loss=-gate * (4 / tau) * tokens.advantages, weight=4 * gate * (1 - gate) * ratio)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
+from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
+@declares(uses_ratio=False, own_sign=True)
 def sft(tokens: TokenBatch) -> TokenLoss:
     """ℓ_t = −logp_t. Advantages and ratios play no part."""
-    return TokenLoss(loss=-tokens.logp)
+    return TokenLoss(loss=-tokens.logp, weight=torch.ones_like(tokens.logp))

@@ -65,4 +65,9 @@ def dual_clipped(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
 
     It acts on objectives whose loss is −ratio · A; those that weigh log-probabilities never come near the bound.
     """
-    return torch.where(advantages < 0, torch.minimum(loss, -bound * advantages), loss)
+    return torch.where(dual_clip_holds(loss, advantages, bound), -bound * advantages, loss)
+
+
+def dual_clip_holds(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
+    """bool [N] where the dual clip holds the loss, which has no gradient there."""
+    return (advantages < 0) & (loss > -bound * advantages)

@@ -49,10 +49,11 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What an objective returns. Clip marks are for the metrics only."""
+    """What an objective returns. Weights and clip marks are for the metrics only."""
 
     loss: Tensor  # [N] to be minimised, before aggregation; exactly 0 where `dropped`
     penalty: Tensor | None = None  # [N] added to it after correction and dual clip, also where `dropped`
+    weight: Tensor | None = None  # [N] what multiplies A_t ∇log π_t, 0 where nothing does (clipped, dropped); None: the ratio ρ_t
     clipped_low: Tensor | None = None  # bool, [N] (or [R] with unit "sequence"): held at the lower bound, so without gradient
     clipped_high: Tensor | None = None  # bool, likewise at the upper bound
     dropped: Tensor | None = None  # bool, [N]: the objective left the token out
