@@ -150,6 +150,11 @@ class RunPaths:
         return self.root / "preempted.json"
 
     @property
+    def kernels(self) -> Path:
+        """What the trainer computes with, as it was chosen: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`."""
+        return self.root / "kernels.json"
+
+    @property
     def initial_model(self) -> Path:
         """A file that holds the path or hub name of policy version 0, written when it is ready."""
         return self.root / "initial_model.txt"

@@ -18,6 +18,8 @@ from trainer_examples import make_model
 from transformers.models.llama import LlamaConfig
 
 from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.reference import Reference
+from rlx.train.step import PolicyTrainer
 
 HERE = Path(__file__).parent
 HALF = UPDATES // 2
@@ -140,6 +142,35 @@ def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str,
     other.optimizer.param_groups[0]["lr"] = 0.5
     load(tmp_path / "saved", other)
     assert other.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def with_reference(model: str, sync_interval: int | None, *, teacher: bool = False) -> PolicyTrainer:
+    trainer = make_trainer(model)
+    trainer.reference = Reference(make_trainer(model).model, sync_interval=sync_interval, alpha=0.5, teacher=teacher)
+    return trainer
+
+
+def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = with_reference(model, 2)
+    with torch.no_grad():
+        for parameter in first.reference.model.parameters():
+            parameter.fill_(0.25)
+    Saver(first, xxhash.xxh3_64).save(tmp_path / "moved", Progress(2, 2))
+    with pytest.raises(ValueError, match=r"followed the policy, and here it is the initial policy: ref\.sync_interval=null\. Set it to"):
+        load(tmp_path / "moved", with_reference(model, None))
+    other = with_reference(model, 10**9)
+    load(tmp_path / "moved", other)
+    assert all((parameter == 0.25).all() for parameter in other.reference.model.parameters())
+    load(tmp_path / "moved", with_reference(model, None, teacher=True))
+    load(tmp_path / "moved", make_trainer(model))  # without a reference
+
+    Saver(with_reference(model, None), xxhash.xxh3_64).save(tmp_path / "frozen", Progress(2, 2))
+    follower = with_reference(model, 2)
+    before = [parameter.clone() for parameter in follower.reference.model.parameters()]
+    with caplog.at_level("INFO", "rlx.trainer"):
+        load(tmp_path / "frozen", follower)
+    assert all(torch.equal(a, b) for a, b in zip(before, follower.reference.model.parameters(), strict=True))
+    assert "the reference begins as the initial policy" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ KEYS = {
     "loss": "grpo",
     "loss.proximal": "recompute",
     "loss.kl.beta": 0.05,
+    "loss.kl.target_kl": 0.01,
     "ref.sync_interval": 1,
     "ref.alpha": 0.5,
     "launcher.grace": 1,
@@ -84,5 +85,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
     send_long(paths, ranks)
     finish(start(paths, ranks))
     assert list(map(reproducible, records(paths))) == list(map(reproducible, records(whole)))
+    assert len({record["ref/beta"] for record in records(whole)}) == len(records(whole)), "the weight of the KL moved in every step"
     ends = [verify(run.weights_of(len(records(run))))["files"]["model.safetensors"] for run in (paths, whole)]
     assert ends[0] == ends[1], "bit for bit"

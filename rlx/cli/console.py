@@ -267,6 +267,9 @@ class Console:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
         drops = self._drops()
         lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        if self.paths.kernels.exists():
+            kernels = json.loads(self.paths.kernels.read_text())
+            lines.append(f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}")
         lines.append(f"  run       {root}")
         lines += self._next(exit_code)
         return "\n".join(lines)

@@ -188,7 +188,8 @@ class Supervisor:
         """Start everything; a result only where something cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
         # What an earlier attempt left would be taken for this one's.
-        for old in (self.paths.preempt, self.paths.preempted, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
+        single = (self.paths.preempt, self.paths.preempted, self.paths.kernels)
+        for old in (*single, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
             old.unlink(missing_ok=True)
         # What submitit says to its own job must not reach the roles: libraries look for such variables.
         base = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}

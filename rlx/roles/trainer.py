@@ -82,6 +82,8 @@ class Trainer:
             fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
         self.step_trainer = build(cfg, source, device, self.beat)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
+        if rank == 0:  # for the run's summary: `auto` chose it, and nobody reads this role's log
+            write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
         self.device = device
         self.batches: Batches = RecordedBatches(RunPaths(Path(cfg.replay))) if cfg.replay else BatchReader(paths)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None

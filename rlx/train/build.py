@@ -42,7 +42,7 @@ def build(cfg: Config, source: str, device: torch.device, beat: Callable[[str], 
         # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
         frozen = load_policy(cfg.ref.name or source, device, optimization_dtype=master, **loading)
-        reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha)
+        reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     loss_terms, loss = split_terms(cfg.loss, LossTerms)
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)

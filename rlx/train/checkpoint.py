@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import pickle
 import random
 import warnings
@@ -33,6 +34,8 @@ from rlx.waiting import wait_for
 
 # One process without a process group is a case like any other here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+
+log = logging.getLogger("rlx.trainer")
 
 METADATA = ".metadata"
 DIGESTS = "digests_rank_{}.json"
@@ -127,12 +130,23 @@ class Saver:
 def load(folder: Path, trainer: PolicyTrainer) -> Progress:
     """Put the state in `folder` into a trainer of the same model and optimizer, on any number of ranks; every rank calls this.
 
-    Random states are those that were saved where the number of ranks is the same.
-    Raises ValueError when the state is of another model or optimizer.
+    Random states are those that were saved where the number of ranks is the same. A reference that follows the policy begins as the initial
+    policy where none was saved, because then it never moved.
+    Raises ValueError when the state is of another model or optimizer, or has a reference that moved and would be forgotten here.
     """
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     state = _state_of(trainer, Progress(0, 0))
+    moved = any(name.startswith("reference.") for name in stored)
+    reference = trainer.reference
+    if moved and reference is not None and reference.sync_interval is None and not reference.teacher:
+        raise ValueError(
+            f"the reference in {folder} followed the policy, and here it is the initial policy: ref.sync_interval=null. Set it to the "
+            "steps between two updates, as before; more than max_steps keeps the reference where it is"
+        )
+    if not moved and state["reference"]:
+        log.info("the reference begins as the initial policy: %s has none that followed the policy", folder)
+        state["reference"] = {}
     mine = f"random.{_rank()}"
     if f"random.{_ranks() - 1}" in stored and f"random.{_ranks()}" not in stored:
         entry: Any = stored[mine]

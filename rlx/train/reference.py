@@ -14,9 +14,12 @@ from rlx.models.policy import PolicyModel
 class Reference:
     """A frozen model, brought up to the policy every so many steps where that is asked for."""
 
-    def __init__(self, model: PolicyModel, *, sync_interval: int | None = None, alpha: float = 1.0) -> None:
-        """`sync_interval` in steps, null: never; `alpha`: weight of the policy when they are mixed, 1 copies it."""
-        self.model, self.sync_interval, self.alpha = model, sync_interval, alpha
+    def __init__(self, model: PolicyModel, *, sync_interval: int | None = None, alpha: float = 1.0, teacher: bool = False) -> None:
+        """`sync_interval` in steps, null: never; `alpha`: weight of the policy when they are mixed, 1 copies it.
+
+        `teacher`: it is a model of another name, not the initial policy.
+        """
+        self.model, self.sync_interval, self.alpha, self.teacher = model, sync_interval, alpha, teacher
         model.requires_grad_(False)
 
     def check_vocabulary(self, policy: PolicyModel) -> None:

@@ -1,0 +1,17 @@
+"""The closing summary says which kernels the trainer had, whatever `auto` chose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch_configs import config
+
+from rlx.cli.console import Console
+from rlx.paths import write_text
+
+
+def test_the_summary_says_which_kernels_trained(tmp_path: Path):
+    console = Console(tmp_path, config("cpu"))
+    assert "kernels" not in console.summary(1), "the trainer did not come so far"
+    write_text(console.paths.kernels, '{"logprob": "triton", "layers": "rope, rms_norm of qwen3; 11 modules"}')
+    assert "  kernels   log-probabilities by triton · Liger's layer kernels rope, rms_norm of qwen3; 11 modules\n" in console.summary(0)
