@@ -113,7 +113,7 @@ def run_ours(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def install_trl() -> Path:
-    """TRL's own environment, made once; the path of its Python."""
+    """TRL's own environment, made once; the path of its Python. Raises RuntimeError with what uv said when it cannot be made."""
     folder = cache_root() / "benchmarks" / "trl"
     python, installed = folder / "bin" / "python", folder / "installed"
     pins = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
@@ -125,10 +125,14 @@ def install_trl() -> Path:
     environ = package_sources()
     uv = str(Path(sys.executable).with_name("uv"))
     print(f"installing TRL into {folder}; the first time takes a few minutes", flush=True)
-    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], env=environ, check=True)
     backend = [] if "UV_FIND_LINKS" in environ or "UV_TORCH_BACKEND" in environ else ["--torch-backend", "cpu"]
-    install = [uv, "pip", "install", "--quiet", "--python", str(python), *backend, "trl", *pins]
-    subprocess.run(install, env=environ, check=True)
+    for command in (
+        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
+        [uv, "pip", "install", "--quiet", "--python", str(python), *backend, "trl", *pins],
+    ):
+        done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"TRL's environment could not be made, {shlex.join(command)}:\n{done.stderr}")
     installed.write_text(str(pins))
     return python
 

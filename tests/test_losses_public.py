@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from rlx.losses.grpo import grpo
 from rlx.losses.gspo import gspo
 from rlx.losses.sapo import sapo
 from rlx.losses.tokens import TokenBatch
-from rlx.paths import cache_root
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+
+import demo  # noqa: E402  (a script, not a module of the package)
+
 OURS = {
     "grpo": (grpo, "seq_mean"),
     "dr_grpo": (grpo, "fixed_length"),
@@ -35,6 +39,7 @@ OURS = {
     "cispo_tight": (partial(cispo, eps_high=0.1), "token_mean"),
     "sapo": (sapo, "seq_mean"),
 }
+UNREACHABLE = ("Failed to fetch", "error sending request", "dns error", "Connection refused", "timed out")  # uv, without an index
 CASES = [(preset, extra) for preset in SHARED for extra in EXTRAS if takes(preset, extra)]
 NAMES = ["+".join(filter(None, case)) for case in CASES]
 
@@ -115,10 +120,13 @@ def test_liger_computes_the_same_loss_and_gradients_from_hidden_states(preset, e
 
 @pytest.fixture(scope="module")
 def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
-    """Of TRL in the environment of its own that `benchmarks/demo.py` makes; its packages do not fit into ours."""
-    python = cache_root() / "benchmarks" / "trl" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("TRL's environment is not there; `python benchmarks/demo.py` makes it")
+    """Of TRL in an environment of its own, made here once as `benchmarks/demo.py` makes it; its packages do not fit into ours."""
+    try:
+        python = demo.install_trl()
+    except RuntimeError as error:
+        if any(words in str(error) for words in UNREACHABLE):
+            pytest.skip(f"the package index cannot be reached: {error}")
+        raise
     out = tmp_path_factory.mktemp("trl") / "results.pt"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, HERE / "trl_worker.py", out], env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -127,6 +135,7 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # the first case may install TRL
 @pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)
 def test_trl_computes_the_same_loss_and_gradient(preset, extra, trl_results):
     mask = make()["mask"]
