@@ -127,6 +127,11 @@ def dppo(r: NaiveRollout, low: float = 0.2, high: float = 0.2, kl_tau: float = 1
     return loss
 
 
+def squared(r: NaiveRollout, kl_tau: float) -> list:
+    """The penalty of dppo, for where it is added behind something else."""
+    return [kl_tau * (lp - inf) ** 2 for lp, inf in zip(r.logp, r.inf, strict=True)]
+
+
 def sapo(r: NaiveRollout, pos: float = 1.0, neg: float = 1.05) -> list:
     loss = []
     for lp, old, a in zip(r.logp, r.old, r.adv, strict=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from naive_objectives import kl
+from naive_objectives import kl, squared
 from test_losses_objectives import OBJECTIVES, changed, equal_naive, make
 
 from rlx.config.schema import KlTerms, LossTerms
@@ -12,21 +14,34 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.losses.terms import KlController, kl_estimate
 
-PENALISED = ("dppo", "dppo_tight")  # their penalty comes after correction and dual clip; the naive form has it inside
+PENALTIES = {"dppo": 1e-3, "dppo_tight": 0.1}  # their weights; what comes after correction and dual clip
+SOME = ("grpo", "gspo_wide", "rloo", "aipo", "dppo_tight")
 
 
-SOME = ("grpo", "gspo_wide", "rloo", "aipo")
+def apart(name):
+    """An objective, its naive form without a penalty, and the penalty's naive form or None."""
+    function, loss_of = OBJECTIVES[name]
+    if name not in PENALTIES:
+        return function, loss_of, None
+    return function, partial(loss_of, kl_tau=0.0), partial(squared, kl_tau=PENALTIES[name])
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PENALISED])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_all_terms_join_any_objective(name):
     kl = KlTerms(beta=0.3, estimator="k3")
     terms = LossTerms(aggregate="seq_mean", dual_clip=1.5, correction="seq_tis", correction_cap=1.1, entropy_coef=0.02, kl=kl)
-    equal_naive(make("ratios_far_outside"), *OBJECTIVES[name], terms)
+    function, loss_of, penalty_of = apart(name)
+    equal_naive(make("ratios_far_outside"), function, loss_of, terms, penalty_of)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo_wide", *PENALTIES])
+def test_the_dual_clip_alone(name):
+    function, loss_of, penalty_of = apart(name)
+    equal_naive(make("ratios_far_outside"), function, loss_of, LossTerms(aggregate="token_mean", dual_clip=1.2), penalty_of)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("name", [*SOME, "dppo_tight"])
+@pytest.mark.parametrize("name", SOME)
 def test_the_kl_term(name, estimator):
     equal_naive(make("random"), *OBJECTIVES[name], LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.3, estimator=estimator)))
 
@@ -35,7 +50,9 @@ def test_the_kl_term(name, estimator):
 @pytest.mark.parametrize("name", SOME)
 def test_the_corrections(name, correction):
     for cap in (1.05, 2.0):
-        equal_naive(make("random"), *OBJECTIVES[name], LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap))
+        function, loss_of, penalty_of = apart(name)
+        terms = LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap)
+        equal_naive(make("random"), function, loss_of, terms, penalty_of)
 
 
 def test_what_a_correction_leaves_out_is_counted_and_keeps_its_penalty():

@@ -7,6 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from objective_worker import EVERYTHING
+from test_train_step import LOSSES
 from trainer_examples import gradients, make_model, make_samples, make_trainer
 
 from rlx.config.schema import KlTerms
@@ -172,14 +174,24 @@ def test_distillation_brings_the_policy_to_its_teacher():
     assert gaps[-1] < 0.85 * gaps[0]
 
 
-def test_packing_changes_neither_reference_nor_recomputed_scores():
+@pytest.mark.parametrize("name", [*LOSSES, "opd"])
+def test_packing_changes_no_gradient_with_everything_added(name):
+    """Scores of reference and old policy, recomputed ratios that have left 1, correction, dual clip, entropy and KL."""
+    function, aggregate = (opd, "token_mean") if name == "opd" else LOSSES[name]
     found = []
     for tokens in (1000, 60):
-        hf = make_model()
         frozen = Reference(PolicyModel(make_model(seed=1)))
-        trainer = make_trainer(hf, grpo, kl=KlTerms(beta=0.1), reference=frozen, proximal="recompute", correction="seq_tis")
+        trainer = make_trainer(make_model(), function, aggregate, reference=frozen, **EVERYTHING)
         (mini_batch,) = make_batch(mini_batches=1, tokens=tokens).mini_batches
-        trainer.accumulate_gradients(mini_batch, before=trainer._score_before(mini_batch, recompute=True))
-        found.append(gradients(trainer))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        before = trainer._score_before(mini_batch, recompute=True)
+        with torch.no_grad():  # an optimizer step
+            for parameter, other in zip(trainer.model.parameters(), make_model(seed=2).parameters(), strict=True):
+                parameter.lerp_(other, 0.1)
+        stats = trainer.accumulate_gradients(mini_batch, step=2, before=before, fresh=False)
+        assert stats.maxima["policy/ratio_max"] > 1.1
+        found.append((gradients(trainer), trainer._reduce(stats)))
+    scale = max(float(g.abs().max()) for g in found[0][0].values())
+    for parameter, gradient in found[0][0].items():
+        torch.testing.assert_close(found[1][0][parameter], gradient, rtol=1e-4, atol=2e-6 * scale, msg=parameter)
+    for metric, value in found[0][1].items():
+        assert found[1][1][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
