@@ -21,8 +21,12 @@ not_here() { echo "dev_cluster: $*" >&2; exit 3; }
 
 ours() { [ -f $CONF/slurm.conf ] && head -1 $CONF/slurm.conf | grep -qF "$MARK"; }
 
+runs() { # process $1 has the name $2
+  [ "$(cat "/proc/$1/comm" 2>/dev/null)" = "$2" ]
+}
+
 alive() { # the process of a pid file lives and has the expected name
-  [ -s "$1" ] && [ "$(cat "/proc/$(cat "$1")/comm" 2>/dev/null)" = "$2" ]
+  [ -s "$1" ] && runs "$(cat "$1")" "$2"
 }
 
 is_up() { ours && alive $RUN/slurmctld.pid slurmctld && [ "$(sinfo -h -o %D -t idle,mix,alloc,comp -p debug 2>/dev/null | awk "{n += \$1} END {print n + 0}")" = "$(grep -c . $RUN/nodes)" ]; }
@@ -134,16 +138,16 @@ up() {
   fail "the nodes are not idle after 30 s; see $LOG"
 }
 
-stop() { # $1 pid file, $2 name: SIGTERM, and SIGKILL after five seconds
+stop() { # $1 pid file, $2 name: SIGTERM, and SIGKILL after five seconds; returns when the process is gone, which removes the file earlier
   if alive "$1" "$2"; then
     local pid
     pid=$(cat "$1")
     kill "$pid" 2>/dev/null || true
     for _ in $(seq 50); do
-      alive "$1" "$2" || break
+      runs "$pid" "$2" || break
       sleep 0.1
     done
-    if alive "$1" "$2"; then kill -9 "$pid" 2>/dev/null || true; fi
+    if runs "$pid" "$2"; then kill -9 "$pid" 2>/dev/null || true; fi
   fi
   rm -f "$1"
 }
@@ -158,7 +162,12 @@ down() {
       sleep 0.2
     done
   fi
-  for file in $RUN/slurmd-*.pid; do stop "$file" slurmd; done
+  for _ in $(seq 50); do # what watches over a job's processes leaves a moment after them
+    grep -qx slurmstepd /proc/[0-9]*/comm 2>/dev/null || break
+    sleep 0.1
+  done
+  for file in $RUN/slurmd-*.pid; do stop "$file" slurmd & done
+  wait
   stop $RUN/slurmctld.pid slurmctld
   stop /run/munge/rlx-munged.pid munged
   [ ! -e $RUN/address ] || ip address del $ADDRESS/32 dev lo 2>/dev/null || true

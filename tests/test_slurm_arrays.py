@@ -28,12 +28,12 @@ from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 TOY = """
-    import sys, time
+    import os, sys, time
     from pathlib import Path
     from rlx.metrics import MetricsWriter
     run = Path(sys.argv[1])
     MetricsWriter(run / "metrics.jsonl", "orchestrator").write(0, {})
-    print("here", flush=True)
+    print("here", os.getpid(), flush=True)
     while not (run.parent / "go").exists():
         if (run / "preempt").exists(): sys.exit(75)
         time.sleep(0.05)
@@ -114,6 +114,6 @@ def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb)
 
 def test_one_of_an_array_is_cancelled_or_fails_and_the_others_do_not_notice(array):
     slurm("scancel", array.ids[2])
-    os.kill(array.status(1).processes[0]["pid"], signal.SIGKILL)
+    os.kill(int(array.log(1).split("here ")[1].split()[0]), signal.SIGKILL)
     array.until(lambda: (array.status(1).state, array.status(2).state) == ("failed", "interrupted"))
     assert array.end() == [("completed", 0), ("failed", 0), ("interrupted", 0)]
