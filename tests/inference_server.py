@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlx.config.load import to_yaml
@@ -25,6 +26,7 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
+from rlx.weights.attest import facts
 
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
@@ -63,7 +65,8 @@ def seal(folder: Path, version: int) -> Path:
     files = {
         path.name: {"size": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())} for path in sorted(folder.iterdir())
     }
-    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files}))
+    tensors = {name: facts(tensor) for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files, "tensors": tensors}))
     return folder
 
 

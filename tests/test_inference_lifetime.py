@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import subprocess
@@ -75,9 +76,26 @@ inference.run()
 """
 
 
-def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
+STALE = """
+from rlx.inference import worker
+from rlx.roles import inference
+whole = worker.tensors
+def stale(folder):
+    for name, tensor in whole(folder):
+        yield name, 0.5 * tensor if name == "model.layers.1.self_attn.k_proj.weight" else tensor
+worker.tensors = stale
+inference.run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [(HALF, "the disk is gone"), (STALE, r"not what was trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight")],
+    ids=["half", "other values"],
+)
+def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_path: Path, script: str, cause: str) -> None:
     run = Run(tmp_path, tied=True)
-    run.start(HALF)
+    run.start(script)
     folder = run.version(1)
 
     async def conversation(endpoints: list[Endpoint]) -> None:
@@ -85,7 +103,7 @@ def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
             await client.wait_ready(60)
             work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
             await asyncio.sleep(0.1)
-            with pytest.raises(RuntimeError, match=r"failed midway.*the disk is gone"):
+            with pytest.raises(RuntimeError, match=rf"failed midway.*{cause}"):
                 await client.update_weights(folder, 1)
             answers = await asyncio.gather(*work, return_exceptions=True)
             finished = [answer for answer in answers if isinstance(answer, Turn)]
@@ -94,7 +112,7 @@ def test_a_load_that_fails_midway_ends_the_server(tmp_path: Path) -> None:
     asyncio.run(conversation(run.ready()))
     assert run.process is not None
     assert run.process.wait(20) == 1
-    assert "the disk is gone" in run.log.read_text()
+    assert re.search(cause, run.log.read_text())
 
 
 SEPARATE = """

@@ -125,6 +125,7 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
 def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) -> None:
     async def first(client: InferenceClient) -> None:
         await client.update_weights(run.version(1), 1)
+        assert [state.attested for state in await client._states()] == [1.0], "all that is served was compared with what was written"
 
     async def second(client: InferenceClient) -> tuple[Turn, list[int]]:
         return await sample(client, prompts(1)[0], 0), await client.versions()

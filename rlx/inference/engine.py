@@ -62,6 +62,7 @@ class PolicyEngine:
         self.core = llm.engine_core
         self.model = model
         self.served = served
+        self.attested = 0.0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -150,6 +151,7 @@ class PolicyEngine:
         core = self.core
         return PolicyState(
             version=core.version,
+            attested=self.attested,
             model=str(self.model),
             context_length=self._context,
             running=core.running,
@@ -203,8 +205,9 @@ class PolicyEngine:
         try:
             await self.core.pause_scheduler_async("keep", True)  # True: forget all keys and values
             await self.core.settle()
-            await self.core.collective_rpc_async("load_policy", None, (str(folder),))
+            compared = min(await self.core.collective_rpc_async("load_policy", None, (str(folder),)))  # of all workers
             self.core.version = version
+            self.attested = compared
             await self.core.resume_scheduler_async()
         except Exception as error:
             message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"
@@ -213,7 +216,10 @@ class PolicyEngine:
                 self.broken.set_result(message)
             raise Broken(message) from error
         ended = time.perf_counter()
-        log.info("version %d: checked in %.0f ms, paused for %.0f ms", version, 1e3 * (checked - started), 1e3 * (ended - checked))
+        log.info(
+            "version %d: checked in %.0f ms, paused for %.0f ms; %.1f %% of what is served was compared with what was trained",
+            version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared,
+        )  # fmt: skip
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

@@ -75,6 +75,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     running: int = 0  # requests being decoded
     waiting: int = 0  # requests queued
     kv_cache_usage: float = 0.0  # share of the key-value cache in use
+    attested: float = 0.0  # share of this version's weights that were compared, as they are served, with what the trainer wrote
     preemptions: int = 0  # since the server started; a weight update counts the requests it makes recompute
 
 

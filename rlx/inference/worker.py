@@ -6,6 +6,7 @@ Knows safetensors and vLLM's model runner. It trusts its caller: the files were 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from safetensors import safe_open
 
 from rlx.inference.cpu_ops import kept_weights
+from rlx.inference.served import compare
+from rlx.paths import COMPLETE
 from rlx.weights.files import weight_files
 
 
@@ -31,9 +34,10 @@ class PolicyWorker:
     vllm_config: Any
     model_runner: Any
 
-    def load_policy(self, folder: str) -> None:
-        """Replace the model's weights by those in a Hugging Face folder.
+    def load_policy(self, folder: str) -> float:
+        """Replace the model's weights by those in a Hugging Face folder, and compare what is served then with what its manifest says.
 
+        The share of the weights that could be compared: 0 where the manifest says nothing of tensors, or there is none.
         Anything that raises here leaves a model of two halves: the caller must let no request see it.
         """
         from vllm.config import set_current_vllm_config
@@ -53,3 +57,6 @@ class PolicyWorker:
             if self.vllm_config.device_config.device_type == "cpu" and head is not None:
                 # It multiplies with a packed copy, which `load_weights` leaves as it was; so does vLLM's reload where the head is tied.
                 head.quant_method.process_weights_after_loading(head)
+            manifest = Path(folder) / COMPLETE
+            written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
+            return compare(model, packed, written)

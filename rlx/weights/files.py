@@ -1,7 +1,8 @@
 """Policy versions as Hugging Face folders: written whole or not at all, with a manifest that proves each byte.
 
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and last of all `COMPLETE`:
-`{"version": 13, "files": {name: {"size": bytes, "xxh3": hex digest}}}`. Anything that loads a Hugging Face model loads it.
+`{"version": 13, "files": {name: {"size": bytes, "xxh3": hex digest}}, "tensors": {name: {"shape", "dtype", "sum"}}}`, the sums of
+`rlx.weights.attest`, from the trainer's memory. Anything that loads a Hugging Face model loads it.
 Reading, checking and pruning need no torch; writing imports it. Knows nothing of who reads the folders.
 """
 
@@ -174,12 +175,15 @@ def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: Mod
     import torch.distributed as dist
     from safetensors.torch import save_file
 
+    from rlx.weights.attest import facts
+
     first = not dist.is_initialized() or dist.get_rank() == 0
     temporary = _hidden(paths, version)
     if first:
         shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
         temporary.mkdir(parents=True)
     index: dict[str, str] = {}
+    trained: dict[str, dict[str, Any]] = {}
     files = _shards(model, dtype)
     for number, shard in enumerate(files):
         name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
@@ -192,6 +196,7 @@ def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: Mod
             exported = _exported(model.hf, tensors)
             save_file(exported, temporary / name, metadata={"format": "pt"})
             index |= dict.fromkeys(exported, name)
+            trained |= {key: facts(tensor) for key, tensor in exported.items()}
     if first:
         if len(files) > 1:
             size = sum(file.stat().st_size for file in temporary.iterdir())
@@ -199,7 +204,7 @@ def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: Mod
         for name, content in static.files.items():
             (temporary / name).write_bytes(content)
         manifest = {file.name: {"size": file.stat().st_size, "xxh3": _digest(file)} for file in sorted(temporary.iterdir())}
-        (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest}))
+        (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained}))
 
 
 def publish(paths: RunPaths, version: int) -> None:
