@@ -205,7 +205,8 @@ class PolicyEngine:
         try:
             await self.core.pause_scheduler_async("keep", True)  # True: forget all keys and values
             await self.core.settle()
-            compared = min(await self.core.collective_rpc_async("load_policy", None, (str(folder),)))  # of all workers
+            shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
+            compared = min(shares)
             self.core.version = version
             self.attested = compared
             await self.core.resume_scheduler_async()
