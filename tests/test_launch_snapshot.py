@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlx.launch import provenance, snapshot
-from rlx.launch.snapshot import python_path, take_snapshot
+from rlx.launch.snapshot import environment, take_snapshot
 
 
 def make_source(folder: Path) -> Path:
@@ -47,7 +49,14 @@ def test_a_snapshot_is_the_code_as_it_is_with_what_is_not_committed(source: Path
     assert (first / "rlx" / "losses" / "mine.py").read_text() == "new\n", "jobs that wait keep theirs"
 
 
-def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_path: Path):
+def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (source / "rlx" / "where.py").write_text("print(__file__)\n")
     copy = take_snapshot(tmp_path / "jobs")
     environments = [str(copy / "environments" / "one")] if (source / ".git").exists() else []
-    assert python_path(copy).split(":") == [str(copy), *environments]
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    variables = environment(copy)
+    assert variables["PYTHONPATH"].split(":") == [str(copy), *environments, "/mine", str(Path.cwd())]
+    found = subprocess.run(
+        [sys.executable, "-m", "rlx.where"], cwd=source, env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str(copy / "rlx" / "where.py"), "though the working directory has one"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from rlx.inference.served import compare
+from rlx.inference.served import compare, faithful
 from rlx.models.policy import PolicyModel
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import attest
@@ -91,17 +91,18 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
     model, kept = engine_model(), torch.randn(4, 8)
     facts_of = written(model, kept)
     layers = {model.attn.o_proj: kept}
-    assert compare(model, layers, facts_of) == 1.0
-    assert compare(model, layers, {}) == 0.0
+    every = frozenset(facts_of)
+    assert compare(model, layers, facts_of, every) == 1.0
+    assert compare(model, layers, {}, every) == 0.0
     with torch.no_grad():
         model.attn.qkv_proj.weight[5, 0] += 1
         model.embed_tokens.weight[14] += 1  # padding
     with pytest.raises(ValueError, match=r"not what was trained: 1 of 9 tensors have other values: attn\.k_proj\.weight$"):
-        compare(model, layers, facts_of)
+        compare(model, layers, facts_of, every)
     with torch.no_grad():
         kept[0, 0] += 1
     with pytest.raises(ValueError, match=r"2 of 9 .* attn\.o_proj\.weight, attn\.k_proj\.weight"):
-        compare(model, layers, facts_of)
+        compare(model, layers, facts_of, every)
 
 
 def test_what_is_cut_cast_or_renamed_is_not_compared_and_the_share_says_so() -> None:
@@ -112,7 +113,22 @@ def test_what_is_cut_cast_or_renamed_is_not_compared_and_the_share_says_so() -> 
         "elsewhere.weight": facts(torch.zeros(4)),
         "attn.qkv_proj.bias": facts(torch.zeros(8, dtype=torch.bfloat16)),
     }
-    assert compare(model, {}, facts_of) == 4 / 32
+    assert compare(model, {}, facts_of, frozenset(facts_of)) == 4 / 32
+
+
+def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
+    model = engine_model()
+    qkv = model.attn.qkv_proj.weight
+    files = {
+        "embed_tokens.weight": model.embed_tokens.weight[:13].double(),  # cast on loading
+        "norm.weight": model.norm.weight.flip(0),  # rearranged under the same name and shape
+        **{f"attn.{p}_proj.weight": qkv[rows] for p, rows in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))},
+        "elsewhere.weight": torch.zeros(4),
+    }
+    names = faithful(model, {}, {name: tensor.shape for name, tensor in files.items()}, files.items())
+    assert names == {"embed_tokens.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
+    trained = {name: facts(tensor.to(torch.float32)) for name, tensor in files.items()}
+    assert compare(model, {}, trained, names) == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4))
 
 
 def test_the_manifest_of_a_version_has_the_sums_of_what_is_in_its_file(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ Knows the run directory and the trainer's state as a whole. A checkpoint that fa
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
@@ -53,7 +53,8 @@ class Checkpoints:
         self.saved: int | None = None  # step of the last complete one of this attempt
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
-        self._pruning: threading.Thread | None = None
+        self._pruner = ThreadPoolExecutor(1)
+        self._pruning: Future[list[int]] | None = None
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept."""
@@ -65,6 +66,7 @@ class Checkpoints:
         if self.saved == step:
             return
         folder = folders.writing(self.paths, step)
+        self._or_fail(step, self._finish_pruning)  # its space may be needed
         if self.first:
             self._or_fail(step, lambda: folders.begin(self.paths, step))
         if dist.is_initialized():
@@ -107,6 +109,7 @@ class Checkpoints:
     def close(self) -> None:
         self.finish()
         self._finish_pruning()
+        self._pruner.shutdown()
         if self._saver is not None:
             self._saver.close()
 
@@ -125,14 +128,13 @@ class Checkpoints:
         folder = folders.finish(self.paths, step, files, self.facts)
         size = sum(record["size"] for record in files.values())
         log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)
-        self._finish_pruning()
         # Gigabytes take their time to go; the trainer need not wait for that.
-        self._pruning = threading.Thread(target=folders.prune, args=(self.paths, self.config.keep_last, self.config.keep_interval))
-        self._pruning.start()
+        self._pruning = self._pruner.submit(folders.prune, self.paths, self.config.keep_last, self.config.keep_interval)
 
     def _finish_pruning(self) -> None:
+        """Wait until what the last checkpoint made superfluous is gone. Raises OSError when it does not go."""
         if self._pruning is not None:
-            self._pruning.join()
+            self._pruning.result()
 
     def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
         try:

@@ -44,6 +44,7 @@ exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing wa
 
 
 def run(argv: list[str]) -> int:
+    from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.launch.plan import make_plan, require_one_host, visible_gpus
     from rlx.launch.rundir import create, describe, settle
@@ -80,8 +81,13 @@ def run(argv: list[str]) -> int:
 
             script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
-        written = describe(cfg, composed.overrides, plan, script, explained)
-        print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
+        try:
+            written = describe(cfg, composed.overrides, plan, script, explained)
+            print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
+        except ConfigError as error:
+            if composed.cfg.run.dir or composed.cfg.run.name:
+                raise
+            print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
     for note in composed.notes:

@@ -1,13 +1,15 @@
 """Whether the parameters that vLLM serves are those that the trainer wrote: finds each tensor of a version in the engine's parameters.
 
 vLLM keeps several of a model's tensors in one parameter (`qkv_proj`, `gate_up_proj`) and pads vocabularies. What it cuts into parts for
-tensor parallelism, renames, casts or rearranges is not found here: then it is not compared, and the share that was says so.
+tensor parallelism, renames or casts is not found here: then it is not compared, and the share that was says so. Some models' loaders
+rearrange values under the old name and shape; which tensors are served as they are in their file is seen on the model that vLLM itself
+loaded (`faithful`).
 Knows vLLM's `packed_modules_mapping`. Knows nothing of how weights are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +21,39 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # may have more rows tha
 SHOWN = 5  # names listed
 
 
-def compare(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor], written: Mapping[str, Mapping[str, Any]]) -> float:
+def faithful(
+    model: torch.nn.Module,
+    kept: Mapping[torch.nn.Module, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> frozenset[str]:
+    """Names of those of `tensors`, which the engine has just loaded, that it serves value by value as they are, but for their dtype.
+
+    `shapes`: of all of them. `kept`: weights of layers that hold a packed copy instead (`cpu_ops.kept_weights`), which cannot be read.
+    """
+    parameters, packed = _parameters(model, kept)
+    names = []
+    for name, tensor in tensors:
+        served = _find(name, parameters, packed, shapes)
+        if served is not None and checksum(tensor.to(served.device, served.dtype)) == checksum(served):
+            names.append(name)
+    return frozenset(names)
+
+
+def compare(
+    model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor], written: Mapping[str, Mapping[str, Any]], comparable: frozenset[str]
+) -> float:
     """The share of the elements in `written` (by name: `shape`, `dtype`, `sum`) that are served as they were written.
 
-    `kept`: weights of layers that hold a packed copy instead (`cpu_ops.kept_weights`); the copy itself cannot be read.
-    Raises ValueError naming tensors whose values are others.
+    Those in `comparable` are looked at. Raises ValueError naming tensors whose values are others.
     """
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
-    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    parameters, packed = _parameters(model, kept)
+    shapes = {name: fact["shape"] for name, fact in written.items()}
     wrong, compared, total = [], 0, 0
     for name, fact in written.items():
         size = torch.Size(fact["shape"]).numel()
         total += size
-        served = _find(name, parameters, packed, written)
+        served = _find(name, parameters, packed, shapes) if name in comparable else None
         if served is None or str(served.dtype) != f"torch.{fact['dtype']}":
             continue
         compared += size
@@ -44,11 +65,18 @@ def compare(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor], writ
     return compared / total if total else 0.0
 
 
+def _parameters(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor]) -> tuple[dict[str, Tensor], Mapping[str, Sequence[str]]]:
+    """All parameters by name, and which of them hold several of the files' tensors."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
+    return parameters, getattr(model, "packed_modules_mapping", {})
+
+
 def _find(
-    name: str, parameters: Mapping[str, Tensor], packed: Mapping[str, Sequence[str]], written: Mapping[str, Mapping[str, Any]]
+    name: str, parameters: Mapping[str, Tensor], packed: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]
 ) -> Tensor | None:
     """The part of a parameter in which the tensor `name` is served."""
-    shape = list(written[name]["shape"])
+    shape = list(shapes[name])
     whole = parameters.get(name)
     if whole is not None:
         served = whole[: shape[0]] if name.endswith(VOCABULARY) else whole
@@ -58,8 +86,8 @@ def _find(
     for fused, parts in packed.items():
         whole = parameters.get(f"{layer}.{fused}.{leaf}")
         names = [f"{layer}.{part}.{leaf}" for part in parts]
-        if own in parts and whole is not None and all(part in written for part in names):
-            sizes = [written[part]["shape"][0] for part in names]
+        if own in parts and whole is not None and all(part in shapes for part in names):
+            sizes = [shapes[part][0] for part in names]
             start = sum(sizes[: list(parts).index(own)])
             served = whole[start : start + shape[0]]
             return served if whole.shape[0] == sum(sizes) and list(served.shape) == shape else None

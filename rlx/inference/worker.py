@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 
 from rlx.inference.cpu_ops import kept_weights
-from rlx.inference.served import compare
+from rlx.inference.policy_files import tensor_shapes
+from rlx.inference.served import compare, faithful
 from rlx.paths import COMPLETE
 from rlx.weights.files import weight_files
+from rlx.weights.hub import fetch
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,6 +35,7 @@ class PolicyWorker:
 
     vllm_config: Any
     model_runner: Any
+    comparable: frozenset[str] | None = None  # tensors that vLLM serves as they are in their file
 
     def load_policy(self, folder: str) -> float:
         """Replace the model's weights by those in a Hugging Face folder, and compare what is served then with what its manifest says.
@@ -45,6 +48,9 @@ class PolicyWorker:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.model_runner.get_model()
             packed = kept_weights(model)
+            if self.comparable is None:  # what vLLM loaded at its start is there still
+                initial = fetch(self.vllm_config.model_config.model, None)
+                self.comparable = faithful(model, packed, tensor_shapes(initial), tensors(initial))
             if packed:
                 for layer, weight in packed.items():
                     layer.weight = weight
@@ -59,4 +65,4 @@ class PolicyWorker:
                 head.quant_method.process_weights_after_loading(head)
             manifest = Path(folder) / COMPLETE
             written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
-            return compare(model, packed, written)
+            return compare(model, packed, written, self.comparable)

@@ -60,9 +60,9 @@ def restarts_of(job_id: str) -> int:
     return int(_fields(job_id).get("Restarts", -1))
 
 
-def is_cancelled(job_id: str) -> bool:
-    """Whether somebody has asked for the job's end; its processes may live a moment longer."""
-    return _fields(job_id).get("JobState", "").startswith("CANCELLED")
+def is_ending(job_id: str) -> bool:
+    """Whether a job that still runs was cancelled: then it is `COMPLETING`, whatever else it is."""
+    return _fields(job_id).get("JobState", "RUNNING") != "RUNNING"
 
 
 def _fields(job_id: str) -> dict[str, str]:

@@ -73,11 +73,12 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
     rendezvous = {"rendezvous": 0} if hardware.trainer_ranks > 1 else None
     if cfg.replay is None:
         plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
-    if len(trainers) == 1:
+    if len(trainers) == 1 and (hardware.trainer_ranks == 1 or cfg.launcher.name == "local"):
         plan.append(spec("trainer", *trainers[0], ranks=hardware.trainer_ranks, ports=rendezvous))
         return plan
     ranks_per_host = hardware.trainer_ranks // len(trainers)
-    for rank in range(hardware.trainer_ranks):  # torchrun would need a port before its host is known; ranks find each other by themselves
+    # torchrun would need a port before its host is known, and end its ranks on SLURM's SIGTERM; ranks find each other by themselves.
+    for rank in range(hardware.trainer_ranks):
         node, gpus = trainers[rank // ranks_per_host]
         mine = gpus[rank % ranks_per_host :][:1]
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(hardware.trainer_ranks)}

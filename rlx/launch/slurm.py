@@ -24,12 +24,12 @@ from submitit import JobEnvironment, SlurmExecutor
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.launch.jobs import ask, is_cancelled, job_of, note_job, restarts_of
+from rlx.launch.jobs import ask, is_ending, job_of, note_job, restarts_of
 from rlx.launch.provenance import source_state
 from rlx.launch.results import final_reward
 from rlx.launch.resume import has_begun, rewind
 from rlx.launch.rundir import RunLock, new_attempt
-from rlx.launch.snapshot import python_path, take_snapshot
+from rlx.launch.snapshot import environment, take_snapshot
 from rlx.launch.starters import SrunStarter
 from rlx.launch.status import Cause, Status, read_status
 from rlx.launch.supervisor import Limits, Supervisor
@@ -82,8 +82,8 @@ def sbatch_options(cfg: Config, name: str, code: Path | None = None) -> dict[str
 
 
 def _exports(code: Path | None) -> list[str]:
-    path = os.pathsep.join(filter(None, (python_path(code) if code else None, os.environ.get("PYTHONPATH"))))
-    return [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
+    inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    return [f"export {name}={shlex.quote(value)}" for name, value in (environment(code) if code else inherited).items()]
 
 
 def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
@@ -176,7 +176,7 @@ class Run:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            code = self._requeue(paths, cfg, supervisor.status, job, restarts)
+            code = self._requeue(paths, cfg, supervisor, job, restarts)
         if code != 0:
             raise SystemExit(code)
         return final_reward(paths)
@@ -203,11 +203,12 @@ class Run:
         if change:
             print(f"warning: {change}", flush=True)
 
-    def _requeue(self, paths: RunPaths, cfg: Config, status: Status, job_id: str, restarts: int) -> int:
+    def _requeue(self, paths: RunPaths, cfg: Config, supervisor: Supervisor, job_id: str, restarts: int) -> int:
         """Put the job back into the queue, unless SLURM has done so or it was too often; the exit code."""
+        status = supervisor.status
         if restarts_of(job_id) > restarts:
             return status.exit_code or 0
-        if is_cancelled(job_id):
+        if supervisor.interrupted or is_ending(job_id):  # cancelled since: to requeue it would bring it back
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0

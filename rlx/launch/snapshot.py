@@ -35,14 +35,19 @@ def take_snapshot(folder: Path) -> Path:
     return copy
 
 
-def python_path(copy: Path) -> str:
-    """What PYTHONPATH must begin with so that the copy is imported rather than what is installed."""
-    return os.pathsep.join(str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/"))))
+def environment(copy: Path) -> dict[str, str]:
+    """Variables with which Python imports the copy, rather than what is installed or lies in the working directory.
+
+    PYTHONPATH begins with it. Modules of the user's own are still found in the working directory, after everything else on that path.
+    """
+    folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
+    path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def _files() -> list[Path]:
-    listed = git("ls-files", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
     if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None and listed is not None:
-        return sorted(path for path in map(Path, listed.splitlines()) if (SOURCE / path).is_file())
+        return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (SOURCE / path).is_file())
     package = (SOURCE / "rlx").rglob("*")
     return sorted(path.relative_to(SOURCE) for path in package if path.is_file() and "__pycache__" not in path.parts)

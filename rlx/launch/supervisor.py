@@ -103,6 +103,7 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.interrupted = False
         self.preempted = False
+        self.comes_back = False  # SLURM has requeued the job already, whatever becomes of this attempt
         self.leave_by = float("inf")  # when roles that were told of a preemption are stopped
         self.metrics_offset = 0
         self.looked = 0.0
@@ -231,7 +232,7 @@ class Supervisor:
             if self.interrupted:
                 if (meaning := self.meaning_of_sigterm()) != "preempted":
                     return meaning, None
-                self.interrupted, self.preempted = False, True
+                self.interrupted, self.preempted, self.comes_back = False, True, True
             if not self.preempted and self.paths.preempt.exists():
                 # A step of a SLURM job makes it on SIGTERM; where the job is cancelled, we are sent one too.
                 if self.starter.remote and self._interrupted_within(SIGTERM_SPREADS):
@@ -267,7 +268,7 @@ class Supervisor:
                 self._forget(child)
                 pending.remove(child)
             ends = [self._code(child) for child in self.children if not child.running and not child.spec.service]
-            if self.preempted and -signal.SIGTERM in ends:
+            if self.preempted and not set(ends) <= {0, LEFT} and not self.paths.preempted.exists():
                 return "preempted", None  # without it there will be no checkpoint
             if all(child.spec.service for child in pending):
                 # torchrun's ranks leave with 0, and say by this file that they left.
@@ -288,7 +289,7 @@ class Supervisor:
         code = self._code(child)
         if not self.preempted:
             return code == 0 and not child.spec.service
-        if child.spec.service or self.paths.preempted.exists():
+        if child.spec.service or self.paths.preempted.exists() or self.comes_back:
             return True  # a checkpoint needs no servers, and once it is there it needs nobody
         return code in (0, LEFT) or (self.starter.remote and code == -signal.SIGTERM)
 

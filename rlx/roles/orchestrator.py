@@ -196,7 +196,7 @@ class Orchestrator:
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
             await self._save(groups, failures, filtered, batch)
         if self._saving is not None:
-            await self._saving
+            await asyncio.shield(self._saving)
 
     def _pack(self, mini_batches: Sequence[Sequence[Any]]) -> StepBatch:
         return pack(self.step, mini_batches, ranks=self.config.hardware.trainer_ranks, tokens=self.config.micro_batch_tokens)
@@ -217,7 +217,7 @@ class Orchestrator:
     async def _save(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
         """Write the rollouts, and the batch made of them, in the background, one step at a time."""
         if self._saving is not None:
-            await self._saving
+            await asyncio.shield(self._saving)  # a checkpoint waits for it, also when this step's work is cancelled
         self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, groups, failures, left_out, batch))
 
     def _save_now(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:

@@ -183,7 +183,7 @@ class Collector:
                 self._finished[task.index] = Pending(task, self._begun, version, chain, 0, 0, time.monotonic(), rollouts)
                 self._begun += 1
         self._filtered = [(rule, rollouts) for rule, played in state["filtered"] if (rollouts := carried(played))]
-        self._missing = state["missing"]
+        self._missing = state["missing"] if set(state["finished_groups"]) <= set(self.envs) else 0
         again = [(self.tasks.carried(task, state["tasks"]), chain) for task, chain in state["again"]]
         self._again.extend((task, chain) for task, chain in again if task is not None)
         self._owed.extend((env, chain) for env, chain in state["owed"] if env in self.tasks.envs)
