@@ -18,7 +18,7 @@ train: install
 
 test: install
 	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
-	.venv/bin/python -m pytest -m "slow and not gpu and not slurm"
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not slurm"
 	.venv/bin/python -m pytest -m "slurm and not gpu"
 
 test-fast: install

@@ -16,8 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Warm-started models are made once for all tests of a session, and never taken from the user's cache."""
-    return tmp_path_factory.mktemp("rlx_cache")
+    """Warm-started models are made once for all tests of a session, whichever process runs them, and never taken from the user's cache."""
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlx_cache"
+    cache.mkdir(exist_ok=True)
+    return cache
 
 
 @pytest.fixture
