@@ -95,6 +95,15 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
     assert [line for line in leaves.asked() if "12_1" not in line] == []
 
 
+def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
+    leaves = job(LEAVES)
+    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    leaves.command("scontrol", "echo JobState=COMPLETING Restarts=0")
+    assert leaves.run(**LAST) == 130
+    assert leaves.status().state == "interrupted"
+    assert [line for line in leaves.asked() if line.startswith("scontrol requeue")] == []
+
+
 def test_a_job_of_its_own_is_named_by_its_number(job):
     ends = job("raise SystemExit(3)", WAITS)
     assert ends.run() == 1
