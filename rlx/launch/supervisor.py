@@ -119,6 +119,10 @@ class Supervisor:
             self.status.state = "starting"  # the records that there are were written by earlier attempts
             state, cause = self._watch_launcher() or self._start() or self._watch()
             self._say(f"{state}: stopping what still runs")
+            if self.starter.remote and state == "interrupted":  # SLURM kills us too, when its own patience ends
+                self._read_step()
+                self.status.finish(state)
+                self.status.write(self.paths)
         finally:
             self._stop()
         self._read_step()
@@ -317,10 +321,10 @@ class Supervisor:
         """The failure that explains the others. Those seen at one look are told apart: a signal before an exit code, a service first.
 
         A process whose server dies fails on the request in flight, sometimes before the server is gone: wait a moment for that.
-        And SLURM sends SIGTERM to the steps before it sends it to us: then nobody is to blame.
+        And SLURM sends SIGTERM to the steps, or refuses to launch them, before it sends it to us: then nobody is to blame.
         """
         first = min(failed, key=lambda child: (self._code(child) >= 0, not child.spec.service))
-        if self.starter.remote and self._code(first) in (0, -signal.SIGTERM):
+        if self.starter.remote:
             self._interrupted_within(SIGTERM_SPREADS)
         if self._code(first) > 0 and not first.spec.service:
             deadline = time.monotonic() + SETTLE
