@@ -68,7 +68,7 @@ from rlx.roles import inference
 whole = worker.tensors
 def half(folder):
     for number, entry in enumerate(whole(folder)):
-        if number == 20:
+        if number == 20 and (folder / "COMPLETE").exists():  # a version, not what the engine began with
             raise OSError("the disk is gone")
         yield entry
 worker.tensors = half
@@ -82,7 +82,8 @@ from rlx.roles import inference
 whole = worker.tensors
 def stale(folder):
     for name, tensor in whole(folder):
-        yield name, 0.5 * tensor if name == "model.layers.1.self_attn.k_proj.weight" else tensor
+        wrong = name == "model.layers.1.self_attn.k_proj.weight" and (folder / "COMPLETE").exists()
+        yield name, 0.5 * tensor if wrong else tensor
 worker.tensors = stale
 inference.run()
 """
