@@ -137,6 +137,15 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """A policy version that servers can be given."""
+
+    version: int
+    kind: Literal["files", "adapter", "memory"]
+    where: str  # for files: the Hugging Face folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process of the plan. The supervisor starts it, watches it and stops it."""
 
