@@ -14,7 +14,7 @@ from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import conf_directory
 from rlx.config.signatures import declared_by, locate, signature_of
-from rlx.launch.plan import make_plan
+from rlx.plan.rl import make_plan
 from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")

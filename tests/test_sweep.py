@@ -15,8 +15,8 @@ from rlx.cli import main, sweep
 from rlx.config.errors import ConfigError
 from rlx.config.shipped import conf_directory
 from rlx.config.sweeps import element_name, expand
-from rlx.launch.status import read_status
 from rlx.metrics import read_metrics
+from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
