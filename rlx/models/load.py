@@ -70,14 +70,19 @@ def load_policy(
         return model
 
     full = None
+    untied = False
     if mesh.first:
         hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
+        untied = _untied_by_checkpoint(hf)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
         if not sharded:
             return finished(full).to(device)
+    untied = mesh.any(untied)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if untied:
+            _say_untied(config)
         empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
     model = finished(PolicyModel(empty, attention=attention))
     shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
@@ -88,6 +93,23 @@ def load_policy(
         setattr(module, name, getattr(*parameter_of))
     _scatter(full.hf if full else None, model.hf, mesh)
     return model
+
+
+def _untied_by_checkpoint(hf: Any) -> bool:
+    """Whether the checkpoint has a head of its own although its configuration says that the head is the embedding.
+
+    transformers then loads both, as vLLM does. The configuration is corrected here, for what is made from it: the other ranks' shards, and
+    every version that is written.
+    """
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    if not getattr(hf.config.get_text_config(), "tie_word_embeddings", False) or head is None or head.weight is embedding.weight:
+        return False
+    _say_untied(hf.config)
+    return True
+
+
+def _say_untied(config: Any) -> None:
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:

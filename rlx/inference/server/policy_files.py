@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlx.weights.files import verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
+CHUNK = 2**24  # bytes compared at once
 SHOWN = 5  # names listed of a difference
 
 
@@ -31,8 +37,44 @@ def tensor_shapes(folder: Path) -> Shapes:
     return shapes
 
 
+def twin_of_head(folder: Path) -> str | None:
+    """Name of the tensor whose bytes the folder's `lm_head.weight` repeats: the head is tied to it, and is stored a second time.
+
+    None where there is no head, or one with values of its own. Reads both.
+    """
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in weight_files(folder):
+        start, entries = _entries(path)
+        found |= {name: (path, start, entry) for name, entry in entries.items()}
+    head = found.get(TIED_HEAD)
+    if head is None:
+        return None
+    alike = [
+        name for name, (_, _, entry) in found.items() if name != TIED_HEAD and all(entry[key] == head[2][key] for key in ("shape", "dtype"))
+    ]
+    whole = _content(*head)
+    for name in alike:
+        other = _content(*found[name])
+        if all(np.array_equal(whole[at : at + CHUNK], other[at : at + CHUNK]) for at in range(0, len(whole), CHUNK)):
+            return name
+    return None
+
+
+def _content(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[np.uint8]:
+    first, last = entry["data_offsets"]
+    return np.memmap(path, np.uint8, "r", start + first, (last - first,))
+
+
 def _header(path: Path) -> Shapes:
-    """A safetensors file begins with the length of its header (8 bytes, little endian) and the header, JSON; offsets count from its end."""
+    """Names and shapes of the tensors in a safetensors file."""
+    return {name: tuple(entry["shape"]) for name, entry in _entries(path)[1].items()}
+
+
+def _entries(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where the data of a safetensors file begin, and `shape`, `dtype` and `data_offsets` (from there) of its tensors by name.
+
+    The file begins with the length of its header (8 bytes, little endian) and the header, JSON.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else path.stat().st_size
@@ -40,18 +82,19 @@ def _header(path: Path) -> Shapes:
     try:
         entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
         end = 8 + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        if not all(isinstance(entry["shape"], list) for entry in entries.values()):
+            raise TypeError("a shape is no list")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no safetensors file, or was cut short") from error
     if end != path.stat().st_size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {end}")
-    return shapes
+    return 8 + size, entries
 
 
 def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None:
     """Raise ValueError unless the folder is complete, undamaged, of this version, and has the names and shapes of the served model.
 
-    With `tied` embeddings the head may be there or not.
+    With `tied` embeddings the head may be there or not. What is served may have it too: stored twice, see `twin_of_head`.
     """
     manifest = verify(folder)
     if manifest.get("version") != version:
