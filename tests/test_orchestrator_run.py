@@ -232,7 +232,7 @@ def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
 
 
 def test_mini_batches_and_ranks_divide_the_batch(tmp_path: Path) -> None:
-    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_ranks=2))
+    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_processes=2))
     (batch,) = trainer.batches
     assert len(batch.mini_batches) == 2
     for mini in batch.mini_batches:

@@ -45,7 +45,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "max_steps": STEPS,
         "hardware": "cpu",
         "loss": "gspo",
-        "hardware.trainer_ranks": ranks,
+        "hardware.trainer_processes": ranks,
         "trainer.num_minibatches": 2,
         "trainer.batch_timeout": 60,
         "ckpt.interval": "null",  # there is no orchestrator here to add its part

@@ -199,7 +199,7 @@ class Orchestrator:
             await asyncio.shield(self._saving)
 
     def _pack(self, mini_batches: Sequence[Sequence[Any]]) -> StepBatch:
-        return pack(self.step, mini_batches, ranks=self.config.hardware.trainer_ranks, tokens=self.config.micro_batch_tokens)
+        return pack(self.step, mini_batches, ranks=self.config.trainer_ranks, tokens=self.config.micro_batch_tokens)
 
     def _scores(self, batch: Sequence[Sequence[Rollout]]) -> GroupScores:
         return shape(scores_of(batch), self.config.reward, self._max_tokens)

@@ -284,8 +284,10 @@ def main() -> int:
     )
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
-    if world_size != cfg.hardware.trainer_ranks:
-        raise ValueError(f"hardware.trainer_ranks is {cfg.hardware.trainer_ranks} and {world_size} processes were started; start as many")
+    if world_size != cfg.trainer_ranks:
+        raise ValueError(
+            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {world_size} processes were started; start as many"
+        )
 
     import torch
 
