@@ -132,7 +132,7 @@ class Publisher:
 
     @functools.cached_property
     def _export(self) -> tuple[Callable[[Tensors], Tensors], bool]:
-        """What gives tensors the names and shapes of published checkpoints (transformers fuses some models' experts when it loads them), and
+        """What gives tensors the names and shapes of published checkpoints (transformers fuses some models' experts), and
         whether it needs all of them at once."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import revert_weight_conversion

@@ -36,7 +36,7 @@ def sum_of_file(file: IO[bytes], size: int) -> str:
 
     factors, rows = _factors(), []
     row = np.zeros(ROW, np.int64)
-    content = memoryview(row).cast("B")
+    content = row.data.cast("B")
     while size > 0:
         got = file.readinto(content[: min(size, len(content))])  # type: ignore[attr-defined]
         if not got:
