@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,13 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "wire", "paths", "metrics", "heartbeat", "waiting", "process", "tracking"), 1),
-    **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train"), 2),
+    **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport", "checkpoints"), 2),
     "roles": 3,
-    "cli": 4,
-    "launch": 4,
+    "plan": 4,
+    "runs": 5,
+    "launch": 6,
+    "cli": 7,
 }
-TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train")
+WITHOUT_TORCH = ("config", "plan", "runs", "launch", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
+TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
+ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # who is which rank, and every collective, is the mesh's to say
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
 OPTIONAL = {  # libraries that these files import where they are installed
     "rlx/kernels/rows_triton.py": "triton",
@@ -99,8 +104,8 @@ def test_libraries_stay_in_their_rooms():
             library = module.split(".")[0]
             if room not in HOME_OF.get(library, (room,)):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}; only {' and '.join(HOME_OF[library])} may")
-            if library == "torch" and FLOORS.get(room, 0) in (0, 1, 4):
-                wrong.append(f"{path.relative_to(ROOT)} imports torch on floor {FLOORS.get(room, 0)}")
+            if library == "torch" and room in (*WITHOUT_TORCH, "__init__"):
+                wrong.append(f"{path.relative_to(ROOT)} imports torch; {room} does without")
     assert wrong == []
 
 
@@ -121,7 +126,21 @@ def test_the_learning_rooms_need_torch_alone():
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["rlx.cli", "rlx.launch.plan", "rlx.launch.supervisor", "rlx.types", "rlx.wire", "rlx.config.load"])
+def test_only_the_mesh_knows_torchs_ranks_and_collectives():
+    asked = re.compile(r"\b(get_rank|get_world_size|is_initialized|init_process_group|all_reduce|barrier\(\)|dist\.broadcast)\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in FILES
+        if room_of(path) in ASKS_THE_MESH
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if asked.search(line) and "mesh.barrier()" not in line and "cuda.is_initialized" not in line
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module", ["rlx.cli", "rlx.plan.rl", "rlx.runs.claim", "rlx.launch.supervisor", "rlx.types", "rlx.wire", "rlx.config.load"]
+)
 def test_the_outer_floors_load_without_torch(module: str):
     check = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@
     SupervisedSource      samples that are all there, shuffled
     FakeSource            random tokens of given lengths, for benchmarks
 
-A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, rank 0 alone waits for files and reads
-them; the others get its bytes. A file appears whole (temporary name, then rename), so its existence is the message.
+A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, rank 0 alone waits for files and
+reads them; the others get its bytes. A file appears whole (temporary name, then rename), so its existence is the message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from rlx import codec
 from rlx.paths import RunPaths, atomic
 from rlx.types import STREAMS, StepBatch, TrainingSample
 from rlx.waiting import Preempted, wait_for
+
+if TYPE_CHECKING:  # an orchestrator only sends, and need not load torch
+    from rlx.parallel.mesh import Mesh
 
 Tick = Callable[[], None]
 
@@ -40,19 +43,6 @@ class Source(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """What a source asks of the trainer's ranks."""
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0."""
-        ...
-
-    def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
-        """Rank 0's `content`, on every rank; the others give none."""
-        ...
-
-
 def send(paths: RunPaths, batch: StepBatch) -> None:
     """The orchestrator's end: make the batch appear. A batch of the same step that was not consumed is replaced."""
     with atomic(paths.batch_of(batch.step)) as temporary, temporary.open("wb") as file:
@@ -62,9 +52,9 @@ def send(paths: RunPaths, batch: StepBatch) -> None:
 class OrchestratorSource:
     """The batches that this run's orchestrator sends."""
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, timeout: float) -> None:
+    def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
         """`timeout`: seconds to wait for one batch."""
-        self.paths, self.ranks, self.timeout = paths, ranks, timeout
+        self.paths, self.mesh, self.timeout = paths, mesh, timeout
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """Wait for the batch of `step` and read it; it stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
@@ -77,20 +67,20 @@ class OrchestratorSource:
                 file.readinto(content)
             return content
 
-        return _decoded(_read_once(read, self.ranks), step, str(path))
+        return _decoded(_read_once(read, self.mesh), step, str(path))
 
     def done(self, step: int) -> None:
         """Delete the batch."""
-        if self.ranks.first:
+        if self.mesh.first:
             self.paths.batch_of(step).unlink(missing_ok=True)
 
 
 class RecordedSource:
     """The batches that another run has recorded, in their order."""
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, num_minibatches: int | None = None) -> None:
+    def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None) -> None:
         """`paths` of the run that recorded them. With another `num_minibatches` than it had, its groups are split anew."""
-        self.paths, self.ranks, self.num_minibatches = paths, ranks, num_minibatches
+        self.paths, self.mesh, self.num_minibatches = paths, mesh, num_minibatches
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError when it was not recorded, ValueError for a damaged file."""
@@ -105,26 +95,26 @@ class RecordedSource:
                 except zstandard.ZstdError as error:
                     raise ValueError(f"{path} is damaged: {error}") from error
 
-        batch = _decoded(_read_once(read, self.ranks), step, str(path))
+        batch = _decoded(_read_once(read, self.mesh), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
         """Nothing: they may be replayed again."""
 
 
-def _read_once(read: Callable[[], bytearray], ranks: Ranks) -> bytes | bytearray:
+def _read_once(read: Callable[[], bytearray], mesh: Mesh) -> bytes | bytearray:
     """What rank 0 reads, on every rank. Raises Preempted everywhere when it does there; what else fails on rank 0 ends that process."""
-    if not ranks.first:
-        content = ranks.broadcast_bytes()
+    if not mesh.first:
+        content = mesh.broadcast_bytes()
         if not content:
             raise Preempted
         return content
     try:
         content = read()
     except Preempted:
-        ranks.broadcast_bytes(b"")
+        mesh.broadcast_bytes(b"")
         raise
-    return ranks.broadcast_bytes(content)
+    return mesh.broadcast_bytes(content)
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
@@ -206,6 +196,7 @@ class FakeSource:
             for member in range(self.members):
                 completion = rng.integers(0, self.vocab_size, rng.integers(*self.completion_tokens, endpoint=True))
                 mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+                optional: Any = {name: rng.random(len(mask), dtype=np.float32) for name in self.streams}
                 samples.append(
                     TrainingSample(
                         group=group,
@@ -217,7 +208,7 @@ class FakeSource:
                         advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
                         temperature=1.0,
                         versions=np.where(mask, step, -1).astype(np.int32),
-                        **{name: rng.random(len(mask), dtype=np.float32) for name in self.streams},
+                        **optional,
                     )
                 )
         return StepBatch(step=step, mini_batches=(tuple(samples),))

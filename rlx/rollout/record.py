@@ -1,9 +1,8 @@
-"""What is kept of a step: its rollouts for people and tools, `rollouts/step_000012.jsonl.zst`, one rollout a line; and the batch that was
-made of them for a replay, `recorded/step_000012.batch.zst`.
+"""What is kept of a step: its rollouts, for people and tools, and the batch that was made of them, for a replay.
 
-Besides the groups that were trained on the rollouts' file holds, with `advantage: null`, the rollouts that failed since the step before, and those of
-groups that a filter left out of the step, whose `left_out` names the rule.
-Call the writers in a thread, they compress.
+`rollouts/step_000012.jsonl.zst` has one rollout a line. Besides the groups that were trained on it holds, with `advantage: null`, the
+rollouts that failed since the step before, and those of groups that a filter left out of the step, whose `left_out` names the rule.
+`recorded/step_000012.batch.zst` has what was sent to the trainer, in the same bytes. Call the writers in a thread, they compress.
 """
 
 from __future__ import annotations

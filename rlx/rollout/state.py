@@ -1,6 +1,6 @@
-"""What the orchestrator was going to do next, as records: its part of a checkpoint, as of the moment when a step's batch had been handed out.
+"""What the orchestrator was going to do next, as records: its part of a checkpoint.
 
-References to rollouts, no copies: taking a state costs next to nothing, and nothing in it changes later.
+Taken when a step's batch has been handed out. Nothing in a state changes later, and what it holds are references: it costs little.
 """
 
 from __future__ import annotations
