@@ -28,19 +28,14 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
-from rlx.transport.files import Batches, BatchReader, RecordedBatches
 from rlx.types import StepBatch
-from rlx.waiting import wait_for
+from rlx.waiting import Preempted, wait_for
 
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
 LEFT = 75  # exit code when the run gave way to a preemption
 COLLECTIVE_MARGIN = 600.0  # seconds by which collectives outwait the batch, so that the wait itself is what times out
-
-
-class Preempted(Exception):
-    """The run is to give way, and the trainer's state is that after a whole number of steps."""
 
 
 class Trainer:
@@ -51,6 +46,7 @@ class Trainer:
 
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
+        from rlx.data.source import OrchestratorSource, RecordedSource, Source
         from rlx.models.load import DTYPES
         from rlx.parallel.mesh import join, one_process
         from rlx.parallel.rendezvous import meet
@@ -88,7 +84,11 @@ class Trainer:
         if rank == 0:  # for the run's summary: `auto` chose it, and nobody reads this role's log
             write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
         self.device = device
-        self.batches: Batches = RecordedBatches(RunPaths(Path(cfg.replay))) if cfg.replay else BatchReader(paths)
+        self.source: Source = (
+            OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
+            if cfg.replay is None
+            else RecordedSource(RunPaths(Path(cfg.replay)), self.mesh, cfg.trainer.num_minibatches)
+        )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
         self.publisher = Publisher.of(
             self.model, self.mesh, paths, source=source, dtype=DTYPES[cfg.model.dtype], trust_remote_code=cfg.model.trust_remote_code
@@ -170,27 +170,20 @@ class Trainer:
     # -- one step
 
     def receive(self, step: int) -> StepBatch:
-        """The batch of this step, on every rank; its file is gone afterwards. Raises Preempted, on all ranks, when one is to give way."""
+        """The batch of this step, the same on every rank. Raises Preempted, on all ranks, when the run is to give way."""
         self.beat(f"waiting for batch {step}", step)
-        try:
-            self.tick()
-            batch = self.batches.receive(step, self.cfg.trainer.batch_timeout, tick=self.tick)
-            preempted = False
-        except Preempted:
-            preempted = True
-        if self.mesh.any(preempted):
+        if self.mesh.any(self.mesh.first and self.paths.preempt.exists()):
             raise Preempted
-        if self.rank == 0:
-            self.batches.done(step)
-        ranks = {len(mini_batch.micro_batches) for mini_batch in batch.mini_batches}
-        if ranks != {self.world_size}:
-            raise ValueError(
-                f"batch {step} was packed for {ranks} ranks and this trainer has {self.world_size}; hardware.trainer_ranks differs"
-            )
+        batch = self.source.receive(step, self.tick)
+        self.source.done(step)
         return batch
 
-    def train(self, batch: StepBatch) -> dict[str, float]:
+    def train(self, step_batch: StepBatch) -> dict[str, float]:
         """The optimizer steps of a batch; the step's metrics. Raises Preempted, on all ranks, when it is given up."""
+        from rlx.data.packing import pack
+
+        ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
+        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens)
         self.updated = False
         self.beat(f"training step {batch.step}", batch.step)
 
@@ -203,8 +196,7 @@ class Trainer:
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        tokens = iterations * sum(len(m.token_ids) for mini in batch.mini_batches for rank in mini.micro_batches for m in rank)
-        return values | {"perf/tokens_per_second": tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
+        return values | {"perf/tokens_per_second": iterations * batch.num_tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then let the version appear; delete versions nobody needs.
