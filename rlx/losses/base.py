@@ -34,6 +34,7 @@ class Objective:
         if terms.aggregate not in AGGREGATES:
             raise ValueError(f"loss.aggregate is `{terms.aggregate}`; it must be one of {', '.join(AGGREGATES)}")
         self.function, self.terms = function, terms
+        self.streams: frozenset[str] = frozenset()  # the optional per-token streams (`rlx.types.STREAMS`) that it consumes
         self.max_length = terms.max_length or max_length
         if terms.aggregate == "fixed_length" and not self.max_length:
             raise ValueError("loss.aggregate=fixed_length divides by loss.max_length, which is null; set it, or sampling.max_tokens")

@@ -59,14 +59,14 @@ def _command(cfg: Config, spec: ProcessSpec) -> str:
         "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
         + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
         "orchestrator": f"environments {', '.join(cfg.envs)}; at most {cfg.orchestrator.max_concurrent} rollouts in flight",
-        "trainer": f"FSDP2 over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else "one process",
+        "trainer": f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process",
     }
     return what.get(spec.role, " ".join(spec.argv))
 
 
 def _batch(cfg: Config) -> list[str]:
     group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
-    ranks, row, lag = cfg.hardware.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
+    ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
     sampled, trained = rollouts * cfg.sampling.max_tokens, rollouts * cfg.seq_len
     rows = math.ceil(trained / (row * ranks * mini))
     versions = "version" if lag == 1 else "versions"
@@ -109,7 +109,7 @@ def _more_prompts(cfg: Config) -> str:
 def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     trainer, engine = trainer_memory(cfg), engine_memory(cfg)
     cpu = cfg.hardware.device == "cpu"
-    where = "in host memory" if trainer.on_host else f"over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else ""
+    where = "in host memory" if trainer.on_host else f"over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else ""
     reference = f", reference {size(trainer.reference)}" if trainer.reference else ""
     lines = [
         f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}",

@@ -44,7 +44,7 @@ class EngineMemory:
 
 
 def trainer_memory(cfg: Config) -> TrainerMemory:
-    model, ranks = cfg.model, cfg.hardware.trainer_ranks
+    model, ranks = cfg.model, cfg.trainer_ranks
     master, compute = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype]
     states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
     shard = model.num_parameters / ranks

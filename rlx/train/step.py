@@ -23,7 +23,7 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
-from rlx.types import MicroBatch, MiniBatch, StepBatch
+from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class PolicyTrainer:
         self.updates = 0  # optimizer steps done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
-        self.rank, self.device = self.mesh.data_rank, self.mesh.device
+        self.device = self.mesh.device
         self.peak_lr = optimizer.param_groups[0]["lr"]
         # Called by all ranks equally often: before each micro-batch is scored, and before its forward and backward.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
 
     def train_batch(
         self,
-        batch: StepBatch,
+        batch: RankBatch,
         *,
         iterations: int = 1,
         starts: Callable[[int, int], None] = lambda update, of: None,
@@ -118,7 +118,7 @@ class PolicyTrainer:
         says what the policy says before it."""
         recompute = recompute and self.objective.terms.proximal == "recompute"
         scores = []
-        for micro_batch in mini_batch.micro_batches[self.rank]:
+        for micro_batch in mini_batch.micro_batches:
             self.before_micro_batch()
             old = self.score(micro_batch)[0] if recompute else None
             ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
@@ -162,7 +162,7 @@ class PolicyTrainer:
         """Forward and backward of all of this rank's micro-batches; gradients add to what is there. This rank's share of the stats."""
         stats = Stats()
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
-        for micro_batch, scores in zip(mini_batch.micro_batches[self.rank], known, strict=True):
+        for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
             self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
@@ -198,6 +198,7 @@ class PolicyTrainer:
 
     def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
         m, device = micro_batch, self.device
+        self._refuse_what_nobody_uses(m)
         layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, model.layout_kind(device), device)
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
@@ -214,6 +215,17 @@ class PolicyTrainer:
             rollout_lengths=torch.from_numpy(m.rollout_lengths).to(device=device, dtype=torch.int64),
             versions=trainable(m.versions, torch.int64),
         )
+
+    def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
+        """Raise ValueError for data that would be ignored silently; every rank has the same streams, so all of them do."""
+        for name in STREAMS:
+            if getattr(micro_batch, name) is not None and name not in self.objective.streams:
+                uses = ", ".join(sorted(self.objective.streams)) or "none"
+                raise ValueError(
+                    f"the batch has the stream `{name}`, which this objective does not consume (it consumes {uses}); send none"
+                )
+        if micro_batch.adapters.any():
+            raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, and this trainer trains the policy's own weights")
 
     def _reduce(self, stats: Stats) -> dict[str, float]:
         """Add the sums and take the largest of the maxima over all ranks."""
