@@ -8,6 +8,7 @@ import pytest
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
+from rlx.plan.environment import MissingGPU, environment_of
 from rlx.plan.explain import explain
 from rlx.plan.memory import engine_memory, trainer_memory
 from rlx.plan.place import require_one_host
@@ -18,10 +19,14 @@ from rlx.types import ProcessSpec
 GIB = 2**30
 
 
-def layout(hardware: str, visible: list[str] | None = None, /, **sections) -> list[str]:
+def layout(hardware: str, /, **sections) -> list[str]:
     """One line for each process: name, host, GPUs, ports."""
-    plan = make_plan(config(hardware, **sections), Path("/run"), visible)
-    return [f"{spec.name} @{spec.node} gpus={spec.env['CUDA_VISIBLE_DEVICES']} ports={spec.ports}" for spec in plan]
+    plan = make_plan(config(hardware, **sections), Path("/run"))
+    return [f"{spec.name} @{spec.node} gpus={','.join(map(str, spec.gpus))} ports={spec.ports}" for spec in plan]
+
+
+def process(**fields) -> ProcessSpec:
+    return ProcessSpec(**{"role": "trainer", "replica": 0, "node": 0, "gpus": (), "argv": ("python",), **fields})
 
 
 def command(plan: list[ProcessSpec], role: str) -> str:
@@ -67,14 +72,38 @@ def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
     ]
 
 
-def test_gpus_are_those_that_the_user_made_visible() -> None:
-    assert layout("gpu2", ["5", "GPU-7f"]) == [
-        "inference_0 @0 gpus=5 ports={'http': 0}",
+def test_the_plan_counts_gpus_whatever_is_visible_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert layout("gpu2") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
         "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=GPU-7f ports={}",
+        "trainer @0 gpus=1 ports={}",
     ]
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=5 names 1"):
-        layout("gpu2", ["5"])
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in make_plan(config("gpu2"), Path("/run")))
+
+
+def test_devices_are_counted_as_nvidia_smi_counts_them() -> None:
+    assert {spec.env["CUDA_DEVICE_ORDER"] for spec in make_plan(config("gpu2"), Path("/run"))} == {"PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "seen"),
+    [(None, (1,), "1"), ("5,GPU-7f", (1,), "GPU-7f"), (" 4, 6 ,", (0, 1), "4,6"), ("4,6", (), ""), ("", (), "")],
+)
+def test_a_process_gets_its_gpus_by_the_names_of_its_host(visible: str | None, gpus: tuple[int, ...], seen: str) -> None:
+    host = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of(process(gpus=gpus), host)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_host_that_shows_fewer_gpus_than_the_plan_needs_is_named_with_both_numbers() -> None:
+    with pytest.raises(MissingGPU, match=r"gives trainer GPU 1 .*CUDA_VISIBLE_DEVICES=5 names 1"):
+        environment_of(process(gpus=(1,)), {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+def test_a_process_does_not_inherit_that_it_is_one_of_somebody_elses_group() -> None:
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    environment = environment_of(process(env={"RANK": "1"}), {**dict.fromkeys(group, "7"), "HOME": "/home"})
+    assert environment == {"RANK": "1", "HOME": "/home", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:

@@ -24,6 +24,7 @@ from rlx.config.schema import Config
 from rlx.launch.processes import die_with
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.paths import RunPaths
+from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.place import require_one_host
 from rlx.plan.rl import make_plan
@@ -206,12 +207,17 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             while waiting and slots:
                 element, slot = waiting.pop(0), slots.pop(0)
                 gpus = element.cfg.num_gpus
-                mine = ",".join(visible[slot * gpus : (slot + 1) * gpus]) if gpus else ""
-                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root), mine]
+                mine = {DEVICES: ",".join(visible[slot * gpus : (slot + 1) * gpus])} if gpus else {}
+                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
                 say(f"{element.name}: starting")
                 # A session of its own: a Ctrl-C reaches the pool alone, which passes it on once.
                 child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
+                    command,
+                    env=os.environ | mine,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=die_with(os.getpid()),
                 )
                 running[child] = (element, slot)
             for child in [child for child in running if child.poll() is not None]:
@@ -263,6 +269,6 @@ def failed(elements: Sequence[Element]) -> list[Element]:
     return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
 
 
-def plan_of(cfg: Config, visible: Sequence[str] | None) -> list[ProcessSpec]:
+def plan_of(cfg: Config) -> list[ProcessSpec]:
     assert cfg.run.dir is not None
-    return make_plan(cfg, Path(cfg.run.dir), visible)
+    return make_plan(cfg, Path(cfg.run.dir))
