@@ -12,7 +12,7 @@ import pytest
 
 from rlx.cli import COMMANDS, main
 from rlx.config.load import load_run
-from rlx.config.shipped import conf_directory
+from rlx.config.shipped import shipped_groups
 from rlx.plan.record import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,10 +42,9 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 def test_help_of_train_lists_the_shipped_options(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for folder in conf_directory().iterdir():
-        if folder.is_dir():
-            assert folder.name in shown
-            assert all(option.stem in shown for option in folder.glob("*.yaml"))
+    for name, folder in shipped_groups().items():
+        assert name in shown
+        assert all(option.stem in shown for option in folder.glob("*.yaml"))
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -34,7 +34,7 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python t
   rlx train resume=outputs/mine max_steps=200            another run, from a checkpoint of that one
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
-groups (from `conf/`, and from your own directory with --config-dir)
+groups (from `conf/`, `slurm/` and `sweeps/`, and from your own directory with --config-dir)
 {groups()}
 
 some keys (all of them: docs/configuration.md)
