@@ -129,10 +129,9 @@ def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def toy_plan(cfg, visible):
+def toy_plan(cfg):
     code = textwrap.dedent(TOY)
-    gpus = {"CUDA_VISIBLE_DEVICES": ""}
-    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), env=gpus, argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
+    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
 
 
 @pytest.fixture

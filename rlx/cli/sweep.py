@@ -64,7 +64,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
             if cfg.launcher.name == "slurm" and not cfg.dry_run and nodes not in built:
                 check_built(cfg)
                 built.append(nodes)
-            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg, visible(cfg.launcher.name))))
+            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)
@@ -80,13 +80,6 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
 
         check_directory(directory)
     return elements
-
-
-def visible(launcher: str) -> list[str] | None:
-    """The GPUs that a plan may name: those of this machine for local runs, counted from 0 on a cluster's nodes."""
-    from rlx.plan.rl import visible_gpus
-
-    return visible_gpus() if launcher == "local" else None
 
 
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:

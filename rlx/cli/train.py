@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.plan.place import require_one_host
-    from rlx.plan.rl import make_plan, visible_gpus
+    from rlx.plan.rl import make_plan
     from rlx.runs.claim import create, describe, settle
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     composed = compose(argv)
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
-    plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
+    plan = make_plan(cfg, Path(cfg.run.dir))
     if cfg.launcher.name == "local":
         require_one_host(plan)
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.ranks import ranks_left
+from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
 
 __all__ = ["MISSING", "LauncherConfig", "LoggerConfig", "SlurmConfig", "TensorboardConfig", "WandbConfig"]
@@ -170,7 +171,12 @@ class AcConfig:
 
 @dataclass
 class TrainerConfig:
-    micro_batch_tokens: int | None = key(None, "tokens of one packed row; null is `seq_len`", low=1)
+    micro_batch_tokens: int | None = key(
+        None,
+        "tokens of one packed row; null: as many as fit into 2 GiB of activations (CUDA: 8, or 4 on a shared card), "
+        "at most those of an optimizer step, at least `seq_len`",
+        low=1,
+    )
     num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
     num_iterations: int = key(1, "times that the optimizer goes over every batch", low=1)
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
@@ -349,7 +355,7 @@ class Config:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of one packed row."""
-        return self.trainer.micro_batch_tokens or self.seq_len
+        return self.trainer.micro_batch_tokens or default_row(self)
 
     @property
     def uses_reference(self) -> bool:

@@ -42,7 +42,7 @@ from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
@@ -317,6 +317,8 @@ def main() -> int:
     except Preempted:
         return LEFT
     except Exception as error:
+        if full_disk(error, paths.root):
+            raise
         log.exception("the orchestrator failed")
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line
         return 1
@@ -324,7 +326,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

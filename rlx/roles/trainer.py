@@ -27,7 +27,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.types import StepBatch
 from rlx.waiting import Preempted, wait_for
 
@@ -294,4 +294,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(say_full_disk(main))
