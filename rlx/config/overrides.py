@@ -20,9 +20,9 @@ from hydra.plugins.config_source import ConfigSource
 
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
-from rlx.config.shipped import PRIMARY, shipped_groups
-from rlx.config.tree import closest, leaves, show
+from rlx.config.roots import Root, has_key, key_of, where_else
+from rlx.config.shipped import shipped_groups
+from rlx.config.tree import closest, near_keys, show
 
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
@@ -44,16 +44,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. {OPTIONS}")
 
 
-def read_request(argv: list[str], environ: Mapping[str, str]) -> Request:
+def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Request:
     """Read a command line. Raises ConfigError with every option, override and directory that cannot be read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn", default=PRIMARY)
+    parser.add_argument("--config-name", "-cn", default=root.command)
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        raise ConfigError([_unknown_option(option) for option in unknown])
+        raise ConfigError([_unknown_option(option, root) for option in unknown])
     overrides = parse(options.overrides)
     asked = [("--config-path", options.config_path)] if options.config_path else []
     asked += [("--config-dir", directory) for directory in options.config_dir]
@@ -69,9 +69,9 @@ def read_request(argv: list[str], environ: Mapping[str, str]) -> Request:
     return Request(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), tuple(overrides))
 
 
-def _unknown_option(option: str) -> str:
+def _unknown_option(option: str, root: Root) -> str:
     name, _, value = option.lstrip("-").replace("-", "_").partition("=")
-    key = next((leaf for leaf in leaves(Config) if leaf == name or leaf.endswith("." + name)), None)
+    key = next((near for near in near_keys(root.schema, name) if near.rpartition(".")[2] == name), None)
     hint = f"Keys are written without dashes: {key}={value or '…'}." if key else OPTIONS
     return f"there is no option {option}. {hint}"
 
@@ -113,11 +113,14 @@ def read_variable(variable: Variable) -> Any:
 
 
 class Groups:
-    """The groups and options that a set of directories has."""
+    """The groups and options that a set of directories has, without the groups of other commands."""
 
-    def __init__(self, sources: list[ConfigSource]) -> None:
+    def __init__(self, sources: list[ConfigSource], root: Root) -> None:
         self.sources = sources
-        self.names = sorted({name for source in sources for name in source.list("", ObjectType.GROUP)})
+        names = {name for source in sources for name in source.list("", ObjectType.GROUP)}
+        lacking = {name: where_else(root.schema, key_of(name)) for name in names if not has_key(root.schema, key_of(name))}
+        self.foreign = {name: hint for name, hint in lacking.items() if hint}  # with the command that has it, in words
+        self.names = sorted(names - self.foreign.keys())
 
     def options(self, group: str) -> list[str]:
         """Names of the files of a group; of the top level for an empty name."""
@@ -134,7 +137,9 @@ class Groups:
         found = [text for o in overrides if self.is_choice(o) and not o.is_delete() for text in self.wrong(o.key_or_group, value_of(o))]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
         for o in overrides:
-            if o.is_sweep_override():
+            if o.key_or_group in self.foreign and not isinstance(value_of(o), dict):
+                found.append(f"`{line_of(o)}`: there is no group {o.key_or_group} here. {self.foreign[o.key_or_group]}")
+            elif o.is_sweep_override():
                 found.append(f"`{line_of(o)}` gives several values to one run. A list is written {o.key_or_group}=[a,b]; -m runs each.")
             elif o.type == OverrideType.DEL and not self.is_choice(o) and not o.key_or_group.startswith(tuple(f"{key}." for key in OPEN)):
                 found.append(

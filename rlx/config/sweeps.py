@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from rlx.config.composition import compose_tree, make_loader
 from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
+from rlx.config.roots import TRAIN, Root
 
 LONGEST = 120  # characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep, and its elements lie in its folder
@@ -48,20 +49,20 @@ class Sweep:
     argv: tuple[str, ...] = ()  # what all runs share
 
 
-def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Sweep:
+def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
     """The elements of a sweep. Raises ConfigError when the line cannot be read, sweeps nothing, or names two elements alike."""
     environ = os.environ if environ is None else environ
     argv = [part for part in argv if part not in ("-m", "--multirun")]
     hydra_lines = [part for part in argv if part.startswith(("hydra/", "hydra.")) and not part.startswith("hydra.searchpath")]
     argv = [part for part in argv if part not in hydra_lines]
-    request = read_request(argv, environ)
+    request = read_request(argv, environ, root)
     named = {o.key_or_group: o.value() for o in request.overrides if o.key_or_group in OF_THE_SWEEP and not o.is_sweep_override()}
     lines = [line_of(o) for o in request.overrides]
     options = [part for part in argv if part not in lines]  # --config-dir and its like
     static = [o for o in request.overrides if not o.is_sweep_override() and o.key_or_group not in OF_THE_SWEEP]
     shared = [*options, *map(line_of, static)]
 
-    tree = compose_tree(shared, environ)
+    tree = compose_tree(shared, environ, root)
     params = parse([f"{key}={value}" for key, value in ((tree.hydra.get("sweeper") or {}).get("params") or {}).items()])
     chosen = {o.key_or_group for o in request.overrides}
     swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]

@@ -9,7 +9,7 @@ import torch
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, split_terms
-from rlx.config.targets import TERMS, instantiate
+from rlx.config.targets import instantiate, nodes_of
 
 
 def check_built(cfg: Config) -> None:
@@ -18,7 +18,7 @@ def check_built(cfg: Config) -> None:
     Raises ConfigError naming the nodes and what their targets say.
     """
     problems = []
-    for name, terms in TERMS.items():
+    for name, terms in nodes_of(cfg).items():
         node = dict(getattr(cfg, name)) if terms is None else split_terms(dict(getattr(cfg, name)), terms)[1]
         try:
             instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
