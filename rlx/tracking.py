@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
@@ -106,7 +107,7 @@ class Wandb:
             mode=options.mode,
             name=config.run.name or paths.root.name,
             dir=str(paths.root),
-            config=asdict(config),
+            config=asdict(hidden(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
         # Roles report a step at different times, and W&B's own step may only grow: every metric has `step` as its axis instead.

@@ -244,3 +244,15 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
     launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as its death does
     assert sweep.run(line) == 0
+
+
+def test_a_secret_names_no_directory_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-m", "inference.api_key=one-key,two-key"]) == 2
+    assert main(["train", "inference.api_key=one-key,two-key"]) == 2
+    assert main(["train", "seed=x", "inference.api_key=[one-key]", "inference.api_key = one-key"]) == 2
+    assert main(["train", "seed=x", "inference.api_key=[one-key]"]) == 2
+    said = capsys.readouterr().err
+    assert "inference.api_key is secret" in said
+    assert "inference.api_key=???" in said
+    assert "-key" not in said

@@ -21,6 +21,7 @@ from hydra.plugins.config_source import ConfigSource
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
 from rlx.config.roots import Root, has_key, key_of, where_else
+from rlx.config.secret import conceal
 from rlx.config.shipped import shipped_groups
 from rlx.config.tree import closest, near_keys, show
 
@@ -84,7 +85,8 @@ def parse(lines: list[str]) -> list[Override]:
             parsed.append(parser.parse_override(line))
         except HydraException:
             problems.append(
-                f"`{line}` cannot be read. Write key=value without spaces around `=`, and quote special characters: 'key=\"a, b\"'."
+                f"`{conceal(line)}` cannot be read. Write key=value without spaces around `=`, and quote special characters: "
+                "'key=\"a, b\"'."
             )
     if problems:
         raise ConfigError(problems)
@@ -137,14 +139,13 @@ class Groups:
         found = [text for o in overrides if self.is_choice(o) and not o.is_delete() for text in self.wrong(o.key_or_group, value_of(o))]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
         for o in overrides:
-            if o.key_or_group in self.foreign and not isinstance(value_of(o), dict):
-                found.append(f"`{line_of(o)}`: there is no group {o.key_or_group} here. {self.foreign[o.key_or_group]}")
+            key, line = o.key_or_group, conceal(line_of(o))
+            if key in self.foreign and not isinstance(value_of(o), dict):
+                found.append(f"`{line}`: there is no group {key} here. {self.foreign[key]}")
             elif o.is_sweep_override():
-                found.append(f"`{line_of(o)}` gives several values to one run. A list is written {o.key_or_group}=[a,b]; -m runs each.")
-            elif o.type == OverrideType.DEL and not self.is_choice(o) and not o.key_or_group.startswith(tuple(f"{key}." for key in OPEN)):
-                found.append(
-                    f"`{line_of(o)}`: only keys of {', '.join(OPEN)} can be removed. Set {o.key_or_group}=null where null is allowed."
-                )
+                found.append(f"`{line}` gives several values to one run. A list is written {key}=[a,b]; -m runs each.")
+            elif o.type == OverrideType.DEL and not self.is_choice(o) and not key.startswith(tuple(f"{each}." for each in OPEN)):
+                found.append(f"`{line}`: only keys of {', '.join(OPEN)} can be removed. Set {key}=null where null is allowed.")
         return found
 
     def wrong(self, group: str, value: Any, origin: str = "") -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Secret keys (`key(…, secret=True)`): their values stay in memory and in one file of the run directory that only its owner can read.
 
-Whatever is shown, written or sent elsewhere goes through `hidden` or `hide_lines`. Standard library and the schema's keys alone.
+Whatever is shown, written or sent elsewhere goes through `hidden` or `hide_lines`. Knows which keys are marked; nothing of files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rlx.config.keys import MISSING
+from rlx.config.roots import ROOTS
 from rlx.config.tree import secret_keys
 
 T = TypeVar("T")
@@ -40,6 +41,12 @@ def _hide(section: Any, keys: list[str]) -> Any:
     return replace(section, **{name: _hide(getattr(section, name), rest) if rest else HIDDEN for name, rest in below.items()})
 
 
+def conceal(line: str) -> str:
+    """A command-line argument as it may be shown: without the value of a secret key."""
+    name = line.partition("=")[0].strip().lstrip("+")
+    return f"{name}={HIDDEN}" if any(name in secret_keys(root.schema) for root in ROOTS) else line
+
+
 def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:
     """Command-line arguments without the secrets in them. What refers to an environment variable, `${oc.env:…}`, stays."""
     return [hide_line(line, secrets_of(cfg)) for line in lines]
@@ -49,7 +56,7 @@ def hide_line(line: str, secrets: dict[str, Any]) -> str:
     """One argument without the values of `secrets`, also where it sets a whole section: `inference={api_key: …}`."""
     name, equals, value = line.partition("=")
     for key, secret in secrets.items():
-        if name.lstrip("+") == key:
+        if name.lstrip("+") == key:  # whatever quotes and escapes the value is written with
             return line if value.startswith("${") else f"{name}{equals}{HIDDEN}"
         if key.rpartition(".")[2] in line:
             line = line.replace(str(secret), HIDDEN)

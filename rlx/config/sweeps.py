@@ -21,6 +21,7 @@ from rlx.config.composition import compose_tree, make_loader
 from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
 from rlx.config.roots import TRAIN, Root
+from rlx.config.tree import secret_keys
 
 LONGEST = 120  # characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep, and its elements lie in its folder
@@ -68,6 +69,8 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]
     fixed = [line_of(o) for o in swept if not o.is_sweep_override()]  # a file may name one value only
     swept = [o for o in swept if o.is_sweep_override()]
+    if hidden := [o.key_or_group for o in swept if o.key_or_group in secret_keys(root.schema)]:
+        raise ConfigError(f"{hidden[0]} is secret, and the values of a sweep name its directories. Give it one value.")
     name = str(named.get("run.name") or _name(static, swept))
     directory = str(named["run.dir"]) if "run.dir" in named else None
     sweeper = next((line.partition("=")[2] for line in hydra_lines if line.startswith("hydra/sweeper=")), "basic")

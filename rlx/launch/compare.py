@@ -14,6 +14,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
+from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
@@ -47,7 +48,7 @@ def compare(a: RunPaths, b: RunPaths) -> list[Section]:
 
 
 def _config(a: RunPaths, b: RunPaths) -> Iterator[str]:
-    configs = [asdict(load_run(paths.root)) for paths in (a, b)]
+    configs = [asdict(hidden(load_run(paths.root))) for paths in (a, b)]
     for config in configs:
         for name in NOT_COMPARED:
             config.pop(name)
