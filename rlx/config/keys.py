@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Any
 
 MISSING: Any = "???"  # hydra's mark of a value that must be given
+HIDDEN: Any = "<secret>"  # stands for a secret value; hydra would let a default take the place of `???`
 
 
 def key(

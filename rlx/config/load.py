@@ -110,7 +110,7 @@ def load_run(run_dir: str | os.PathLike[str], root: Root[T]) -> T: ...
 def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN) -> Any:
     """The configuration of a run, from `config.yaml` in its directory. It was checked when the run was made; types are checked again.
 
-    Its secrets are read from the file beside it, which only the run's owner can read; for anybody else they stay `???`.
+    Its secrets are read from the file beside it, which only the run's owner can read; for anybody else they stay `<secret>`.
 
     Raises ConfigError when the file is absent or no configuration of this version.
     """
@@ -132,7 +132,7 @@ def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN) -> Any:
 
 
 def _fill_secrets(data: dict[str, Any], file: Path) -> bool:
-    """Put the secrets of a run where its configuration has `???`. False where this user may not read them."""
+    """Put the secrets of a run where its configuration has `<secret>`. False where this user may not read them."""
     try:
         secrets = yaml.safe_load(file.read_text())
     except FileNotFoundError:
@@ -149,5 +149,5 @@ def _fill_secrets(data: dict[str, Any], file: Path) -> bool:
 
 
 def to_yaml(cfg: Any) -> str:
-    """A configuration as the text of a `config.yaml`; `???` stands for its secrets."""
+    """A configuration as the text of a `config.yaml`; `<secret>` stands for its secrets."""
     return HEADER + yaml.safe_dump(dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000)

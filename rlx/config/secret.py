@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlx.config.keys import MISSING
+from rlx.config.keys import HIDDEN
 from rlx.config.roots import ROOTS
 from rlx.config.tree import secret_keys
 
 T = TypeVar("T")
-HIDDEN = MISSING  # a file that holds it is refused until the value is given again
 FILE = "secrets.yaml"  # in the run directory, mode 0600: dotted key -> value
 
 
@@ -31,7 +30,7 @@ def secrets_of(cfg: Any) -> dict[str, Any]:
 
 
 def hidden(cfg: T) -> T:
-    """A copy of a configuration without its secrets: `???` stands for each."""
+    """A copy of a configuration without its secrets: `<secret>` stands for each."""
     return _hide(cfg, list(secrets_of(cfg)))
 
 

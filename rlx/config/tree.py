@@ -16,7 +16,7 @@ from dataclasses import MISSING as MISSING_FACTORY
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from rlx.config.schema import MISSING
+from rlx.config.keys import HIDDEN, MISSING
 
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -61,7 +61,7 @@ class Origins:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
         origin = (self.find(key) or "default") if self.of_key else ""  # without a single origin nothing is known, not even defaults
         hidden = key in self.secret and value is not None
-        return f"{key}={MISSING if hidden else show(value)}" + (f" ({origin})" if origin else "")
+        return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
 def show(value: Any) -> str:
@@ -336,7 +336,7 @@ class Builder:
 
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
         plain, optional = split_optional(kind)
-        if value == MISSING and isinstance(value, str):
+        if isinstance(value, str) and (value == MISSING or (value == HIDDEN and f.metadata.get("secret"))):
             self.missing.append((key, f.metadata["doc"]))
             return value
         if is_dataclass(plain):
