@@ -13,8 +13,9 @@ import pytest
 
 from rlx.cli import main, sweep
 from rlx.config.errors import ConfigError
+from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
-from rlx.config.sweeps import element_name, expand
+from rlx.config.sweeps import element_name, expand, is_sweep
 from rlx.launch.status import read_status
 from rlx.metrics import read_metrics
 from rlx.train.nodes import check_built
@@ -88,6 +89,26 @@ def test_files_of_ones_own_are_found(tmp_path: Path):
         (1, 5, f"{tmp_path}/out/seed=1"),
         (2, 5, f"{tmp_path}/out/seed=2"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "several"),
+    [
+        ("sweeps=seeds", {}, True),
+        ("+sweeps=seeds", {}, True),
+        ("", {"RLX_SWEEPS": "seeds"}, True),
+        ("-m seed=1,2", {}, True),
+        ("sweeps=null", {}, False),
+        ("sweeps=null", {"RLX_SWEEPS": "seeds"}, False),
+        ("seed=1", {"RLX_SWEEPS": "null"}, False),
+    ],
+)
+def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv: str, environ: dict[str, str], several: bool):
+    assert is_sweep(argv.split(), environ) is several
+    if several:
+        assert len(expand(argv.split(), environ).elements) >= 2
+    else:
+        assert compose(argv.split(), environ).cfg.max_steps == 100
 
 
 @pytest.mark.parametrize("name", SHIPPED)

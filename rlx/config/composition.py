@@ -31,10 +31,10 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.overrides import Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
+from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import TRAIN, Root, elsewhere, has_key
 from rlx.config.schema import MISSING
-from rlx.config.sources import label, search_path
+from rlx.config.sources import is_shipped, label, search_path
 from rlx.config.tree import Origins, Problem, optional_sections
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -69,9 +69,8 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Known: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
     overrides = list(request.overrides)
-    experiment = [v for v in variables if v.key == "experiment"]
-    if experiment and not any(o.key_or_group == "experiment" for o in overrides):
-        overrides += parse([f"experiment={experiment[0].text}"])
+    given = {o.key_or_group for o in overrides}
+    overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     problems += groups.problems(overrides, variables)
     if problems:
         raise ConfigError(problems)
@@ -139,13 +138,16 @@ def _store_nodes(root: Root, variables: list[Variable]) -> None:
     for variable in variables:
         value = read_variable(variable)
         if variable.is_group:
-            if variable.key != "experiment":  # comes later in the defaults list; chosen like an override
+            if variable.key not in LATE:
                 node.setdefault("defaults", []).append({f"override /{variable.key}": value})
             continue
         section = node
         *above, last = variable.key.split(".")
         for part in above:
             section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                outer = next(v for v in variables if variable.key.startswith(f"{v.key}."))
+                raise ConfigError(f"{outer.name}={outer.text} leaves no section for {variable.name}={variable.text}. Give one of the two.")
         section[last] = value
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
@@ -211,7 +213,7 @@ def _find_origins(
             loaded = repository.load_config(path)
             assert loaded is not None  # the defaults list holds what was found
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
-            origins.note(keys, label(loaded, path), of_group="/" in path)
+            origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
             origins.in_files.update(keys)
     for override in values:
         origins.note(_flatten(value_of(override), override.key_or_group), "command line")

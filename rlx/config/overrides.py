@@ -25,6 +25,7 @@ from rlx.config.secret import conceal
 from rlx.config.shipped import shipped_groups
 from rlx.config.tree import closest, near_keys, show
 
+LATE = ("sweeps", "experiment")  # groups that come after the environment variables: theirs are read as if on the command line
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
@@ -59,13 +60,20 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
     asked = [("--config-path", options.config_path)] if options.config_path else []
     asked += [("--config-dir", directory) for directory in options.config_dir]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
-    searched = [path for o in overrides if o.key_or_group == "hydra.searchpath" for path in value_of(o)]
-    asked += [("hydra.searchpath", str(path).removeprefix("file://")) for path in searched]
-    absent = [
+    problems = []
+    for o in (o for o in overrides if o.is_hydra_override()):
+        value = value_of(o)
+        if o.key_or_group != "hydra.searchpath":
+            problems.append(f"`{line_of(o)}` changes nothing: of hydra's keys one run reads hydra.searchpath=[DIR]; others are for -m.")
+        elif isinstance(value, list) and all(isinstance(path, str) for path in value):
+            asked += [("hydra.searchpath", path.removeprefix("file://")) for path in value]
+        else:
+            problems.append(f"`hydra.searchpath` must be a list of directories, like [DIR]: {line_of(o)} (command line).")
+    problems += [
         f"{origin} {directory} is not a directory (seen from {Path.cwd()})." for origin, directory in asked if not Path(directory).is_dir()
     ]
-    if absent:
-        raise ConfigError(absent)
+    if problems:
+        raise ConfigError(problems)
     overrides = [o for o in overrides if not o.is_hydra_override()]
     return Request(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), tuple(overrides))
 
@@ -122,7 +130,7 @@ class Groups:
         names = {name for source in sources for name in source.list("", ObjectType.GROUP)}
         lacking = {name: where_else(root.schema, key_of(name)) for name in names if not has_key(root.schema, key_of(name))}
         self.foreign = {name: hint for name, hint in lacking.items() if hint}  # with the command that has it, in words
-        self.names = sorted(names - self.foreign.keys())
+        self.names = sorted(names - self.foreign.keys() - {"hydra"})
 
     def options(self, group: str) -> list[str]:
         """Names of the files of a group; of the top level for an empty name."""
@@ -144,6 +152,8 @@ class Groups:
                 found.append(f"`{line}`: there is no group {key} here. {self.foreign[key]}")
             elif o.is_sweep_override():
                 found.append(f"`{line}` gives several values to one run. A list is written {key}=[a,b]; -m runs each.")
+            elif o.is_delete() and key in self.names and key not in MAY_BE_ABSENT:
+                found.append(f"`{line}`: a configuration needs one option of {key}. Choices: {', '.join(self.options(key))}.")
             elif o.type == OverrideType.DEL and not self.is_choice(o) and not key.startswith(tuple(f"{each}." for each in OPEN)):
                 found.append(f"`{line}`: only keys of {', '.join(OPEN)} can be removed. Set {key}=null where null is allowed.")
         return found

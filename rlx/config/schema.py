@@ -184,7 +184,7 @@ class TrainerConfig:
 class SchedulerConfig:
     type: str = key("constant", "`constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
-    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=0)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=1)
     min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
 
 

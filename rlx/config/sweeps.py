@@ -50,6 +50,16 @@ class Sweep:
     argv: tuple[str, ...] = ()  # what all runs share
 
 
+def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a command line, or the environment, asks for several runs: by `-m`, or by a file of the group sweeps."""
+    if {"-m", "--multirun"} & set(argv):
+        return True
+    environ = os.environ if environ is None else environ
+    lines = [part for part in argv if part.lstrip("+").startswith("sweeps=")]
+    chosen = lines[-1].partition("=")[2] if lines else environ.get("RLX_SWEEPS", "null")
+    return chosen != "null"
+
+
 def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
     """The elements of a sweep. Raises ConfigError when the line cannot be read, sweeps nothing, or names two elements alike."""
     environ = os.environ if environ is None else environ

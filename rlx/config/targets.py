@@ -13,7 +13,9 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlx.config.declared import OPTIM_RANGES
 from rlx.config.errors import ConfigError
+from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, module_of, read_signature, signature_of
 from rlx.config.tree import Builder, Origins, Problem, closest, convert, show
@@ -47,6 +49,21 @@ def _lacks(target: Callable[..., Any], given: set[str]) -> bool:
 def nodes_of(cfg: Any) -> dict[str, type | None]:
     """The open nodes that a configuration has, with the keys that every target of each shares."""
     return {name: terms for name, terms in TERMS.items() if hasattr(cfg, name)}
+
+
+def must_be_built(cfg: Any, origins: Origins) -> bool:
+    """Whether an open node has a value that only its target can judge: set by the user, and without a range in the schema or declared.
+
+    What ships is built by the tests. Building imports torch, which takes two seconds: not every start should wait for it.
+    """
+    for name, terms in nodes_of(cfg).items():
+        node = getattr(cfg, name)
+        judged = {f.name for f in fields(terms)} if terms else set()
+        judged |= OPTIM_RANGES.keys() if name == "optim" else declared(node).ranges.keys()
+        own = {key.split(".")[1] for key in origins.of_key if key.startswith(f"{name}.") and key not in origins.shipped}
+        if own - judged:
+            return True
+    return False
 
 
 def check_targets(cfg: Any, origins: Origins) -> list[Problem]:

@@ -36,25 +36,26 @@ class Origins:
     of_key: dict[str, str] = field(default_factory=dict)
     in_files: set[str] = field(default_factory=set)  # keys that some file sets, whoever set them last
     of_groups: set[str] = field(default_factory=set)  # keys that a file of a group set last, rather than the user or the primary file
+    shipped: set[str] = field(default_factory=set)  # keys that a file of rlx set last
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
-    def note(self, keys: Iterable[str], origin: str, of_group: bool = False) -> None:
+    def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False) -> None:
         """`keys` were set by `origin`, after whoever set them before."""
         for key in keys:
-            self.of_key[key] = origin
+            self.of_key.pop(key, None)
+            self.of_key[key] = origin  # the last ones stand at the end
             (self.of_groups.add if of_group else self.of_groups.discard)(key)
+            (self.shipped.add if shipped else self.shipped.discard)(key)
 
     def written(self, key: str) -> str:
         """The whole key that was written where `key` is an unknown section: `trianer.compile` for `trianer`."""
         return next((known for known in self.of_key if known.startswith(key + ".")), key)
 
     def find(self, key: str) -> str:
-        """Where `key`, the section around it or a part of it was set last; empty when unknown."""
-        if key in self.of_key:
-            return self.of_key[key]
+        """Where `key` or a part of it was set last, or else the section around it; empty when unknown."""
         parts = key.split(".")
         around = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
-        inside = (known for known in self.of_key if known.startswith(key + "."))
+        inside = (known for known in reversed(self.of_key) if known == key or known.startswith(key + "."))
         return next((self.of_key[known] for known in (*inside, *around) if known in self.of_key), "")
 
     def show(self, key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before a job waits for hours to find that one cannot be.
+"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before anything starts, to see that they can be.
 
 Knows how nodes are built; nothing of what they are.
 """
@@ -13,7 +13,7 @@ from rlx.config.targets import instantiate, nodes_of
 
 
 def check_built(cfg: Config) -> None:
-    """Build every open node once, as the roles will: a constructor that refuses a value says so before a job has waited for hours.
+    """Build every open node once, as the roles will: a constructor that refuses a value says so before anything has started.
 
     Raises ConfigError naming the nodes and what their targets say.
     """
