@@ -53,6 +53,12 @@ CASES = {
         "max_steps=0 model.dtype=float16 trainer.num_minibatches=0 sampling.temperature=0 sampling.top_p=1.5 max_async_level=-1 "
         "hardware.device=gpu scheduler.type=exponential trainer.micro_batch_tokens=0"
     ),
+    "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
+    "searchpath_is_no_list": Case("hydra.searchpath=null"),
+    "hydras_own_keys": Case("hydra.searchpath=[nowhere] hydra.job.name=x hydra/sweeper=basic"),
+    "variables_that_exclude_each_other": Case("", environ={"RLX_MODEL__WARM_START": "null", "RLX_MODEL__WARM_START__STEPS": "3"}),
+    "group_left_out": Case("~env ~loss"),
+    "key_inside_a_value": Case("seq_len.foo=3"),
     "missing_value": Case("env=custom"),
     "missing_file_value": Case(
         "--config-dir my_conf model=mine", files={"model/mine.yaml": "name: Qwen/Qwen3-0.6B\ncontext_length: 40960\nhidden_size: 1024\n"}

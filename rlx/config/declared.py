@@ -25,6 +25,15 @@ RANGES: dict[str, Callable[[float], bool]] = {  # NaN is in none
 }
 
 
+OPTIM_RANGES = {  # of keys that torch's optimizers share; they declare nothing themselves
+    "lr": "at least 0",
+    "weight_decay": "at least 0",
+    "eps": "at least 0",
+    "momentum": "at least 0",
+    "betas": "at least 0 and below 1",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
     """Facts that rules between configuration keys ask for. Raises ValueError for a value that cannot be."""

@@ -12,7 +12,7 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs", "env")
+@rule("envs")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."

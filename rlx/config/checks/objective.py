@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlx.config.declared import RANGES
+from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
 from rlx.config.tree import show
@@ -103,6 +103,16 @@ def own_keys_in_range(cfg: Config, of: Show) -> Iterator[str]:
         for key, words in declared(node).ranges.items():
             if isinstance(value := node.get(key), int | float) and not RANGES[words](value):
                 yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
+
+
+@rule("optim")
+def optimizer_in_range(cfg: Config, of: Show) -> Iterator[str]:
+    for key, words in OPTIM_RANGES.items():
+        value = cfg.optim.get(key)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int | float) and not RANGES[words](each):
+                yield f"`optim.{key}` must be {words}: {of(f'optim.{key}')}."
+                break
 
 
 @rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")
