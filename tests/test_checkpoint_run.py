@@ -24,10 +24,10 @@ from rlx.checkpoints.orchestrator import Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.config.schema import CkptConfig, Config
 from rlx.heartbeat import Heartbeat
-from rlx.launch.resume import rewind
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
 from rlx.rollout.record import read_rollouts
+from rlx.runs.rewind import rewind
 from rlx.transport.files import RecordedBatches
 from rlx.waiting import first_failure
 from rlx.weights.files import verify

@@ -12,8 +12,8 @@ import pytest
 
 from rlx.cli import COMMANDS, main
 from rlx.config.load import load_run
-from rlx.config.shipped import conf_directory
-from rlx.launch.plan import read_plan
+from rlx.config.shipped import shipped_groups
+from rlx.plan.record import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,10 +42,9 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 def test_help_of_train_lists_the_shipped_options(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for folder in conf_directory().iterdir():
-        if folder.is_dir():
-            assert folder.name in shown
-            assert all(option.stem in shown for option in folder.glob("*.yaml"))
+    for name, folder in shipped_groups().items():
+        assert name in shown
+        assert all(option.stem in shown for option in folder.glob("*.yaml"))
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -142,10 +141,10 @@ def test_train_py_is_rlx_train_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from rlx.launch.rundir import RunLock
-    from rlx.launch.status import Status
     from rlx.metrics import MetricsWriter
     from rlx.paths import RunPaths
+    from rlx.runs.claim import RunLock
+    from rlx.runs.status import Status
 
     done, lost, alive = (RunPaths(tmp_path / name) for name in ("done", "sweep/seed=1", "sweep/seed=2"))
     for paths, state in ((done, "completed"), (lost, "running"), (alive, "running")):

@@ -134,10 +134,10 @@ def run(case: Case, monkeypatch, tmp_path: Path) -> str:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("rlx.config.gpus.installed_gpus", lambda: case.gpus)
     if case.absent:
-        from rlx.config import checks
+        from rlx.config.checks import run as checks
 
-        is_installed = checks._is_installed
-        monkeypatch.setattr(checks, "_is_installed", lambda module: module not in case.absent and is_installed(module))
+        is_installed = checks.is_installed
+        monkeypatch.setattr(checks, "is_installed", lambda module: module not in case.absent and is_installed(module))
     argv = [case.argv] if " = " in case.argv else case.argv.split()
     with pytest.raises(ConfigError) as caught:
         compose(argv, case.environ)

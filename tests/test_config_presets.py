@@ -12,13 +12,13 @@ from rlx.config.errors import ConfigError
 from rlx.config.gpus import LAYOUTS
 from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
-from rlx.config.shipped import conf_directory
+from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
-from rlx.launch.plan import make_plan
+from rlx.plan.rl import make_plan
 from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
-PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((conf_directory() / group).glob("*.yaml"))]
+PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
 NEEDED = {("env", "custom"): ["env.id=rlx_math"], ("loss", "opd"): ["ref.name=a/teacher"]}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 
@@ -34,8 +34,7 @@ def test_preset_composes_checks_builds_and_plans(group: str, option: str, tmp_pa
 
 
 def test_the_tests_see_every_group():
-    folders = {path.name for path in conf_directory().iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert folders == set(GROUPS)
+    assert shipped_groups().keys() == set(GROUPS)
 
 
 def test_every_preset_says_what_it_is():
@@ -44,7 +43,7 @@ def test_every_preset_says_what_it_is():
 
 
 def head(group: str, option: str) -> list[str]:
-    return (conf_directory() / group / f"{option}.yaml").read_text().splitlines()[:3]
+    return (shipped_groups()[group] / f"{option}.yaml").read_text().splitlines()[:3]
 
 
 def test_every_experiment_shows_its_command():

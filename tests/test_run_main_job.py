@@ -172,3 +172,10 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepare" in done.stdout
+    swept = subprocess.run(
+        [tmp_path / "env" / "bin" / "rlx", "train", "sweeps=seeds", "launcher=slurm", "slurm=dev", "dry_run=true"],
+        cwd=empty, check=False, capture_output=True, text=True, env=env, timeout=120,
+    )  # fmt: skip
+    assert swept.returncode == 0, swept.stdout + swept.stderr
+    assert "5 runs in" in swept.stdout
+    assert "#SBATCH --partition=debug" in swept.stdout

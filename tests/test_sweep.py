@@ -13,14 +13,14 @@ import pytest
 
 from rlx.cli import main, sweep
 from rlx.config.errors import ConfigError
-from rlx.config.shipped import conf_directory
+from rlx.config.shipped import conf_directory, shipped_groups
 from rlx.config.sweeps import element_name, expand
-from rlx.launch.status import read_status
 from rlx.metrics import read_metrics
+from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
-SHIPPED = sorted(path.stem for path in (conf_directory() / "sweeps").glob("*.yaml"))
+SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))
 TOY = """
     import json, os, sys, time
     from pathlib import Path

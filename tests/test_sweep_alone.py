@@ -13,9 +13,9 @@ from rlx.cli import sweep as cli
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import element, sweep
-from rlx.launch.jobs import note_job
-from rlx.launch.rundir import RunLock
-from rlx.launch.status import Status
+from rlx.runs.claim import RunLock
+from rlx.runs.jobs import note_job
+from rlx.runs.status import Status
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from test_train_role import STEPS, finish, make_run, records, reproducible, star
 from rlx.checkpoints.folders import at, steps
 from rlx.config.load import load_run, to_yaml
 from rlx.heartbeat import read_heartbeats
-from rlx.launch.resume import rewind
 from rlx.paths import RunPaths, write_text
+from rlx.runs.rewind import rewind
 from rlx.transport.files import BatchReader, BatchWriter, record
 from rlx.weights.files import verify
 

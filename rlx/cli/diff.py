@@ -24,8 +24,8 @@ exit codes, as diff's: 0 nothing differs; 1 something does; 2 one of them is no 
 
 
 def run(argv: list[str]) -> int:
-    from rlx.launch.compare import compare
     from rlx.paths import RunPaths
+    from rlx.runs.compare import compare
 
     if len(argv) != 2:
         print(f"rlx diff takes two run directories, not {len(argv)}. rlx diff --help tells more.", file=sys.stderr)

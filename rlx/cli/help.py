@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import fields
 
 from rlx.config.schema import Config
-from rlx.config.shipped import conf_directory
+from rlx.config.shipped import shipped_groups
 from rlx.config.tree import type_at
 
 MAIN_KEYS = (
@@ -32,11 +32,7 @@ WIDTH = 120
 
 def groups() -> str:
     """A line for each group of the configuration with its options."""
-    found = {}
-    for folder in sorted(conf_directory().iterdir()):
-        if folder.is_dir() and (options := sorted(path.stem for path in folder.glob("*.yaml"))):
-            found[folder.name] = ", ".join(options)
-    return _columns(found)
+    return _columns({name: ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) for name, folder in shipped_groups().items()})
 
 
 def keys() -> str:

@@ -31,9 +31,9 @@ def run(role: str, argv: list[str]) -> int:
     """Become the role. Returns only when there is nothing to do."""
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
-    from rlx.launch.plan import make_plan, visible_gpus
-    from rlx.launch.rundir import join, settle
+    from rlx.plan.rl import make_plan, visible_gpus
     from rlx.process import SUPERVISOR
+    from rlx.runs.claim import join, settle
 
     replica, overrides = _replica(argv)
     composed = compose(overrides)
@@ -49,7 +49,7 @@ def run(role: str, argv: list[str]) -> int:
         )
         raise ConfigError(f"the run has no inference server {replica}: {why}.\n  fix: leave the one or the other out")
     if cfg.dry_run:
-        from rlx.launch.explain import explain
+        from rlx.plan.explain import explain
 
         print(explain(cfg, [spec] if spec else [], composed.choices, composed.notes, cfg.run.dir))
         print("\ndry run: nothing was started")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.launch.status import Status
     from rlx.paths import RunPaths
+    from rlx.runs.status import Status
 
 SUMMARY = "list runs: state, steps, reward, job"
 
@@ -28,10 +28,10 @@ The reward is the mean of the last five steps."""
 
 
 def run(argv: list[str]) -> int:
-    from rlx.launch.explain import table
-    from rlx.launch.jobs import job_of
-    from rlx.launch.results import final_reward
-    from rlx.launch.status import read_status
+    from rlx.plan.explain import table
+    from rlx.runs.history import final_reward
+    from rlx.runs.jobs import job_of
+    from rlx.runs.status import read_status
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
     absent = [str(root) for root in roots if not root.is_dir()]
@@ -71,9 +71,9 @@ def find(root: Path, depth: int = 3) -> Iterator[RunPaths]:
 
 def state(paths: RunPaths, status: Status, jobs: dict[str, str] | None) -> str:
     """What has become of a run, in a word or two. `jobs`: SLURM's states by job id; None: nobody can tell."""
-    from rlx.launch.jobs import ENDED, GONE, job_of
-    from rlx.launch.rundir import RunLock
-    from rlx.launch.status import FINAL
+    from rlx.runs.claim import RunLock
+    from rlx.runs.jobs import ENDED, GONE, job_of
+    from rlx.runs.status import FINAL
 
     job = job_of(paths)
     if job is not None and jobs is not None and jobs.get(job) in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
@@ -91,7 +91,7 @@ def state(paths: RunPaths, status: Status, jobs: dict[str, str] | None) -> str:
 
 
 def _jobs() -> dict[str, str] | None:
-    from rlx.launch.jobs import queue
+    from rlx.runs.jobs import queue
 
     try:
         return queue()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.launch.status import Cause
+    from rlx.runs.status import Cause
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
@@ -34,7 +34,7 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python t
   rlx train resume=outputs/mine max_steps=200            another run, from a checkpoint of that one
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
-groups (from `conf/`, and from your own directory with --config-dir)
+groups (from `conf/`, `slurm/` and `sweeps/`, and from your own directory with --config-dir)
 {groups()}
 
 some keys (all of them: docs/configuration.md)
@@ -46,8 +46,9 @@ exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing wa
 def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
-    from rlx.launch.plan import make_plan, require_one_host, visible_gpus
-    from rlx.launch.rundir import create, describe, settle
+    from rlx.plan.place import require_one_host
+    from rlx.plan.rl import make_plan, visible_gpus
+    from rlx.runs.claim import create, describe, settle
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
     if any(part in ("-m", "--multirun") or part.startswith("sweeps=") for part in argv):
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> int:
             check_built(cfg)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
-        from rlx.launch.explain import explain
+        from rlx.plan.explain import explain
 
         print(to_yaml(cfg), end="\n")
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir)
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.cli.console import Console
-    from rlx.launch.status import read_status
+    from rlx.runs.status import read_status
 
     if cfg.launcher.name == "slurm":
         from rlx.launch.follow import follow

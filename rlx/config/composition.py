@@ -13,13 +13,11 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -27,7 +25,6 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
@@ -36,7 +33,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.overrides import Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.schema import MISSING, Config
-from rlx.config.shipped import conf_directory
+from rlx.config.sources import label, search_path
 from rlx.config.tree import Origins, Problem, optional_sections
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -112,16 +109,7 @@ def make_loader(directories: list[str]) -> ConfigLoaderImpl:
     Plugins.instance()
     setup_globals()
     OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout()[0], replace=True)
-    return ConfigLoaderImpl(_search_path(directories))
-
-
-def _search_path(directories: list[str]) -> ConfigSearchPathImpl:
-    path = ConfigSearchPathImpl()
-    for directory in directories:
-        path.append("user", Path(directory).resolve().as_uri())
-    path.append("main", conf_directory().as_uri())
-    path.append("schema", "structured://")
-    return path
+    return ConfigLoaderImpl(search_path(directories))
 
 
 class _SweepLoader(ConfigLoaderImpl):
@@ -134,7 +122,7 @@ class _SweepLoader(ConfigLoaderImpl):
 def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
     """A loader of hydra's own configuration, with that of its plugins."""
     make_loader(directories)  # registers what files may refer to
-    path = _search_path(directories)
+    path = search_path(directories)
     path.prepend("hydra", "pkg://hydra.conf")
     return _SweepLoader(path)
 
@@ -172,14 +160,8 @@ def _wrong_in_files(repository: CachingConfigRepository, groups: Groups, paths: 
             group = default.group.strip("/") if isinstance(default, GroupDefault) and default.group else ""
             value = getattr(default, "value", None)
             if group in groups.names and value is not None and "${" not in str(value):
-                problems += groups.wrong(group, list(value) if isinstance(value, ListConfig) else value, _label(loaded, path))
+                problems += groups.wrong(group, list(value) if isinstance(value, ListConfig) else value, label(loaded, path))
     return problems
-
-
-def _label(loaded: ConfigResult, path: str) -> str:
-    """A file as people know it: `conf/model/tiny.yaml` for a shipped one, else its path from here."""
-    folder = Path(loaded.path.removeprefix("file://"))
-    return f"conf/{path}.yaml" if folder == conf_directory() else str(_relative(folder / f"{path}.yaml"))
 
 
 def _plain(cfg: DictConfig, resolve: bool) -> dict[Any, Any]:
@@ -217,7 +199,7 @@ def _find_origins(
             loaded = repository.load_config(path)
             assert loaded is not None  # the defaults list holds what was found
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
-            origins.note(keys, _label(loaded, path))
+            origins.note(keys, label(loaded, path))
             origins.in_files.update(keys)
     for override in values:
         origins.note(_flatten(value_of(override), override.key_or_group), "command line")
@@ -235,10 +217,6 @@ def _sections_off(variables: list[Variable], values: list[Override], origins: Or
                 hint = f"Choose it: {section.replace('.', '=')}." if group == "logger" else f"The chosen {group} has none."
                 problems.append(Problem(f"`{line}` sets a key of {section}, which is null here. {hint}", (section,)))
     return problems
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _flatten(value: Any, prefix: str) -> Iterable[str]:

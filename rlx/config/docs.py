@@ -1,6 +1,7 @@
 """Writes `docs/configuration.md` from the schema and the presets: `python -m rlx.config.docs`.
 
-The page's own words are in this file; every key, type, default and meaning is taken from `schema.py`, every option from `conf/`.
+The page's own words are in this file; every key, type, default and meaning is taken from `schema.py`, every option from the shipped
+groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from rlx.config.environment import RESERVED
 from rlx.config.schema import MISSING, Config, LossTerms, OptimTerms
-from rlx.config.shipped import conf_directory
+from rlx.config.shipped import shipped_groups
 from rlx.config.tree import range_of, show, split_optional, types_of
 
 GROUPS = {
@@ -28,19 +29,21 @@ GROUPS = {
     "launcher": "where processes are started",
     "logger": "where metrics go, beside `metrics.jsonl`; a list takes several",
     "experiment": "the differences that make an experiment",
+    "slurm": "the cluster of `launcher=slurm`; the files are in `slurm/`",
+    "sweeps": "what several runs vary; the files are in `sweeps/`",
 }
 
 HEAD = """\
 # Configuration
 
-Generated from `rlx/config/schema.py` and `conf/` by `python -m rlx.config.docs`.
+Generated from `rlx/config/schema.py`, `conf/`, `slurm/` and `sweeps/` by `python -m rlx.config.docs`.
 
 ```
 python train.py loss=gspo env=[math,reverse_text] model=qwen3_8b optim.lr=1e-6 dry_run=true
 ```
 
-`group=option` chooses a file of `conf/`, `key=value` sets a key. Everything is checked before anything starts; all problems are
-listed at once, with the keys, where their values come from, and what to do. The exit code is then 2.
+`group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`, `key=value` sets a key. Everything is checked before anything starts;
+all problems are listed at once, with the keys, where their values come from, and what to do. The exit code is then 2.
 
 ## Where values come from
 
@@ -96,7 +99,7 @@ def render() -> str:
 def _groups() -> Iterator[str]:
     for group, meaning in GROUPS.items():
         yield f"### `{group}=`\n\n{meaning[0].upper()}{meaning[1:]}.\n\n| option | |\n| --- | --- |"
-        for file in sorted((conf_directory() / group).glob("*.yaml")):
+        for file in sorted(shipped_groups()[group].glob("*.yaml")):
             yield f"| `{file.stem}` | {_comment(file)} |"
         yield ""
 

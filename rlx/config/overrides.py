@@ -21,7 +21,7 @@ from hydra.plugins.config_source import ConfigSource
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
-from rlx.config.shipped import PRIMARY, conf_directory
+from rlx.config.shipped import PRIMARY, shipped_groups
 from rlx.config.tree import closest, leaves, show
 
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
@@ -160,7 +160,7 @@ class Groups:
             if not self.is_choice(o):
                 lines.append(line_of(o) if o.is_delete() else "++" + line_of(o).lstrip("+"))
             else:
-                known = (conf_directory() / o.key_or_group).is_dir()  # in the defaults list of train.yaml, so `+` adds nothing
+                known = o.key_or_group in shipped_groups()  # in the defaults list of train.yaml, so `+` adds nothing
                 line = line_of(o).lstrip("+") if known else line_of(o)
                 lines.append(line if o.is_delete() or value_of(o) is not None else f"~{o.key_or_group}")
         return parse(lines)

@@ -1,4 +1,4 @@
-"""How a rule between configuration keys is written down: a function under `@rule(keys…)`. The rules are in `checks….py`."""
+"""How a rule between configuration keys is written down: a function under `@rule(keys…)`. The rules are in `checks/`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The typed configuration tree: every key, its type, its default and what it means.
 
 Plain dataclasses without behaviour beyond derived properties; no torch, no hydra, no omegaconf, so that every room can import it.
-`conf/` holds values, `checks.py` holds the rules between keys, `load.py` composes.
+`conf/` holds values, `checks/` holds the rules between keys, `load.py` composes.
 Where a run is started and watched: `schema_launch.py`. `docs/configuration.md` is generated from both.
 
 `loss`, `advantage` and `optim` are open `_target_` nodes: their own keys are the keyword arguments of the target,

@@ -85,6 +85,11 @@ def module_of(environment: str) -> str:
     return environment.rsplit("/", 1)[-1].replace("-", "_")
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module is there to be imported; it is not imported."""
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
 def read_signature(module: str, name: str) -> inspect.Signature | None:
     """The signature of a function from the source of its module, or None where the source does not say. Imports nothing."""
     try:

@@ -1,5 +1,5 @@
 """Messages to token ids and back, for one model. The only user of the `renderers` package; a rule of the
-configuration (`checks.py`) asks it whom it knows.
+configuration (`rlx.config.checks`) asks it whom it knows.
 
 A model with a typed renderer (chosen by its hub name) is rendered, continued and parsed by it: the next turn keeps sampled tokens
 verbatim wherever the renderer can prove it. Any other model is rendered by its own chat template; then every turn is rendered afresh,

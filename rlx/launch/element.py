@@ -10,12 +10,13 @@ from pathlib import Path
 
 from rlx.config.load import load_run
 from rlx.launch.local import launch
-from rlx.launch.plan import make_plan, write_plan
-from rlx.launch.resume import has_begun, rewind
-from rlx.launch.rundir import RunLock
-from rlx.launch.status import read_status
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
+from rlx.plan.record import write_plan
+from rlx.plan.rl import make_plan
+from rlx.runs.claim import RunLock
+from rlx.runs.rewind import has_begun, rewind
+from rlx.runs.status import read_status
 
 
 def main(run_dir: str, gpus: str) -> int:

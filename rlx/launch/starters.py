@@ -12,8 +12,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rlx.launch.jobs import ask
 from rlx.process import HOST, SUPERVISOR
+from rlx.runs.jobs import ask
 from rlx.types import ProcessSpec
 
 NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 
 from rlx.config.schema import Config
 from rlx.heartbeat import read_heartbeats
-from rlx.launch.plan import read_plan
 from rlx.launch.processes import TOKEN, die_with, kill_all, start_time
 from rlx.launch.starters import LocalStarter, Starter
-from rlx.launch.status import EXIT_CODES, Cause, Status, describe_returncode, last_lines, read_status
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
+from rlx.plan.record import read_plan
+from rlx.runs.status import EXIT_CODES, Cause, Status, describe_returncode, last_lines, read_status
 from rlx.types import ProcessSpec
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics

@@ -21,15 +21,16 @@ from pathlib import Path
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
-from rlx.launch.explain import table
-from rlx.launch.jobs import ENDED, GONE, is_alive, job_of, queue
-from rlx.launch.plan import make_plan, require_one_host
 from rlx.launch.processes import die_with
-from rlx.launch.results import final_reward
-from rlx.launch.rundir import RunLock, create, differences, looks_like_run, writing
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
-from rlx.launch.status import FINAL, read_status
 from rlx.paths import RunPaths
+from rlx.plan.explain import table
+from rlx.plan.place import require_one_host
+from rlx.plan.rl import make_plan
+from rlx.runs.claim import RunLock, create, differences, looks_like_run, writing
+from rlx.runs.history import final_reward
+from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
+from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
 LOCK = ".sweep.lock"  # in the sweep's directory

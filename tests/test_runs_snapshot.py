@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.launch import provenance, snapshot
-from rlx.launch.snapshot import environment, take_snapshot
+from rlx.runs import provenance, snapshot
+from rlx.runs.snapshot import environment, take_snapshot
 
 
 def make_source(folder: Path) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlx.heartbeat import Heartbeat
-from rlx.launch.status import Cause, Status, describe_returncode, last_lines, read_status
 from rlx.paths import RunPaths
+from rlx.runs.status import Cause, Status, describe_returncode, last_lines, read_status
 
 TORCHRUN = """\
 step 3

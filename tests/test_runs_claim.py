@@ -17,11 +17,11 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config, RunConfig
-from rlx.launch import rundir
-from rlx.launch.plan import make_plan
-from rlx.launch.rundir import RunLock, create, describe, join, looks_like_run, settle
-from rlx.launch.status import Status
 from rlx.paths import RunPaths
+from rlx.plan.rl import make_plan
+from rlx.runs import claim
+from rlx.runs.claim import RunLock, create, describe, join, looks_like_run, settle
+from rlx.runs.status import Status
 
 
 def settled(root: Path, **changes) -> Config:
@@ -217,7 +217,7 @@ def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monke
 
     cfg = settled(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, writes, interrupted)
+        patch.setattr(claim, writes, interrupted)
         with pytest.raises(KeyboardInterrupt):
             make(cfg)
     assert not looks_like_run(RunPaths(tmp_path / "run"))

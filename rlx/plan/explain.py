@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlx.config.schema import Config
-from rlx.launch.memory import engine_memory, trainer_memory
+from rlx.plan.memory import engine_memory, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 

@@ -1,6 +1,6 @@
 """From a configuration to the list of processes: roles, replicas, hosts, GPUs, ports, environment and command of each.
 
-Pure: the same configuration gives the same plan, on any machine; nothing is started, asked or written but `plan.yaml`.
+Pure: the same configuration gives the same plan, on any machine; nothing is started, asked or written.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-
-import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
-from rlx.paths import write_text
+from rlx.plan.place import place
 from rlx.types import ProcessSpec
 
 LOOPBACK = "127.0.0.1"
-Place = tuple[int, tuple[int, ...]]  # a host of the allocation, and GPUs on it
 
 
 def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = None, python: str = sys.executable) -> list[ProcessSpec]:
@@ -86,65 +82,6 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
     return plan
 
 
-def place(cfg: Config) -> tuple[list[Place], list[Place]]:
-    """Hosts and GPUs of every inference replica, and of the trainer's ranks by host: inference first, the trainer behind it.
-
-    On CPU with several hosts, the trainer has those that inference leaves. Raises ConfigError when they do not fit.
-    """
-    hardware = cfg.hardware
-    replicas = 0 if cfg.inference.base_url else hardware.inference_replicas
-    if hardware.device == "cpu":
-        return _place_on_cpu(cfg, replicas)
-    node, free = 0, 0  # the next free GPU
-    inference = []
-    for _ in range(replicas):
-        if free + hardware.tensor_parallel > hardware.gpus_per_node:
-            node, free = node + 1, 0
-        inference.append((node, tuple(range(free, free + hardware.tensor_parallel))))
-        free += hardware.tensor_parallel
-    if hardware.shared:
-        node, free = 0, 0
-    elif free + hardware.trainer_ranks > hardware.gpus_per_node and free > 0:
-        node, free = node + 1, 0
-    hosts, left = divmod(hardware.trainer_ranks, hardware.gpus_per_node) if hardware.trainer_ranks > hardware.gpus_per_node else (1, 0)
-    share = hardware.trainer_ranks // hosts
-    trainers = [(node + i, tuple(range(free, free + share))) for i in range(hosts)]
-    needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [share])
-    if trainers[-1][0] >= hardware.nodes or needs > hardware.gpus_per_node or left:
-        raise ConfigError(
-            f"hardware={hardware.name}: {replicas} inference replicas × tensor_parallel={hardware.tensor_parallel} and "
-            f"trainer_ranks={hardware.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
-            "(hardware.nodes × hardware.gpus_per_node), a replica on one host, and the trainer on one host or on whole ones.\n"
-            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks, or choose another hardware="
-        )
-    return inference, trainers
-
-
-def _place_on_cpu(cfg: Config, replicas: int) -> tuple[list[Place], list[Place]]:
-    hardware = cfg.hardware
-    if hardware.nodes == 1:
-        return [(0, ())] * replicas, [(0, ())]
-    first = min(replicas, hardware.nodes - 1)  # hosts of inference
-    hosts = hardware.nodes - first
-    if hardware.trainer_ranks % hosts:
-        raise ConfigError(
-            f"hardware={hardware.name}: of hardware.nodes={hardware.nodes}, inference has {first} and the trainer {hosts}, over which "
-            f"hardware.trainer_ranks={hardware.trainer_ranks} cannot be divided evenly.\n"
-            f"  fix: hardware.trainer_ranks={hosts}, or a multiple of it"
-        )
-    return [(replica % first, ()) for replica in range(replicas)], [(first + i, ()) for i in range(hosts)]
-
-
-def require_one_host(plan: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError when the plan needs more than this machine."""
-    hosts = max(spec.node for spec in plan) + 1
-    if hosts > 1:
-        raise ConfigError(
-            f"the plan takes {hosts} hosts, but launcher=local starts everything on this machine.\n"
-            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks"
-        )
-
-
 def _device(gpu: int, visible: Sequence[str] | None) -> str:
     if visible is None:
         return str(gpu)
@@ -168,20 +105,3 @@ def visible_gpus() -> list[str] | None:
     """What this process's `CUDA_VISIBLE_DEVICES` names; None when it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if value is None else [device for device in value.split(",") if device]
-
-
-def plan_yaml(plan: Sequence[ProcessSpec]) -> str:
-    """The text of `plan.yaml`."""
-    records = [{**asdict(spec), "gpus": list(spec.gpus), "argv": list(spec.argv)} for spec in plan]
-    return yaml.safe_dump(records, sort_keys=False, allow_unicode=True, width=200)
-
-
-def write_plan(path: Path, plan: Sequence[ProcessSpec]) -> None:
-    write_text(path, plan_yaml(plan))
-
-
-def read_plan(path: Path) -> list[ProcessSpec]:
-    return [
-        ProcessSpec(**{**record, "gpus": tuple(record["gpus"]), "argv": tuple(record["argv"])})
-        for record in yaml.safe_load(path.read_text())
-    ]

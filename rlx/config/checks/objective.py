@@ -1,4 +1,4 @@
-"""The rules between the objective, its advantage, its reference model and how tokens are sampled, one function a rule.
+"""The rules of the objective, its advantage, its optimizer, its reference model and how tokens are sampled for them.
 
 Knows no objective and no advantage by name: what a rule asks for, they declare in their own files (`rlx.config.declared`).
 """
@@ -10,6 +10,15 @@ from collections.abc import Iterator
 from rlx.config.declared import RANGES
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
+from rlx.config.tree import show
+
+
+@rule("loss", "advantage", "optim")
+def targets_named(cfg: Config, of: Show) -> Iterator[str]:
+    for name in ("loss", "advantage", "optim"):
+        target = getattr(cfg, name).get("_target_")
+        if not isinstance(target, str) or "." not in target:
+            yield f"`{name}._target_` must be the dotted path of a function or class: {show(target)}. Choose a preset: {name}=NAME."
 
 
 @rule("orchestrator.rollouts_per_example", "advantage")
@@ -135,21 +144,3 @@ def reference(cfg: Config, of: Show) -> Iterator[str]:
         )
     if cfg.ref.sync_interval is not None and not cfg.uses_reference:
         yield f"there is no reference model that could follow the policy: {of('ref.sync_interval')}. Set loss.kl.beta above 0."
-
-
-@rule("orchestrator.difficulty_filter")
-def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
-    low, high = cfg.orchestrator.difficulty_filter.min_reward, cfg.orchestrator.difficulty_filter.max_reward
-    if low is not None and high is not None and low > high:
-        keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
-        yield f"the filter leaves out every group: {keys}. Lower the first or raise the second."
-
-
-@rule("reward", "sampling.max_tokens", "envs")
-def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
-    longest = min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
-    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
-        yield (
-            f"every rollout would be punished for its length: {of('reward.overlong_cache')} is above the most new tokens of a turn, "
-            f"{longest}. Lower it, or leave it null."
-        )

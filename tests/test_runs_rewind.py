@@ -17,12 +17,12 @@ from rlx.checkpoints.folders import read_start, steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
-from rlx.launch.plan import make_plan
-from rlx.launch.resume import rewind, trim_metrics
-from rlx.launch.rundir import RunLock, create
-from rlx.launch.status import Status
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
+from rlx.plan.rl import make_plan
+from rlx.runs.claim import RunLock, create
+from rlx.runs.rewind import rewind, trim_metrics
+from rlx.runs.status import Status
 
 
 def settled(root: Path, **changes) -> Config:

@@ -8,9 +8,11 @@ import pytest
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
-from rlx.launch.explain import explain
-from rlx.launch.memory import engine_memory, trainer_memory
-from rlx.launch.plan import make_plan, read_plan, require_one_host, write_plan
+from rlx.plan.explain import explain
+from rlx.plan.memory import engine_memory, trainer_memory
+from rlx.plan.place import require_one_host
+from rlx.plan.record import read_plan, write_plan
+from rlx.plan.rl import make_plan
 from rlx.types import ProcessSpec
 
 GIB = 2**30

@@ -1,25 +1,15 @@
-"""The rules between configuration keys, one function a rule. Types and single values are checked in `tree.py`;
-rules on the objective are in `checks_objective.py`.
-
-A rule reads the configuration, asks the machine at most for what a file or the driver says, and answers with the problem or None.
-`@rule(keys…)` names the keys that it needs: it is not asked when one of them has a problem already.
-Knows nothing of hydra or torch.
-"""
+"""The rules of where and how a run is carried out: model, servers, hardware, cluster, run directory, loggers."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config import checks_objective  # noqa: F401  (its rules are registered)
 from rlx.config.gpus import visible_gpus
-from rlx.config.rules import RULES, Show, rule
+from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
-from rlx.config.signatures import module_of
-from rlx.config.tree import Origins, Problem, show
+from rlx.config.signatures import is_installed
 
 OWNED_BY_RLX = {  # vLLM's names of what other keys set
     "model": "model.name",
@@ -39,139 +29,6 @@ OWNED_BY_RLX = {  # vLLM's names of what other keys set
 }
 
 
-def check(cfg: Config, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
-    """Every rule's problem. `wrong`: keys that have a problem already."""
-    origins = origins or Origins()
-
-    def show_key(key: str) -> str:
-        value: object = cfg
-        for part in key.split("."):
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
-        return origins.show(key, value)
-
-    problems = []
-    for keys, function in RULES:
-        if not any(_overlap(key, bad) for key in keys for bad in wrong):
-            problems += [Problem(text, keys) for text in function(cfg, show_key)]
-    return problems
-
-
-def _overlap(a: str, b: str) -> bool:
-    return a == b or a.startswith(b + ".") or b.startswith(a + ".")
-
-
-# batch arithmetic
-
-
-@rule("orchestrator.batch_size", "orchestrator.rollouts_per_example")
-def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
-    size, group = cfg.orchestrator.batch_size, cfg.orchestrator.rollouts_per_example
-    if size % group:
-        below = size // group * group
-        fixes = f"{below} or {below + group}" if below else f"{group}"
-        yield (
-            f"a batch must hold whole groups: {of('orchestrator.batch_size')} is not a multiple of "
-            f"{of('orchestrator.rollouts_per_example')}.\nUse orchestrator.batch_size={fixes}."
-        )
-
-
-@rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example")
-def minibatches(cfg: Config, of: Show) -> Iterator[str]:
-    groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
-    if 0 < groups < cfg.trainer.num_minibatches:
-        yield (
-            f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches: {of('trainer.num_minibatches')}, "
-            f"{of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\nUse trainer.num_minibatches={groups} or fewer."
-        )
-
-
-# lengths
-
-
-@rule("inference.max_model_len", "seq_len")
-def engine_context(cfg: Config, of: Show) -> Iterator[str]:
-    length = cfg.inference.max_model_len
-    if length is not None and length < cfg.seq_len:
-        yield (
-            f"the engine's context is shorter than a training sample: {of('inference.max_model_len')} < {of('seq_len')}.\n"
-            "Raise inference.max_model_len, or leave it null: then it is seq_len."
-        )
-
-
-@rule("sampling.max_tokens", "seq_len")
-def room_for_prompt(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.max_tokens >= cfg.seq_len:
-        yield (
-            f"a completion leaves no room for its prompt: {of('sampling.max_tokens')} >= {of('seq_len')}.\n"
-            "seq_len counts prompt and completion. Lower sampling.max_tokens or raise seq_len."
-        )
-
-
-@rule("envs", "seq_len")
-def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
-    for name, env in cfg.envs.items():
-        if env.sampling.max_tokens is not None and env.sampling.max_tokens >= cfg.seq_len:
-            yield (
-                f"a completion leaves no room for its prompt: {of(f'envs.{name}.sampling.max_tokens')} >= {of('seq_len')}.\n"
-                f"seq_len counts prompt and completion. Lower envs.{name}.sampling.max_tokens or raise seq_len."
-            )
-
-
-@rule("sampling.min_tokens", "sampling.max_tokens")
-def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
-        yield f"a turn cannot have both: {of('sampling.min_tokens')} fewest and {of('sampling.max_tokens')} most new tokens."
-
-
-@rule("seq_len", "model.context_length")
-def model_context(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.seq_len > cfg.model.context_length:
-        yield (
-            f"the model cannot attend that far: {of('seq_len')} > {of('model.context_length')}.\n"
-            f"Use seq_len={cfg.model.context_length} or less, or another model."
-        )
-
-
-@rule("inference.max_model_len", "model.context_length")
-def model_context_of_engine(cfg: Config, of: Show) -> Iterator[str]:
-    length = cfg.inference.max_model_len
-    if length is not None and length > cfg.model.context_length:
-        yield f"the model cannot attend that far: {of('inference.max_model_len')} > {of('model.context_length')}."
-
-
-@rule("trainer.micro_batch_tokens", "seq_len")
-def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
-    tokens = cfg.trainer.micro_batch_tokens
-    if tokens is not None and tokens < cfg.seq_len:
-        yield (
-            f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
-            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null means seq_len."
-        )
-
-
-# sampling
-
-
-@rule("sampling.top_k")
-def top_k(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.top_k == 0:
-        yield f"`sampling.top_k` must be -1 (all tokens) or at least 1: {of('sampling.top_k')}."
-
-
-@rule("model.strips_thinking", "model.name", "orchestrator.trajectory_strategy")
-def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
-        return
-    from renderers.base import MODEL_RENDERER_MAP  # half a second: only where it is asked for
-
-    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.envs.chat)
-        yield (
-            f"the chat template removes earlier reasoning, so turns do not extend each other: {of('model.strips_thinking')} with "
-            f"{of('orchestrator.trajectory_strategy')}.\nThe package `renderers`, which could keep it, does not know {of('model.name')}. "
-            "Use orchestrator.trajectory_strategy=branching."
-        )
-
-
 # model
 
 
@@ -186,6 +43,15 @@ def model_folder(cfg: Config, of: Show) -> Iterator[str]:
         yield f"the model's folder does not exist: {of('model.name')} (seen from {Path.cwd()})."
     elif not (folder / "config.json").is_file():
         yield f"the model's folder has no config.json: {of('model.name')}. It must be a Hugging Face model folder."
+
+
+@rule("seq_len", "model.context_length")
+def model_context(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.seq_len > cfg.model.context_length:
+        yield (
+            f"the model cannot attend that far: {of('seq_len')} > {of('model.context_length')}.\n"
+            f"Use seq_len={cfg.model.context_length} or less, or another model."
+        )
 
 
 @rule("model.num_attention_heads", "model.num_key_value_heads")
@@ -217,6 +83,41 @@ def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
     if name == "liger" and len({own.get(key, cfg.sampling.temperature) for key in cfg.envs}) > 1:
         keys = ", ".join(of(f"envs.{key}.sampling.temperature") for key in own)
         yield f"Liger's op knows one temperature: {of('model.logprob_backend')} with {of('sampling.temperature')} and {keys}. {remedy}"
+
+
+# servers
+
+
+@rule("inference.max_model_len", "seq_len")
+def engine_context(cfg: Config, of: Show) -> Iterator[str]:
+    length = cfg.inference.max_model_len
+    if length is not None and length < cfg.seq_len:
+        yield (
+            f"the engine's context is shorter than a training sample: {of('inference.max_model_len')} < {of('seq_len')}.\n"
+            "Raise inference.max_model_len, or leave it null: then it is seq_len."
+        )
+
+
+@rule("inference.max_model_len", "model.context_length")
+def model_context_of_engine(cfg: Config, of: Show) -> Iterator[str]:
+    length = cfg.inference.max_model_len
+    if length is not None and length > cfg.model.context_length:
+        yield f"the model cannot attend that far: {of('inference.max_model_len')} > {of('model.context_length')}."
+
+
+@rule("inference.vllm")
+def engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
+    for name in cfg.inference.vllm:
+        plain = name.replace("-", "_")
+        if plain in OWNED_BY_RLX:
+            yield f"{of(f'inference.vllm.{name}')} has a key of its own: set {OWNED_BY_RLX[plain]} instead."
+
+
+@rule("inference.base_url")
+def server_urls(cfg: Config, of: Show) -> Iterator[str]:
+    for url in cfg.inference.base_url:
+        if not url.startswith(("http://", "https://")):
+            yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."
 
 
 # hardware
@@ -315,7 +216,7 @@ def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-# going on
+# the run
 
 
 @rule("resume", "clean", "run", "dry_run")
@@ -328,59 +229,8 @@ def resuming(cfg: Config, of: Show) -> Iterator[str]:
         yield f"{of('resume')} does not say which run goes on.\nName it: run.name=NAME or run.dir=PATH; or fork it: resume=PATH."
 
 
-# what must be installed
-
-
-@rule("envs", "env")
-def environments(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.envs:
-        yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
-    elif sum(env.weight for env in cfg.envs.values()) <= 0:
-        weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
-        yield f"no environment has a share of the mix: {weights}. Give at least one a weight above 0."
-    for name, env in cfg.envs.items():
-        module = module_of(env.id)
-        if not module.isidentifier():
-            yield f"{of(f'envs.{name}.id')} names no Python module. Write the name of an installed environment, or owner/name."
-        elif not _is_installed(module):
-            yield (
-                f"the environment of {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
-                f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
-            )
-
-
-def _is_installed(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
-
-
 @rule("logger", "dry_run")
 def loggers(cfg: Config, of: Show) -> Iterator[str]:
     for name in ("wandb", "tensorboard"):
-        if getattr(cfg.logger, name) is not None and not cfg.dry_run and not _is_installed(name):
+        if getattr(cfg.logger, name) is not None and not cfg.dry_run and not is_installed(name):
             yield f"logger={name} needs the package {name}, which is not installed. Install it: pip install 'rlx[{name}]'."
-
-
-# open nodes and servers
-
-
-@rule("loss", "advantage", "optim")
-def targets_named(cfg: Config, of: Show) -> Iterator[str]:
-    for name in ("loss", "advantage", "optim"):
-        target = getattr(cfg, name).get("_target_")
-        if not isinstance(target, str) or "." not in target:
-            yield f"`{name}._target_` must be the dotted path of a function or class: {show(target)}. Choose a preset: {name}=NAME."
-
-
-@rule("inference.vllm")
-def engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
-    for name in cfg.inference.vllm:
-        plain = name.replace("-", "_")
-        if plain in OWNED_BY_RLX:
-            yield f"{of(f'inference.vllm.{name}')} has a key of its own: set {OWNED_BY_RLX[plain]} instead."
-
-
-@rule("inference.base_url")
-def server_urls(cfg: Config, of: Show) -> Iterator[str]:
-    for url in cfg.inference.base_url:
-        if not url.startswith(("http://", "https://")):
-            yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from rlx.launch.provenance import SOURCE, git
+from rlx.runs.provenance import SOURCE, git
 
 PARTS = ("rlx", "environments")
 

@@ -24,11 +24,11 @@ from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
-from rlx.launch.jobs import is_alive, job_of
-from rlx.launch.plan import write_plan
-from rlx.launch.provenance import write_provenance
-from rlx.launch.resume import LATEST, check_replay, check_room, find_fork, is_fork, rewind, say, source_of
 from rlx.paths import RunPaths, write_text
+from rlx.plan.record import write_plan
+from rlx.runs.jobs import is_alive, job_of
+from rlx.runs.provenance import write_provenance
+from rlx.runs.rewind import LATEST, check_replay, check_room, find_fork, is_fork, rewind, say, source_of
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 

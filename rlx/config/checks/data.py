@@ -1,0 +1,134 @@
+"""The rules of what is learnt from: environments, batches and their filters, lengths, sampling, shaped rewards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rlx.config.rules import Show, rule
+from rlx.config.schema import Config
+from rlx.config.signatures import is_installed, module_of
+
+# environments
+
+
+@rule("envs", "env")
+def environments(cfg: Config, of: Show) -> Iterator[str]:
+    if not cfg.envs:
+        yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
+    elif sum(env.weight for env in cfg.envs.values()) <= 0:
+        weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
+        yield f"no environment has a share of the mix: {weights}. Give at least one a weight above 0."
+    for name, env in cfg.envs.items():
+        module = module_of(env.id)
+        if not module.isidentifier():
+            yield f"{of(f'envs.{name}.id')} names no Python module. Write the name of an installed environment, or owner/name."
+        elif not is_installed(module):
+            yield (
+                f"the environment of {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
+                f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
+            )
+
+
+# batches
+
+
+@rule("orchestrator.batch_size", "orchestrator.rollouts_per_example")
+def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
+    size, group = cfg.orchestrator.batch_size, cfg.orchestrator.rollouts_per_example
+    if size % group:
+        below = size // group * group
+        fixes = f"{below} or {below + group}" if below else f"{group}"
+        yield (
+            f"a batch must hold whole groups: {of('orchestrator.batch_size')} is not a multiple of "
+            f"{of('orchestrator.rollouts_per_example')}.\nUse orchestrator.batch_size={fixes}."
+        )
+
+
+@rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example")
+def minibatches(cfg: Config, of: Show) -> Iterator[str]:
+    groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
+    if 0 < groups < cfg.trainer.num_minibatches:
+        yield (
+            f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches: {of('trainer.num_minibatches')}, "
+            f"{of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\nUse trainer.num_minibatches={groups} or fewer."
+        )
+
+
+@rule("orchestrator.difficulty_filter")
+def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
+    low, high = cfg.orchestrator.difficulty_filter.min_reward, cfg.orchestrator.difficulty_filter.max_reward
+    if low is not None and high is not None and low > high:
+        keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
+        yield f"the filter leaves out every group: {keys}. Lower the first or raise the second."
+
+
+# lengths
+
+
+@rule("sampling.max_tokens", "seq_len")
+def room_for_prompt(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.sampling.max_tokens >= cfg.seq_len:
+        yield (
+            f"a completion leaves no room for its prompt: {of('sampling.max_tokens')} >= {of('seq_len')}.\n"
+            "seq_len counts prompt and completion. Lower sampling.max_tokens or raise seq_len."
+        )
+
+
+@rule("envs", "seq_len")
+def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        if env.sampling.max_tokens is not None and env.sampling.max_tokens >= cfg.seq_len:
+            yield (
+                f"a completion leaves no room for its prompt: {of(f'envs.{name}.sampling.max_tokens')} >= {of('seq_len')}.\n"
+                f"seq_len counts prompt and completion. Lower envs.{name}.sampling.max_tokens or raise seq_len."
+            )
+
+
+@rule("sampling.min_tokens", "sampling.max_tokens")
+def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
+        yield f"a turn cannot have both: {of('sampling.min_tokens')} fewest and {of('sampling.max_tokens')} most new tokens."
+
+
+@rule("trainer.micro_batch_tokens", "seq_len")
+def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
+    tokens = cfg.trainer.micro_batch_tokens
+    if tokens is not None and tokens < cfg.seq_len:
+        yield (
+            f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
+            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null means seq_len."
+        )
+
+
+@rule("reward", "sampling.max_tokens", "envs")
+def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
+    longest = min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
+    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
+        yield (
+            f"every rollout would be punished for its length: {of('reward.overlong_cache')} is above the most new tokens of a turn, "
+            f"{longest}. Lower it, or leave it null."
+        )
+
+
+# sampling
+
+
+@rule("sampling.top_k")
+def top_k(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.sampling.top_k == 0:
+        yield f"`sampling.top_k` must be -1 (all tokens) or at least 1: {of('sampling.top_k')}."
+
+
+@rule("model.strips_thinking", "model.name", "orchestrator.trajectory_strategy")
+def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
+    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
+        return
+    from renderers.base import MODEL_RENDERER_MAP  # half a second: only where it is asked for
+
+    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.envs.chat)
+        yield (
+            f"the chat template removes earlier reasoning, so turns do not extend each other: {of('model.strips_thinking')} with "
+            f"{of('orchestrator.trajectory_strategy')}.\nThe package `renderers`, which could keep it, does not know {of('model.name')}. "
+            "Use orchestrator.trajectory_strategy=branching."
+        )
