@@ -67,7 +67,8 @@ def correction(tokens: TokenBatch, kind: str, cap: float, unit: str) -> tuple[Te
 def dual_clipped(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
     """[N] (or [R]) loss, held below −bound · A_t where A_t < 0 (dual-clip PPO, arXiv 1912.09729 eq. 5).
 
-    There it reads max(·, bound · A), because there the surrogate is maximised. It acts on objectives whose loss is −ratio · A; those that weigh log-probabilities never come near the bound.
+    There it reads max(·, bound · A), because there the surrogate is maximised. It acts on objectives whose loss is −ratio · A;
+    those that weigh log-probabilities never come near the bound.
     """
     return torch.where(dual_clip_holds(loss, advantages, bound), -bound * advantages, loss)
 

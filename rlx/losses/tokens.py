@@ -94,6 +94,6 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def ratio_weight(log_ratio: Tensor) -> Tensor:
-    """What `safe_exp(log_ratio)` multiplies the gradient of the log-ratio with: its value inside the clamp, 0 outside; no gradient itself."""
+    """What `safe_exp(log_ratio)` multiplies its argument's gradient with: its value inside the clamp, 0 outside. Without gradient."""
     ratio = safe_exp(log_ratio.detach())
     return torch.where(log_ratio.detach().abs() <= MAX_LOG_RATIO, ratio, torch.zeros_like(ratio))

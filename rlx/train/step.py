@@ -135,7 +135,8 @@ class PolicyTrainer:
         `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
         `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
         Without a trainable token on any rank nothing is changed, neither by the optimizer's momentum nor by the KL controller.
-        Raises ValueError for counts that are not those of the mini-batch, and NotFiniteError for a NaN or infinite loss or gradient, before anything is changed.
+        Raises ValueError for counts that are not those of the mini-batch, and NotFiniteError for a NaN or infinite loss or gradient,
+        before anything is changed.
         """
         started = time.perf_counter()
         where = f"optimizer step {self.updates}"

@@ -74,8 +74,8 @@ def correction_by_token_of_a_sequence(cfg: Config, of: Show) -> Iterator[str]:
     if declared(cfg.loss).by_sequence and correction in ("tis", "mis"):
         yield (
             f"all tokens of a rollout carry one weight in {target_name(cfg.loss)}, so none can be weighed or left out by itself: "
-            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which goes by rollout, or take an objective whose tokens have "
-            "losses of their own, as loss=gspo_token."
+            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which goes by rollout, or take an objective whose "
+            "tokens have losses of their own, as loss=gspo_token."
         )
 
 
