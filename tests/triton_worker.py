@@ -12,6 +12,7 @@ import torch
 
 from rlx.kernels.logprob import logprob
 from rlx.kernels.reference import logprob_reference
+from rlx.kernels.toolchain import launch
 
 CASES = [  # n, d, v, tile, softcap, bias, entropy gradient, frozen head
     (7, 5, 37, (3, 16), None, False, True, False),
@@ -69,6 +70,7 @@ def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy
 
 def main() -> None:
     torch.set_num_threads(1)
+    launch("cpu")  # what a role starts with
     results = [[str(case), compare(*case)] for case in CASES]
     results += [[f"offset, frozen={frozen}", compare_with_offset("triton", frozen) / 300] for frozen in (False, True)]
     print(json.dumps(results))
