@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "wire", "paths", "metrics", "heartbeat", "waiting", "process", "tracking"), 1),
-    **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train"), 2),
+    **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport", "checkpoints"), 2),
     "roles": 3,
     "plan": 4,
@@ -24,7 +25,8 @@ FLOORS = {
     "cli": 7,
 }
 WITHOUT_TORCH = ("config", "plan", "runs", "launch", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
-TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train")
+TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
+ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # who is which rank, and every collective, is the mesh's to say
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
 OPTIONAL = {  # libraries that these files import where they are installed
     "rlx/kernels/rows_triton.py": "triton",
@@ -121,6 +123,18 @@ def test_the_learning_rooms_need_torch_alone():
                 fine = parts[0] in sys.stdlib_module_names or parts[0] in WITH_TORCH or parts[0] == mine
             if not fine:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+def test_only_the_mesh_knows_torchs_ranks_and_collectives():
+    asked = re.compile(r"\b(get_rank|get_world_size|is_initialized|init_process_group|all_reduce|barrier\(\)|dist\.broadcast)\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in FILES
+        if room_of(path) in ASKS_THE_MESH
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if asked.search(line) and "mesh.barrier()" not in line and "cuda.is_initialized" not in line
+    ]
     assert wrong == []
 
 

@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.policy import PolicyModel
 from rlx.models.tiny import build_tokenizer
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, save_weights, verify
@@ -46,7 +47,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def save(hf, source: Path, paths: RunPaths, version: int, dtype: str = "float32") -> Path:
     static = ModelFiles.read(str(source), hf, dtype)
-    return save_weights(PolicyModel(hf), paths, version, static, getattr(torch, dtype))
+    return save_weights(PolicyModel(hf), one_process("cpu"), paths, version, static, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rlx.config.load import load_run
@@ -51,9 +52,9 @@ class Trainer:
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
         from rlx.models.load import DTYPES
-        from rlx.models.shard import start_process_group
+        from rlx.parallel.mesh import join, one_process
+        from rlx.parallel.rendezvous import meet
         from rlx.train.build import build
-        from rlx.train.rendezvous import meet
         from rlx.weights.files import ModelFiles
         from rlx.weights.hub import fetch
 
@@ -66,12 +67,14 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and device.type == "cuda")
         if world_size > 1 or mixed:
-            timeout = cfg.trainer.batch_timeout + COLLECTIVE_MARGIN
+            timeout = max(cfg.trainer.batch_timeout, INITIAL_MODEL_TIMEOUT) + COLLECTIVE_MARGIN
             store = None
             if alone:
                 self.beat("waiting for the other ranks")
                 store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.beat_on)
-            start_process_group(device, rank=rank, world_size=world_size, timeout=timeout, store=store)
+            self.mesh = join(device, rank=rank, world_size=world_size, timeout=timeout, store=store, alive=self.while_waiting)
+        else:
+            self.mesh = one_process(device)
 
         self.beat("waiting for the initial model")
         path = paths.initial_model
@@ -80,7 +83,7 @@ class Trainer:
         source = path.read_text().strip()
         for name in filter(None, (source, cfg.ref.name)):
             fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
-        self.step_trainer = build(cfg, source, device, self.beat)
+        self.step_trainer = build(cfg, source, self.mesh, self.beat)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         if rank == 0:  # for the run's summary: `auto` chose it, and nobody reads this role's log
             write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
@@ -111,9 +114,9 @@ class Trainer:
         assert progress.step == step, f"{folder} is the state after {progress.step} steps, not {step}"
         self.first_step = step
         missing = step not in files.versions(self.paths)
-        self.barrier()  # every rank has looked
+        self.mesh.barrier()  # every rank has looked
         if missing:
-            files.save_weights(self.model, self.paths, step, self.static, self.save_dtype)
+            files.save_weights(self.model, self.mesh, self.paths, step, self.static, self.save_dtype)
         log.info("going on after %d steps, from %s", step, folder)
 
     def run(self) -> int:
@@ -162,20 +165,9 @@ class Trainer:
         if self.updated:
             return
         late = self.paths.preempt.exists() and time.time() - self.paths.preempt.stat().st_mtime > self.cfg.launcher.grace
-        if self.anyone(late):
+        if self.mesh.any(late):
             log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.cfg.launcher.grace)
             raise Preempted
-
-    def anyone(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; returns when all ranks have asked."""
-        import torch
-        import torch.distributed as dist
-
-        if self.world_size == 1:
-            return flag
-        flags = torch.tensor(float(flag))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
 
     # -- one step
 
@@ -188,7 +180,7 @@ class Trainer:
             preempted = False
         except Preempted:
             preempted = True
-        if self.anyone(preempted):
+        if self.mesh.any(preempted):
             raise Preempted
         if self.rank == 0:
             self.batches.done(step)
@@ -229,7 +221,7 @@ class Trainer:
         began = time.perf_counter()
         if wanted:
             self.beat(f"writing version {version}", step)
-            files.write_weights(self.model, self.paths, version, self.static, self.save_dtype)
+            files.write_weights(self.model, self.mesh, self.paths, version, self.static, self.save_dtype)
         if self.metrics is None:
             return
         ended = time.perf_counter()
@@ -252,12 +244,6 @@ class Trainer:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        if self.world_size > 1:
-            dist.barrier()
-
     def beat(self, phase: str, step: int | None = None) -> None:
         if self.heartbeat is not None:
             self.heartbeat.beat(phase, step)
@@ -266,6 +252,10 @@ class Trainer:
         """While waiting: still alive, still the same phase."""
         if self.heartbeat is not None:
             self.heartbeat.beat(self.heartbeat.phase)
+
+    def while_waiting(self) -> AbstractContextManager[None]:
+        """Says that this rank lives while it waits for rank 0."""
+        return self.heartbeat.during(self.heartbeat.phase) if self.heartbeat is not None else nullcontext()
 
     def tick(self) -> None:
         """While waiting where it can be left: raises Preempted when the run is to give way."""
@@ -308,8 +298,7 @@ def main() -> int:
     except Preempted:  # before there was anything to keep
         return LEFT
     code = trainer.run()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    trainer.mesh.close()
     return code
 
 

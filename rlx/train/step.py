@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
@@ -21,6 +20,7 @@ from rlx.losses.diagnostics import Stats, check_counts, finish
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
 from rlx.types import MicroBatch, MiniBatch, StepBatch
@@ -61,10 +61,10 @@ class PolicyTrainer:
         schedule: SchedulerConfig | None = None,
         total_updates: int = 0,
         max_norm: float | None = None,
-        device: torch.device | None = None,
+        mesh: Mesh | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`device` is where the model computes; null: where its parameters are (they are elsewhere when offloaded).
+        """`mesh` says where the model computes and with whom; None: one process, where the parameters are.
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. `schedule` null: constant.
         """
@@ -73,8 +73,8 @@ class PolicyTrainer:
         self.reference = reference
         self.updates = 0  # optimizer steps done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.device = device or self.parameters[0].device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.mesh = mesh or one_process(self.parameters[0].device)
+        self.rank, self.device = self.mesh.data_rank, self.mesh.device
         self.peak_lr = optimizer.param_groups[0]["lr"]
         # Called by all ranks equally often: before each micro-batch is scored, and before its forward and backward.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
@@ -219,9 +219,8 @@ class PolicyTrainer:
     def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
         """Add the sums and take the largest of the maxima over all ranks. Raises ValueError where they are not of the whole mini-batch."""
         sums, maxima = torch.stack(list(stats.sums.values())), torch.stack(list(stats.maxima.values()))
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        self.mesh.sum(sums)
+        self.mesh.max(maxima)
         totals = dict(zip(stats.sums, sums.tolist(), strict=True))
         check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
         return finish(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlx.models.policy import PolicyModel
+    from rlx.parallel.mesh import Mesh
 
 SHARD_BYTES = 5 * 2**30  # a safetensors file grows no larger, except for a single larger tensor
 CHUNK = 1 << 20  # bytes read at a time when checking
@@ -157,29 +158,25 @@ class ModelFiles:
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 
 
-def save_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> Path:
+def save_weights(model: PolicyModel, mesh: Mesh, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> Path:
     """Write `weights/step_{version}` whole, weights in `dtype`. Every rank calls this; rank 0 writes."""
-    import torch.distributed as dist
-
-    write_weights(model, paths, version, static, dtype)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    write_weights(model, mesh, paths, version, static, dtype)
+    if mesh.first:
         publish(paths, version)
     return paths.weights_of(version)
 
 
-def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> None:
+def write_weights(model: PolicyModel, mesh: Mesh, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> None:
     """Write everything of a version under a hidden name, one shard in memory at a time; `publish` makes it appear.
 
     Every rank calls this. Returns when the folder is complete (rank 0) or this rank's part is given (others).
     """
-    import torch.distributed as dist
     from safetensors.torch import save_file
 
     from rlx.weights.attest import facts
 
-    first = not dist.is_initialized() or dist.get_rank() == 0
     temporary = _hidden(paths, version)
-    if first:
+    if mesh.first:
         shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
         temporary.mkdir(parents=True)
     index: dict[str, str] = {}
@@ -190,14 +187,14 @@ def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: Mod
         tensors = {}
         for key in shard:
             tensor = _gathered(shard[key])
-            if first:
+            if mesh.first:
                 tensors[key] = tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None).contiguous()
-        if first:
+        if mesh.first:
             exported = _exported(model.hf, tensors)
             save_file(exported, temporary / name, metadata={"format": "pt"})
             index |= dict.fromkeys(exported, name)
             trained |= {key: facts(tensor) for key, tensor in exported.items()}
-    if first:
+    if mesh.first:
         if len(files) > 1:
             size = sum(file.stat().st_size for file in temporary.iterdir())
             (temporary / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))

@@ -1,6 +1,6 @@
 """How the trainer's ranks on several hosts find each other: rank 0 binds a free port and says in the run directory where.
 
-Under torchrun nothing of this is needed. Knows torch's store and the run directory; knows nothing of training.
+Under torchrun nothing of this is needed.
 """
 
 from __future__ import annotations
