@@ -83,6 +83,8 @@ CASES = {
     "truncated_sampling": Case("sampling.top_p=0.95 sampling.top_k=50"),
     "forbidden_end": Case("sampling.min_tokens=4"),
     "correction_without_recompute": Case("loss.correction=tis"),
+    "correction_by_token_of_gspo": Case("loss=gspo loss.proximal=recompute loss.correction=mis"),
+    "correction_by_token_of_rloo": Case("loss=rloo loss.proximal=recompute loss.correction=tis"),
     "corrected_twice": Case("loss=aipo loss.proximal=recompute loss.correction=tis"),
     "dual_clip_without_the_rewards_sign": Case("loss=masked_is loss.kl_tau=0.1 loss.dual_clip=3"),
     "negative_rewards_of_max_rl": Case("loss=dapo advantage=max_rl"),
@@ -170,6 +172,8 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
     for argv in (
         "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # the run's max_tokens, 12, is nobody's
         "loss=aipo loss.proximal=recompute loss.correction=mis",
+        "loss=gspo loss.proximal=recompute loss.correction=seq_mis",
+        "loss=gspo_token loss.proximal=recompute loss.correction=tis",
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
         "loss=dapo advantage=max_rl reward.soft_overlong=false",
