@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoint_worker import make_trainer
 from policy_stand_in import load, tiny_chat
+from rlx.transport.files import RecordedBatches
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, reproducible
 from trainer_examples import make_model
 
@@ -29,7 +30,6 @@ from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import rewind
-from rlx.transport.files import RecordedBatches
 from rlx.waiting import first_failure
 from rlx.weights.files import verify
 

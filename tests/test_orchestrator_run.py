@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
+from rlx.transport.files import BatchReader
 
 from rlx.checkpoints.folders import begin, writing
 from rlx.config.schema import Config, EnvConfig
@@ -20,7 +21,6 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
-from rlx.transport.files import BatchReader
 from rlx.types import StepBatch, WeightVersion
 from rlx.waiting import first_failure
 
@@ -237,7 +237,7 @@ def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
 
 
 def test_mini_batches_and_ranks_divide_the_batch(tmp_path: Path) -> None:
-    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_ranks=2))
+    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_processes=2))
     (batch,) = trainer.batches
     assert len(batch.mini_batches) == 2
     for mini in batch.mini_batches:

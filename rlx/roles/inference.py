@@ -25,7 +25,7 @@ from rlx.heartbeat import WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
-from rlx.process import die_with_parent
+from rlx.process import die_with_parent, say_full_disk
 from rlx.waiting import wait_for
 from rlx.weights.hub import fetch
 
@@ -136,7 +136,7 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
 
 def run() -> NoReturn:
     """`main`, then the end of the process at once: vLLM's threads do not end by themselves, and taking it apart takes seconds."""
-    code = main()
+    code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlx.envs.base import Environment
+from rlx.rollout.state import Counts, readable
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,21 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were given up, by cause
     failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since somebody took this list
+
+    @classmethod
+    def of(cls, counts: Counts) -> Tally:
+        """Go on counting from what a checkpoint holds."""
+        return cls(counts.finished, counts.tokens, Counter(counts.failed), Counter(counts.dropped), list(counts.failures))
+
+    def counts(self) -> Counts:
+        """What a checkpoint holds."""
+        return Counts(
+            finished=self.finished,
+            tokens=self.tokens,
+            failed=dict(self.failed),
+            dropped=dict(self.dropped),
+            failures=tuple(replace(one, prompt=readable(one.prompt), completion=readable(one.completion)) for one in self.failures),
+        )
 
     def add_failure(self, rollout: Rollout) -> None:
         """Count a failed rollout and keep it for the step's file."""

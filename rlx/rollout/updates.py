@@ -1,7 +1,4 @@
-"""New policy versions on their way from the trainer's folder to the servers, while rollouts are in flight.
-
-Knows where versions appear. Knows neither what they hold nor how a server loads them.
-"""
+"""New policy versions on their way from the trainer to the servers, while rollouts are in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Protocol
 
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
-from rlx.weights.files import latest_version
+from rlx.weights.publish import Subscriber
 
 POLL = 0.01  # seconds between two looks for a new version
 
@@ -30,7 +27,7 @@ class WeightUpdates:
 
     def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
         """`timeout`: seconds for one update; `last`: the version after which there are no more; `reached` is told each version."""
-        self.paths = paths
+        self.published = Subscriber(paths)
         self.fleet = fleet
         self.timeout = timeout
         self.last = last
@@ -41,16 +38,15 @@ class WeightUpdates:
     async def reach(self, version: int) -> None:
         """Returns when the servers have `version` or a newer one. Raises what the fleet raises."""
         while self.version < version:
-            newest = latest_version(self.paths)
-            if newest is None or newest < version:
+            newest = self.published.latest()
+            if newest is None or newest.version < version:
                 await asyncio.sleep(POLL)
                 continue
             began = time.monotonic()
-            where = str(self.paths.weights_of(newest))
-            await self.fleet.update(WeightVersion(version=newest, kind="files", where=where), self.timeout)
+            await self.fleet.update(newest, self.timeout)
             self.seconds = time.monotonic() - began
-            self.version = newest
-            self.reached(newest)
+            self.version = newest.version
+            self.reached(newest.version)
 
     async def follow(self) -> None:
         """Runs until the last version is served. Raises what the fleet raises."""

@@ -12,7 +12,7 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs", "env")
+@rule("envs")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
@@ -97,7 +97,7 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
     if tokens is not None and tokens < cfg.seq_len:
         yield (
             f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
-            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null means seq_len."
+            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null chooses."
         )
 
 

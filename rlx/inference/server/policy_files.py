@@ -5,8 +5,6 @@ Knows safetensors headers and the `COMPLETE` marker. Knows neither vLLM nor torc
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlx.weights.files import verify, weight_files
+from rlx.weights.files import header, verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
@@ -30,10 +28,11 @@ def tensor_shapes(folder: Path) -> Shapes:
     """
     shapes: Shapes = {}
     for path in weight_files(folder):
-        for name, shape in _header(path).items():
+        entries, _ = header(path)
+        for name, entry in entries.items():
             if name in shapes:
                 raise ValueError(f"{folder} holds {name} twice, once in {path.name}")
-            shapes[name] = shape
+            shapes[name] = tuple(entry["shape"])
     return shapes
 
 
@@ -44,7 +43,7 @@ def twin_of_head(folder: Path) -> str | None:
     """
     found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in weight_files(folder):
-        start, entries = _entries(path)
+        entries, start = header(path)
         found |= {name: (path, start, entry) for name, entry in entries.items()}
     head = found.get(TIED_HEAD)
     if head is None:
@@ -63,32 +62,6 @@ def twin_of_head(folder: Path) -> str | None:
 def _content(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[np.uint8]:
     first, last = entry["data_offsets"]
     return np.memmap(path, np.uint8, "r", start + first, (last - first,))
-
-
-def _header(path: Path) -> Shapes:
-    """Names and shapes of the tensors in a safetensors file."""
-    return {name: tuple(entry["shape"]) for name, entry in _entries(path)[1].items()}
-
-
-def _entries(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Where the data of a safetensors file begin, and `shape`, `dtype` and `data_offsets` (from there) of its tensors by name.
-
-    The file begins with the length of its header (8 bytes, little endian) and the header, JSON.
-    """
-    with path.open("rb") as file:
-        start = file.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else path.stat().st_size
-        text = file.read(size) if size < path.stat().st_size else b""
-    try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        end = 8 + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if not all(isinstance(entry["shape"], list) for entry in entries.values()):
-            raise TypeError("a shape is no list")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no safetensors file, or was cut short") from error
-    if end != path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {end}")
-    return 8 + size, entries
 
 
 def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None:
