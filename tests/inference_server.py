@@ -26,7 +26,7 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
-from rlx.weights.attest import facts
+from rlx.weights.files import facts
 
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32

@@ -19,7 +19,7 @@ from rlx.models.load import load_policy
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE
 from rlx.types import Turn
-from rlx.weights.files import ModelFiles, save_weights
+from rlx.weights.publish import Publisher
 
 pytestmark = pytest.mark.slow
 ALONE = one_process(torch.device("cpu"))
@@ -44,10 +44,9 @@ def trained_version(run: Run, version: int) -> Path:
     with torch.no_grad():
         for parameter in policy.hf.parameters():
             parameter.mul_(1 + 0.1 * version)
-    static = ModelFiles.read(str(run.paths.root / "model"), policy.hf, "float32")
-    folder = save_weights(policy, ALONE, run.paths, version, static, torch.float32)
+    Publisher.of(policy, ALONE, run.paths, source=str(run.paths.root / "model"), dtype=torch.float32).ensure(version)
     run.models[version] = scoring(policy.hf)
-    return folder
+    return run.paths.weights_of(version)
 
 
 async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn], list[PolicyState]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,7 @@ def checked(rollout: Rollout) -> Rollout:
         error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
         return replace(rollout, status="error", stop="reward_not_finite", error=error)
     for number, turn in enumerate(rollout.turns):
-        if not np.isfinite(turn.logprobs).all():
+        if not math.isfinite(turn.logprobs.sum(dtype=np.float64)):  # quicker than asking each
             place = int(np.argmin(np.isfinite(turn.logprobs)))
             token = f"sampled token {int(turn.completion_ids[place])}, number {place} of turn {number} of {which},"
             error = f"{token} has the log-probability {turn.logprobs[place]}, says the inference server"
