@@ -105,9 +105,10 @@ async def _play(env: Environment, task: Task, members: Sequence[int], max_retrie
     """These members, played until all of them succeed in one attempt. Raises GroupFailed."""
     for attempt in range(max_retries + 1):
         rollouts = [checked(rollout) for rollout in await env.play(task, members, attempt)]
-        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
-        if not failed:
+        if all(rollout.status == "ok" for rollout in rollouts):
             return [_count(rollout, tally) for rollout in rollouts]
+        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
+        assert failed, f"{task.env} gave rollouts up, and none of them failed: {[rollout.stop for rollout in rollouts]}"
         for rollout in failed:
             tally.add_failure(rollout)
         if late := [rollout for rollout in failed if rollout.status == "timeout"]:
