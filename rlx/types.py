@@ -190,6 +190,15 @@ class RankBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """A policy version that can be taken up: `WeightVersion(version=13, kind="files", where="/run/weights/step_13")`."""
+
+    version: int
+    kind: Literal["files", "adapter", "memory"]
+    where: str  # for files: the folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process of the plan. The supervisor starts it, watches it and stops it."""
 

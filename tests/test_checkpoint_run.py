@@ -26,6 +26,7 @@ from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.codec import encode
 from rlx.config.schema import CkptConfig, Config
 from rlx.data.source import OrchestratorSource, RecordedSource
+from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
@@ -76,7 +77,8 @@ def play(
     stand_in = StandInServers(**servers)
 
     async def main() -> None:
-        orchestrator = role(config, paths, envs, tiny_chat(), stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
+        give_policy(envs, config, tiny_chat(), stand_in)
+        orchestrator = role(config, paths, envs, stand_in, stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
         await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
 
     asyncio.run(main())

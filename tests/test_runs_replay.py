@@ -27,7 +27,7 @@ RECORDED = ("env=reverse_text", "hardware=cpu", "loss=grpo")
     [
         ["loss=gspo", "loss.kl.beta=0.1", "optim.lr=1e-5"],
         ["trainer.micro_batch_tokens=4096", "trainer.num_minibatches=4", "trainer.num_iterations=2"],
-        ["hardware.trainer_ranks=2", "ckpt.interval=3", "max_steps=7", "scheduler.warmup_steps=1"],
+        ["hardware.trainer_processes=2", "ckpt.interval=3", "max_steps=7", "scheduler.warmup_steps=1"],
         ["inference.max_num_seqs=8", "logger=tensorboard", "run.name=x"],
     ],
 )

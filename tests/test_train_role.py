@@ -44,7 +44,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "max_steps": STEPS,
         "hardware": "cpu",
         "loss": "gspo",
-        "hardware.trainer_ranks": ranks,
+        "hardware.trainer_processes": ranks,
         "trainer.num_minibatches": 2,
         "seq_len": 60,  # and so the length of a packed row
         "sampling.max_tokens": 32,

@@ -27,7 +27,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.types import StepBatch
 from rlx.waiting import Preempted, wait_for
 
@@ -51,8 +51,8 @@ class Trainer:
         from rlx.parallel.mesh import join, one_process
         from rlx.parallel.rendezvous import meet
         from rlx.train.build import build
-        from rlx.weights.files import ModelFiles
         from rlx.weights.hub import fetch
+        from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         alone = world_size > 1 and "MASTER_ADDR" not in os.environ  # not under torchrun: ranks on several hosts, each a process of the plan
@@ -90,10 +90,9 @@ class Trainer:
             else RecordedSource(RunPaths(Path(cfg.replay)), self.mesh, cfg.trainer.num_minibatches)
         )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
-        self.static = ModelFiles({})
-        if rank == 0:
-            self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
-        self.save_dtype = DTYPES[cfg.model.dtype]
+        self.publisher = Publisher.of(
+            self.model, self.mesh, paths, source=source, dtype=DTYPES[cfg.model.dtype], trust_remote_code=cfg.model.trust_remote_code
+        )
         facts = {"ranks": world_size, "model": cfg.model.name}
         self.checkpoints = Checkpoints(
             paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=cfg.replay is None, tick=self.beat_on
@@ -108,15 +107,11 @@ class Trainer:
     def resume(self, folder: Path, step: int) -> None:
         """Take the state of a checkpoint, and see that its policy version is there for the servers."""
         from rlx.train.checkpoint import load
-        from rlx.weights import files
 
         progress = load(folder, self.step_trainer)
         assert progress.step == step, f"{folder} is the state after {progress.step} steps, not {step}"
         self.first_step = step
-        missing = step not in files.versions(self.paths)
-        self.mesh.barrier()  # every rank has looked
-        if missing:
-            files.save_weights(self.model, self.mesh, self.paths, step, self.static, self.save_dtype)
+        self.publisher.ensure(step)
         log.info("going on after %d steps, from %s", step, folder)
 
     def run(self) -> int:
@@ -133,6 +128,7 @@ class Trainer:
             values["time/wait_batch"] = waited
             self.publish(step, values, started)
             self.keep(step + 1)
+        self.publisher.close()
         self.checkpoints.close()
         self.beat("done")
         return 0
@@ -142,6 +138,7 @@ class Trainer:
         self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.beat(f"writing checkpoint {step}", step)
+            self.publisher.wait()
             self.checkpoints.save(step)
         self.checkpoints.finish(wait=False)
 
@@ -150,6 +147,7 @@ class Trainer:
     def give_way(self, step: int) -> int:
         """The machine will be taken away: keep the state after `step` steps, say so, leave."""
         self.step_trainer.give_up()
+        self.publisher.close()
         if step > self.first_step:
             self.beat(f"writing checkpoint {step} before leaving", step)
             self.checkpoints.save(step)
@@ -201,29 +199,27 @@ class Trainer:
         return values | {"perf/tokens_per_second": iterations * batch.num_tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
-        """Write version n+1 under a hidden name, then the metrics of step n, then let the version appear; delete versions nobody needs.
+        """Gather version n+1, write the metrics of step n, then let the version appear; delete versions nobody needs.
 
         The orchestrator goes on when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
         """
-        from rlx.weights import files
-
         version = step + 1
         # Nobody serves the versions of a replay: what is asked for is kept.
         wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
         began = time.perf_counter()
         if wanted:
-            self.beat(f"writing version {version}", step)
-            files.write_weights(self.model, self.mesh, self.paths, version, self.static, self.save_dtype)
+            self.beat(f"gathering version {version}", step)
+            self.publisher.gather(version)
         if self.metrics is None:
             return
         ended = time.perf_counter()
         share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)
-        self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started, "perf/compute_frac": share})
+        times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
+        self.metrics.write(step, values | times | {"perf/compute_frac": share})
         if wanted:
-            files.publish(self.paths, version)
-        # Servers may still be reading the version that is max_async_level + 1 behind this one.
-        keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
-        files.prune(self.paths, keep_last=keep_last, protect=self.checkpoints.protected())
+            # Servers may still be reading the version that is max_async_level + 1 behind this one.
+            keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
+            self.publisher.announce(version, keep_last=keep_last, protect=self.checkpoints.protected())
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def peak_memory(self) -> float:
@@ -241,7 +237,8 @@ class Trainer:
             self.heartbeat.beat(phase, step)
 
     def beat_on(self) -> None:
-        """While waiting: still alive, still the same phase."""
+        """While waiting: still alive, still the same phase. Raises what writing a version beside it raised."""
+        self.publisher.check()
         if self.heartbeat is not None:
             self.heartbeat.beat(self.heartbeat.phase)
 
@@ -276,8 +273,10 @@ def main() -> int:
     )
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
-    if world_size != cfg.hardware.trainer_ranks:
-        raise ValueError(f"hardware.trainer_ranks is {cfg.hardware.trainer_ranks} and {world_size} processes were started; start as many")
+    if world_size != cfg.trainer_ranks:
+        raise ValueError(
+            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {world_size} processes were started; start as many"
+        )
 
     import torch
 
@@ -295,4 +294,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(say_full_disk(main))
