@@ -31,6 +31,7 @@ from rlx.plan.rl import make_plan
 from rlx.runs.claim import RunLock, create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
+from rlx.runs.run import Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
@@ -98,20 +99,13 @@ def find_states(elements: Sequence[Element]) -> None:
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
-        element.state = "done" if completed else "alive" if _is_held(paths) else "again"
+        element.state = "done" if completed else "alive" if Run(paths).lives() else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
             + "\n  ".join(others[:8])
             + "\n  fix: give another run.name= for this sweep; or clean=true, which deletes them"
         )
-
-
-def _is_held(paths: RunPaths) -> bool:
-    lock = RunLock(paths)
-    held = not lock.exclusive()
-    lock.close()
-    return held
 
 
 def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
