@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import bring_up
 
+from rlx.cli import main
 from rlx.config.errors import ConfigError
-from rlx.config.load import compose
+from rlx.config.load import compose, load_run
 from rlx.launch import slurm
 from rlx.paths import RunPaths
+from rlx.plan.record import read_plan
 from rlx.plan.rl import make_plan
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
@@ -90,6 +92,36 @@ def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(
     assert job_of(RunPaths(tmp_path)) is None
     note_job(RunPaths(tmp_path), "12_1")
     assert job_of(RunPaths(tmp_path)) == "12_1"
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_the_gpus_of_the_submitting_host_do_not_bound_a_plan_for_another(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main(["train", f"launcher={launcher}", "hardware=node8", "model=qwen3_8b", "env=math", "dry_run=true", "run.dir=mine"]) == 0
+    plan = read_plan(tmp_path / "mine" / "plan.yaml")
+    assert [gpu for spec in plan if spec.role == "trainer" for gpu in spec.gpus] == [4, 5, 6, 7]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    paths = made(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    seen = {}
+
+    class Executor:
+        def submit_array(self, runs):
+            seen.update(os.environ)
+            raise RuntimeError("not now")
+
+    monkeypatch.setattr(slurm, "_executor", lambda *_: Executor())
+    monkeypatch.setattr(slurm, "sbatch_script", lambda *_: "")
+    with pytest.raises(RuntimeError, match="not now"):
+        slurm.submit([(paths, load_run(paths.root))], "mine", tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in seen
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def made(tmp_path: Path, *argv: str) -> RunPaths:

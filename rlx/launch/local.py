@@ -20,6 +20,7 @@ from submitit import LocalExecutor, LocalJob
 from rlx.launch.processes import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
+from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
@@ -46,6 +47,16 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run; a second one kills it at once.
     Whatever ends this process ends the run too.
     """
+    try:
+        return _launch(paths, limits, lock, observer)
+    except OSError as error:
+        if (line := full_disk(error, paths.root)) is None:
+            raise
+        print(f"rlx: {line}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None) -> int:
     status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
