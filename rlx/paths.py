@@ -25,6 +25,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def secrets(self) -> Path:
+        """The configuration's secret values, which `config.yaml` has not got; readable by the run's owner alone."""
+        return self.root / "secrets.yaml"
+
+    @property
     def overrides(self) -> Path:
         return self.root / "overrides.yaml"
 

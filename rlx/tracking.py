@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, write_text
 
@@ -152,7 +153,7 @@ class Wandb:
             id=Progress(paths).identity(self.name),
             resume="allow",
             dir=str(paths.root),
-            config=asdict(config),
+            config=asdict(hidden(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
         # Roles report a step at different times, and W&B's own step may only grow: every metric has `step` as its axis instead.

@@ -23,7 +23,8 @@ from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join
 from rlx.paths import RunPaths
 from rlx.train.step import PolicyTrainer
-from rlx.weights.files import ModelFiles, save_weights
+from rlx.weights.files import ModelFiles
+from rlx.weights.publish import Publisher
 
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
@@ -44,7 +45,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     out = folder / f"out_{world_size}"
     paths = RunPaths(out)
     static = ModelFiles.read(str(folder / "model"), model.hf, "float32")
-    save_weights(model, mesh, paths, 1, static, torch.float32)
+    Publisher(model, mesh, paths, static, torch.float32).ensure(1)
     if rank == 0:
         torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
     if world_size > 1:

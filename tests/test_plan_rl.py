@@ -16,7 +16,7 @@ from rlx.config.tree import Builder
 from rlx.plan.environment import MissingGPU, environment_of
 from rlx.plan.explain import explain
 from rlx.plan.memory import engine_memory, trainer_memory
-from rlx.plan.place import require_one_host
+from rlx.plan.place import place, require_one_host
 from rlx.plan.record import read_plan, write_plan
 from rlx.plan.rl import make_plan
 from rlx.types import ProcessSpec
@@ -70,7 +70,7 @@ def test_plan_of_eight_gpus_has_inference_first_and_the_trainer_behind_it() -> N
 
 
 def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
-    hardware = {"inference_replicas": 2, "tensor_parallel": 3, "trainer_ranks": 2}
+    hardware = {"inference_replicas": 2, "tensor_parallel": 3, "trainer_processes": 2}
     assert layout("node8", hardware=hardware)[:2] == [
         "inference_0 @0 gpus=0,1,2 ports={'http': 0}",
         "inference_1 @0 gpus=3,4,5 ports={'http': 0}",
@@ -119,7 +119,7 @@ def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:
 def test_servers_that_already_run_are_not_started_and_leave_their_gpus_to_the_trainer() -> None:
     assert layout("gpu2", inference={"base_url": ["http://host:8000"]}) == [
         "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=0 ports={}",
+        "trainer @0 gpus=0,1 ports={'rendezvous': 0}",
     ]
 
 
@@ -146,8 +146,40 @@ def test_cpu_threads_reach_every_role() -> None:
 
 
 @pytest.mark.parametrize(
+    ("preset", "hardware", "base_url", "ranks"),
+    [
+        ("cpu", {}, [], 1),
+        ("cpu", {"inference_replicas": 3}, [], 1),
+        ("cpu_3nodes", {}, [], 2),
+        ("cpu_3nodes", {"inference_replicas": 2}, [], 1),
+        ("gpu1_shared", {}, [], 1),
+        ("gpu2", {}, [], 1),
+        ("gpu4", {}, [], 2),
+        ("node8", {}, [], 4),
+        ("node8x2", {}, [], 8),
+        ("node8x4", {}, [], 16),
+        ("node8", {"inference_replicas": 6}, [], 2),
+        ("node8", {"inference_replicas": 2, "tensor_parallel": 3}, [], 2),
+        ("node8x2", {"inference_replicas": 4}, [], 8),  # a whole host is left, and half of one, which stays free
+        ("node8x2", {"inference_replicas": 12}, [], 4),
+        ("node8", {}, ["http://elsewhere:8000"], 8),
+        ("node8", {"trainer_processes": 3}, [], 3),
+    ],
+)
+def test_trainer_processes_are_what_inference_leaves(preset: str, hardware: dict, base_url: list[str], ranks: int) -> None:
+    cfg = config(preset, hardware=hardware, inference={"base_url": base_url})
+    assert cfg.trainer_ranks == ranks
+    _, trainers = place(cfg)
+    assert sum(len(gpus) for _, gpus in trainers) == (0 if cfg.hardware.device == "cpu" else ranks)
+
+
+@pytest.mark.parametrize(
     "hardware",
-    [{"inference_replicas": 5}, {"tensor_parallel": 16, "inference_replicas": 1}, {"trainer_ranks": 9, "shared": True}],
+    [
+        {"inference_replicas": 5, "trainer_processes": 4},
+        {"tensor_parallel": 16, "inference_replicas": 1},
+        {"trainer_processes": 9, "shared": True},
+    ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) -> None:
     with pytest.raises(ConfigError, match="do not fit on 1 × 8 GPUs"):
@@ -155,7 +187,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) 
 
 
 def test_a_layout_over_two_hosts_is_planned_but_not_for_the_local_launcher() -> None:
-    plan = make_plan(config("node8", hardware={"nodes": 2, "inference_replicas": 8, "trainer_ranks": 8}), Path("/run"))
+    plan = make_plan(config("node8", hardware={"nodes": 2, "inference_replicas": 8, "trainer_processes": 8}), Path("/run"))
     assert {spec.name: spec.node for spec in plan if spec.gpus} == {**{f"inference_{i}": 0 for i in range(8)}, "trainer": 1}
     with pytest.raises(ConfigError, match="2 hosts"):
         require_one_host(plan)
@@ -168,8 +200,8 @@ def test_cpu_hosts_are_inference_first_and_a_trainer_process_on_each_of_the_othe
         "trainer @1 gpus= ports={'rendezvous': 0}",
         "trainer_1 @2 gpus= ports={}",
     ]
-    with pytest.raises(ConfigError, match=r"trainer 2, over which hardware.trainer_ranks=3 cannot be divided"):
-        layout("cpu_3nodes", hardware={"trainer_ranks": 3})
+    with pytest.raises(ConfigError, match=r"trainer 2, over which hardware.trainer_processes=3 cannot be divided"):
+        layout("cpu_3nodes", hardware={"trainer_processes": 3})
 
 
 def test_a_trainer_over_several_hosts_is_a_process_for_each_gpu_with_its_rank() -> None:
@@ -181,7 +213,7 @@ def test_a_trainer_over_several_hosts_is_a_process_for_each_gpu_with_its_rank() 
     assert len({spec.name for spec in plan}) == len(plan)
     assert trainers[0].argv == ("python", "-m", "rlx.roles.trainer", "--run-dir", "/run")
     with pytest.raises(ConfigError, match="on one host or on whole ones"):
-        layout("node8x4", hardware={"trainer_ranks": 12})
+        layout("node8x4", hardware={"trainer_processes": 12})
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ STAGES = {  # metric -> what a person calls it, per source
         "time/wait_batch": "wait for batch",
         "time/forward_backward": "forward and backward",
         "time/optimizer": "optimizer",
-        "time/broadcast": "write weights",
+        "time/broadcast": "gather weights",
     },
     "orchestrator": {
         "time/wait_rollouts": "wait for rollouts",

@@ -31,7 +31,7 @@ def activation_bytes(cfg: Config) -> float:
 def tokens_of_an_update(cfg: Config) -> int:
     """Tokens that a rank trains on in one optimizer step at most: its share of the rollouts, each as long as a sample may be."""
     rollouts = -(-cfg.orchestrator.batch_size // cfg.trainer.num_minibatches)
-    return -(-rollouts * cfg.seq_len // cfg.hardware.trainer_ranks)
+    return -(-rollouts * cfg.seq_len // cfg.trainer_ranks)
 
 
 def budget(cfg: Config) -> int:

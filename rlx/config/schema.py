@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
+from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
 
@@ -190,7 +191,7 @@ class TrainerConfig:
 class SchedulerConfig:
     type: str = key("constant", "`constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
-    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=0)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=1)
     min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
 
 
@@ -204,8 +205,9 @@ class InferenceConfig:
     port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
     api_key: str | None = key(
         None,
-        "key that clients must send; null: a random one, kept in the run's `endpoints/`; "
-        "given, only their owner can read the files that hold it",
+        "key that clients must send; null: a random one, kept in the run's `endpoints/`. Secret: kept in the run's `secrets.yaml`, "
+        "which only its owner can read, and shown, sent and saved nowhere else",
+        secret=True,
     )
     max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
     max_num_seqs: int = key(256, "sequences decoded together", low=1)
@@ -248,7 +250,12 @@ class HardwareConfig:
     gpus_per_node: int = key(0, "GPUs of one host", low=0)
     inference_replicas: int = key(1, "independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs of one vLLM server", low=1)
-    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU, and more than a host has fill whole hosts", low=1)
+    trainer_processes: int | None = key(
+        None,
+        "trainer processes, each with one GPU on CUDA; more than a host has fill whole hosts; null: on CUDA one for each GPU that "
+        "inference leaves, on whole hosts where some are free; on CPU one for each host that inference leaves",
+        low=1,
+    )
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
 
@@ -318,7 +325,7 @@ class Config:
     replay: str | None = key(None, "train on the recorded batches of another run, named by its directory: no inference, no environments")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
-    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
+    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
     reward: RewardConfig = section(RewardConfig)
@@ -326,7 +333,7 @@ class Config:
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer")
+    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)
     scheduler: SchedulerConfig = section(SchedulerConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
@@ -373,7 +380,22 @@ class Config:
         if self.hardware.device == "cpu":
             return 0
         inference = 0 if self.inference.base_url else self.hardware.inference_replicas * self.hardware.tensor_parallel
-        return max(inference, self.hardware.trainer_ranks) if self.hardware.shared else inference + self.hardware.trainer_ranks
+        return max(inference, self.trainer_ranks) if self.hardware.shared else inference + self.trainer_ranks
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves for them."""
+        hardware = self.hardware
+        if hardware.trainer_processes is not None:
+            return hardware.trainer_processes
+        return ranks_left(
+            cuda=hardware.device == "cuda",
+            nodes=hardware.nodes,
+            gpus_per_node=hardware.gpus_per_node,
+            replicas=0 if self.inference.base_url else hardware.inference_replicas,
+            tensor_parallel=hardware.tensor_parallel,
+            shared=hardware.shared,
+        )
 
 
 def split_terms(node: dict[str, Any], terms: type) -> tuple[Any, dict[str, Any]]:

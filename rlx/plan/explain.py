@@ -60,14 +60,14 @@ def _command(cfg: Config, spec: ProcessSpec) -> str:
         "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
         + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
         "orchestrator": f"environments {', '.join(cfg.envs)}; at most {cfg.orchestrator.max_concurrent} rollouts in flight",
-        "trainer": f"FSDP2 over {cfg.hardware.trainer_ranks} ranks" if cfg.hardware.trainer_ranks > 1 else "one process",
+        "trainer": f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process",
     }
     return what.get(spec.role, " ".join(spec.argv))
 
 
 def _batch(cfg: Config) -> list[str]:
     group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
-    ranks, row, lag = cfg.hardware.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
+    ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
     trained = rollouts * cfg.seq_len
     rows = math.ceil(trained / (row * ranks * mini))
     versions = "version" if lag == 1 else "versions"
@@ -125,7 +125,7 @@ def _more_prompts(cfg: Config) -> str:
 
 def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
     """Where the trainer's memory goes, line by line, with the arithmetic."""
-    ranks, row = cfg.hardware.trainer_ranks, cfg.micro_batch_tokens
+    ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
     where = "in host memory, " if memory.on_host else ""
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"

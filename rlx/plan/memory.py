@@ -75,7 +75,7 @@ class EngineMemory:
 
 
 def trainer_memory(cfg: Config) -> TrainerMemory:
-    model, ranks, cuda = cfg.model, cfg.hardware.trainer_ranks, cfg.hardware.device == "cuda"
+    model, ranks, cuda = cfg.model, cfg.trainer_ranks, cfg.hardware.device == "cuda"
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
     shard = model.num_parameters / ranks

@@ -29,18 +29,18 @@ def place(cfg: Config) -> tuple[list[Place], list[Place]]:
         free += hardware.tensor_parallel
     if hardware.shared:
         node, free = 0, 0
-    elif free + hardware.trainer_ranks > hardware.gpus_per_node and free > 0:
+    elif free + cfg.trainer_ranks > hardware.gpus_per_node and free > 0:
         node, free = node + 1, 0
-    hosts, left = divmod(hardware.trainer_ranks, hardware.gpus_per_node) if hardware.trainer_ranks > hardware.gpus_per_node else (1, 0)
-    share = hardware.trainer_ranks // hosts
+    hosts, left = divmod(cfg.trainer_ranks, hardware.gpus_per_node) if cfg.trainer_ranks > hardware.gpus_per_node else (1, 0)
+    share = cfg.trainer_ranks // hosts
     trainers = [(node + i, tuple(range(free, free + share))) for i in range(hosts)]
     needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [share])
     if trainers[-1][0] >= hardware.nodes or needs > hardware.gpus_per_node or left:
         raise ConfigError(
             f"hardware={hardware.name}: {replicas} inference replicas × tensor_parallel={hardware.tensor_parallel} and "
-            f"trainer_ranks={hardware.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
+            f"trainer_processes={cfg.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
             "(hardware.nodes × hardware.gpus_per_node), a replica on one host, and the trainer on one host or on whole ones.\n"
-            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks, or choose another hardware="
+            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_processes, or choose another hardware="
         )
     return inference, trainers
 
@@ -51,11 +51,11 @@ def _place_on_cpu(cfg: Config, replicas: int) -> tuple[list[Place], list[Place]]
         return [(0, ())] * replicas, [(0, ())]
     first = min(replicas, hardware.nodes - 1)  # hosts of inference
     hosts = hardware.nodes - first
-    if hardware.trainer_ranks % hosts:
+    if cfg.trainer_ranks % hosts:
         raise ConfigError(
             f"hardware={hardware.name}: of hardware.nodes={hardware.nodes}, inference has {first} and the trainer {hosts}, over which "
-            f"hardware.trainer_ranks={hardware.trainer_ranks} cannot be divided evenly.\n"
-            f"  fix: hardware.trainer_ranks={hosts}, or a multiple of it"
+            f"hardware.trainer_processes={cfg.trainer_ranks} cannot be divided evenly.\n"
+            f"  fix: hardware.trainer_processes={hosts}, or a multiple of it"
         )
     return [(replica % first, ()) for replica in range(replicas)], [(first + i, ()) for i in range(hosts)]
 
@@ -66,5 +66,5 @@ def require_one_host(plan: Sequence[ProcessSpec]) -> None:
     if hosts > 1:
         raise ConfigError(
             f"the plan takes {hosts} hosts, but launcher=local starts everything on this machine.\n"
-            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_ranks"
+            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_processes"
         )

@@ -63,18 +63,18 @@ def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[
     for replica, (node, gpus) in enumerate(inference):
         port = cfg.inference.port + replica if cfg.inference.port else 0
         plan.append(spec("inference", node, gpus, replica=replica, ports={"http": port}, service=True))
-    rendezvous = {"rendezvous": 0} if hardware.trainer_ranks > 1 else None
+    rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
     if cfg.replay is None:
         plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
-    if len(trainers) == 1 and (hardware.trainer_ranks == 1 or cfg.launcher.name == "local"):
-        plan.append(spec("trainer", *trainers[0], ranks=hardware.trainer_ranks, ports=rendezvous))
+    if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):
+        plan.append(spec("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous))
         return plan
-    ranks_per_host = hardware.trainer_ranks // len(trainers)
+    ranks_per_host = cfg.trainer_ranks // len(trainers)
     # torchrun would need a port before its host is known, and end its ranks on SLURM's SIGTERM; ranks find each other by themselves.
-    for rank in range(hardware.trainer_ranks):
+    for rank in range(cfg.trainer_ranks):
         node, gpus = trainers[rank // ranks_per_host]
         mine = gpus[rank % ranks_per_host :][:1]
-        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(hardware.trainer_ranks)}
+        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(cfg.trainer_ranks)}
         plan.append(spec("trainer", node, mine, replica=rank, ports=rendezvous if rank == 0 else None, env=world))
     return plan
 
