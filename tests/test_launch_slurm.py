@@ -20,6 +20,7 @@ from rlx.plan.record import read_plan
 from rlx.plan.rl import make_plan
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
+from rlx.runs.provenance import code_change
 
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,17 +146,17 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
 
 def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
     paths = made(tmp_path)
-    assert slurm.code_change(paths) is None
+    assert code_change(paths) is None
     record = json.loads(paths.provenance.read_text())
     now = record["source"]["commit"]
     if now is None:
         pytest.skip("this is no git checkout")
     paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert slurm.code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
+    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
     later = {"source": {**record["source"], "diff": "other.diff"}}
     paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
     (paths.root / "other.diff").write_text("another change")
-    assert "uncommitted changes" in str(slurm.code_change(paths))
+    assert "uncommitted changes" in str(code_change(paths))
 
 
 @pytest.mark.parametrize(
