@@ -27,6 +27,7 @@ from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.environment import DEVICES
+from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ask, is_ending, job_of, note_job, restarts_of
@@ -139,6 +140,15 @@ class Attempt:
 
     def __call__(self) -> float | None:
         """Run it; the final reward. Leaves with the run's exit code where it is not 0."""
+        try:
+            return self._run()
+        except OSError as error:
+            if (line := full_disk(error, Path(self.run_dir))) is None:
+                raise
+            print(line, file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+
+    def _run(self) -> float | None:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without a word in the status
             signal.signal(number, lambda number, _: received.append(number))
