@@ -28,6 +28,7 @@ from rlx.config.secret import hide_lines, secrets_of
 from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import write_plan
+from rlx.process import full_disk
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
@@ -240,6 +241,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if line := full_disk(error, directory):
+            raise ConfigError(line) from error
         what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 
