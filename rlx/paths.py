@@ -77,6 +77,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def tracking(self) -> Path:
+        """What W&B and TensorBoard have been told: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's name there}}`."""
+        return self.root / "tracking.json"
+
+    @property
     def latest_logs(self) -> Path:
         return self.root / "logs" / "latest"
 

@@ -1,16 +1,33 @@
 """The records that travel between the rooms of rlx, as frozen dataclasses of numbers, lists and numpy arrays.
 
-Read this file to know what flows: ``Task -> Rollout -> Group -> TrainingSample -> MicroBatch -> StepBatch``.
-It knows nothing of torch, vLLM, verifiers or files; the bytes are in ``rlx.wire``.
+Read this file to know what flows:
+
+    Task → Rollout of Turns → Group with advantages → TrainingSample → StepBatch      in the orchestrator; a StepBatch is what it sends
+    StepBatch → MicroBatch rows → MiniBatch → RankBatch                               in each rank of the trainer, for itself
 
 Shapes: P prompt tokens, C completion tokens, L tokens of one sample, T tokens of one packed row,
 S packed samples (attention segments), R rollouts in a micro-batch, G rollouts in a group.
+
+One case through all of them, an episode of two turns with a tool's reply in between; the weights are updated before the second turn:
+
+    Turn 1            prompt_ids [11 12 13], completion_ids [21 22], versions [4 4]
+    Turn 2            prompt_ids [11 12 13 21 22 31 32], completion_ids [41], versions [5]         31 32 is the tool's reply
+    TrainingSample    token_ids   11 12 13 21 22 31 32 41        one sample: the second prompt extends the first turn token for token
+                      loss_mask    ·  ·  ·  T  T  ·  ·  T        what the policy sampled
+                      versions    -1 -1 -1  4  4 -1 -1  5
+    MicroBatch        token_ids   11 12 13 21 22 31 32 41 | 51 52 61             packed with another rollout, prompt 51 52, answer 61
+                      labels      12 13 21 22 31 32 41  0 | 52 61  0             shifted: position t predicts labels[t]
+                      loss_mask    ·  ·  T  T  ·  ·  T  · |  ·  T  ·             shifted with them
+                      versions    -1 -1  4  4 -1 -1  5 -1 | -1  4 -1
+                      position_ids 0  1  2  3  4  5  6  7 |  0  1  2
+                      rollout_ids  0  0  0  0  0  0  0  0 |  1  1  1             rollout_lengths [3 1]
+                      cu_seqlens  [0 8 11]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +102,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """A token sequence to train on. A rollout gives one sample, or several when its turns do not share a prefix."""
+    """A token sequence to train on. A rollout gives one sample, or several when its turns do not share a prefix.
+
+    The optional streams are per-token numbers for objectives that consume them; `STREAMS` says what they mean and what None stands for.
+    """
 
     group: int
-    rollout: int  # member of the group
+    member: int  # of the group: which of its rollouts
     env: str
     token_ids: Int  # [L]
     loss_mask: Bool  # [L] True where the policy sampled the token
@@ -96,14 +116,41 @@ class TrainingSample:
     advantages: Float  # [L] 0 where loss_mask is False
     temperature: float
     versions: Int  # [L] policy version of each sampled token, -1 where loss_mask is False
+    policy_weights: Float | None = None  # [L]
+    ce_weights: Float | None = None  # [L]
+    ref_kl_weights: Float | None = None  # [L]
+    teacher_logprobs: Float | None = None  # [L]
+    adapter: int = 0  # which adapter is trained on it; 0: the policy's own weights
+
+
+STREAMS = {
+    "policy_weights": 1.0,  # factor of the policy loss
+    "ce_weights": 0.0,  # factor of a cross-entropy loss on the token
+    "ref_kl_weights": 1.0,  # factor of the KL term against the reference
+    "teacher_logprobs": float("nan"),  # log-probability of the token under a teacher; NaN: nobody asked one
+}
+"""The optional per-token streams of a sample, and the value of tokens whose sample has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything the trainer needs for one step, from policy version `step` to version `step + 1`. This is what travels and is recorded.
+
+    It says nothing of ranks and rows: every rank packs it for itself (`rlx.data.packing`).
+    """
+
+    SCHEMA: ClassVar[str] = "rlx.StepBatch/2"
+
+    step: int
+    mini_batches: tuple[tuple[TrainingSample, ...], ...]  # the samples of each optimizer step, whole groups in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Samples packed end to end into one row, with labels already shifted: position t predicts `labels[t]`.
 
-    `loss_mask`, `inference_logprobs`, `advantages` and `versions` at t belong to `labels[t]`.
-    All samples of one rollout are in the same micro-batch.
+    `loss_mask`, `inference_logprobs`, `advantages`, `versions` and the streams at t belong to `labels[t]`.
+    All samples of one rollout are in the same micro-batch. Every row of a mini-batch, on every rank, has the same streams.
     """
 
     token_ids: Int  # [T]
@@ -117,23 +164,38 @@ class MicroBatch:
     rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
     rollout_lengths: Int  # [R] trainable tokens of each rollout
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
+    adapters: Int  # [S] of each sample; 0: the policy's own weights
+    policy_weights: Float | None = None  # [T], as the next three; None: no sample of the mini-batch has them
+    ce_weights: Float | None = None
+    ref_kl_weights: Float | None = None
+    teacher_logprobs: Float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one optimizer step, split over ranks. Every rank has the same number of micro-batches."""
+    """One rank's rows of one optimizer step, and the counts of the global batch. Every rank has the same number of rows."""
 
-    micro_batches: tuple[tuple[MicroBatch, ...], ...]  # [rank][m]
+    micro_batches: tuple[MicroBatch, ...]
     num_loss_tokens: int  # N_tok: trainable tokens over all ranks and micro-batches
     num_sequences: int  # N_seq: rollouts with at least one trainable token, over all ranks and micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Everything the trainer needs for one step: from policy version `step` to version `step + 1`."""
+class RankBatch:
+    """One rank's part of a step. It exists in the trainer only."""
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
+    num_tokens: int  # tokens of all samples that are trained on, over all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """A policy version that can be taken up: `WeightVersion(version=13, kind="files", where="/run/weights/step_13")`."""
+
+    version: int
+    kind: Literal["files", "adapter", "memory"]
+    where: str  # for files: the folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

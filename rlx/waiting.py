@@ -17,6 +17,10 @@ class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
 
 
+class Preempted(Exception):
+    """The run is to give way: raised out of a wait by its `tick`, or where a role notices it."""
+
+
 def wait_for(
     probe: Callable[[], T | None],
     what: str,

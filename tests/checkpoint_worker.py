@@ -18,6 +18,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
+from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.step import PolicyTrainer
 
@@ -38,8 +39,8 @@ class Job:
     optimizer: str = "AdamW"
 
 
-def make_trainer(model: str, optimizer: str = "AdamW") -> PolicyTrainer:
-    policy = load_policy(model, torch.device("cpu"), dtype="float32")
+def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None) -> PolicyTrainer:
+    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32")
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
@@ -47,11 +48,13 @@ def make_trainer(model: str, optimizer: str = "AdamW") -> PolicyTrainer:
         schedule=SchedulerConfig(type="cosine", warmup_steps=2),
         total_updates=UPDATES,
         max_norm=1.0,
+        mesh=mesh,
     )
 
 
-def run(job: Job, rank: int, ranks: int) -> None:
-    trainer = make_trainer(job.model, job.optimizer)
+def run(job: Job, mesh: Mesh) -> None:
+    rank, ranks = mesh.rank, mesh.world_size
+    trainer = make_trainer(job.model, job.optimizer, mesh)
     step = 0
     if job.load is not None:
         step = load(Path(job.load), trainer).step
@@ -87,11 +90,12 @@ def main() -> None:
     rank, ranks, store, *jobs = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(int(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
+    meeting = dist.FileStore(store, int(ranks))
+    mesh = join(torch.device("cpu"), rank=int(rank), world_size=int(ranks), timeout=300, store=meeting)
     for job in jobs:
-        run(Job(**json.loads(job)), int(rank), int(ranks))
-        dist.barrier()
-    dist.destroy_process_group()
+        run(Job(**json.loads(job)), mesh)
+        mesh.barrier()
+    mesh.close()
 
 
 if __name__ == "__main__":

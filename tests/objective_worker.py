@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from test_train_step import LOSSES
 from trainer_examples import make_samples
 
@@ -20,7 +19,7 @@ from rlx.data.packing import pack
 from rlx.losses.aipo import opd
 from rlx.losses.base import Objective
 from rlx.models.load import load_policy
-from rlx.models.shard import start_process_group
+from rlx.parallel.mesh import Mesh, join
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
@@ -37,14 +36,14 @@ EVERYTHING = {
 CASES = PLAIN | {f"{name}_with_everything": EVERYTHING for name in ("grpo", "gspo", "rloo", "dppo")}
 
 
-def train(folder: Path, world_size: int) -> dict[str, Any]:
+def train(folder: Path, mesh: Mesh) -> dict[str, Any]:
     """By case: the gradients of one optimizer step, and the metrics of a batch of two mini-batches gone over twice."""
-    samples = make_samples(groups=5)
+    world_size, samples = mesh.world_size, make_samples(groups=5)
     (mini_batch,) = pack(2, [samples], ranks=world_size, tokens=120).mini_batches
     batch = pack(2, [samples[:9], samples[9:]], ranks=world_size, tokens=120)
     results = {}
-    model = load_policy(str(folder / "model"), CPU, dtype="float32")
-    frozen = Reference(load_policy(str(folder / "teacher"), CPU, dtype="float32"))
+    model = load_policy(str(folder / "model"), mesh, dtype="float32")
+    frozen = Reference(load_policy(str(folder / "teacher"), mesh, dtype="float32"))
     initial = [p.detach().clone() for p in model.parameters()]
     for case, terms in CASES.items():
         function, aggregate = (opd, "token_mean") if case == "opd" else LOSSES[case.removesuffix("_with_everything")]
@@ -52,7 +51,7 @@ def train(folder: Path, world_size: int) -> dict[str, Any]:
             for parameter, value in zip(model.parameters(), initial, strict=True):
                 parameter.copy_(value)
         objective = Objective(function, LossTerms(aggregate=aggregate, **terms), max_length=16)
-        trainer = PolicyTrainer(model, objective, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=0.5, reference=frozen)
+        trainer = PolicyTrainer(model, objective, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=0.5, mesh=mesh, reference=frozen)
         trainer.accumulate_gradients(mini_batch, step=2)
         gradients = {name: _whole(p.grad).clone() for name, p in model.named_parameters()}
         trainer.optimizer.zero_grad()
@@ -71,12 +70,12 @@ def _whole(tensor: Any) -> torch.Tensor:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    start_process_group(CPU, rank=rank, world_size=world_size, timeout=60)
+    mesh = join(CPU, rank=rank, world_size=world_size, timeout=60)
     folder = Path(sys.argv[1])
-    results = train(folder, world_size)
+    results = train(folder, mesh)
     if rank == 0:
         torch.save(results, folder / f"results_{world_size}.pt")
-    dist.destroy_process_group()
+    mesh.close()
 
 
 if __name__ == "__main__":

@@ -20,17 +20,19 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.models.shard import start_process_group
+from rlx.parallel.mesh import Mesh, join
 from rlx.paths import RunPaths
 from rlx.train.step import PolicyTrainer
-from rlx.weights.files import ModelFiles, save_weights
+from rlx.weights.files import ModelFiles
+from rlx.weights.publish import Publisher
 
 
-def train(folder: Path, rank: int, world_size: int, settings: dict) -> None:
+def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Two optimizer steps; rank 0 writes gradients of the first, all metrics, and a weights version."""
-    model = load_policy(str(folder / "model"), torch.device("cpu"), **settings["load"])
+    model = load_policy(str(folder / "model"), mesh, **settings["load"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5)
+    trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
+    rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])
     batch = pack(0, [samples, samples[::-1]], ranks=world_size, tokens=settings["tokens"])
     trainer.accumulate_gradients(batch.mini_batches[0])
@@ -43,7 +45,7 @@ def train(folder: Path, rank: int, world_size: int, settings: dict) -> None:
     out = folder / f"out_{world_size}"
     paths = RunPaths(out)
     static = ModelFiles.read(str(folder / "model"), model.hf, "float32")
-    save_weights(model, paths, 1, static, torch.float32)
+    Publisher(model, mesh, paths, static, torch.float32).ensure(1)
     if rank == 0:
         torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
     if world_size > 1:
@@ -55,10 +57,10 @@ def train(folder: Path, rank: int, world_size: int, settings: dict) -> None:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    start_process_group(torch.device("cpu"), rank=rank, world_size=world_size, timeout=60)
+    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=60)
     for folder in map(Path, sys.argv[1:]):
-        train(folder, rank, world_size, json.loads((folder / "settings.json").read_text()))
-    dist.destroy_process_group()
+        train(folder, mesh, json.loads((folder / "settings.json").read_text()))
+    mesh.close()
 
 
 if __name__ == "__main__":

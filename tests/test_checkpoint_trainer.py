@@ -17,6 +17,7 @@ from checkpoint_worker import UPDATES, Job, make_trainer, run
 from trainer_examples import make_model
 from transformers.models.llama import LlamaConfig
 
+from rlx.parallel.mesh import one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -60,9 +61,9 @@ def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: str, tmp_path: Path, optimizer: str) -> None:
     job = {"model": model, "optimizer": optimizer}
-    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), 0, 1)
-    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), 0, 1)
-    run(Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / "saved")), 0, 1)
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / "saved")), one_process("cpu"))
     whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
     assert half["records"] + rest["records"] == whole["records"]
     same_weights(rest["weights"], whole["weights"])
@@ -90,7 +91,7 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     def job(name: str, first: int, last: int, **keys: Any) -> Job:
         return Job(model=model, out=str(tmp_path / name), first=first, last=last, **keys)
 
-    run(job("one", 0, HALF, save=str(tmp_path / "from_one")), 0, 1)
+    run(job("one", 0, HALF, save=str(tmp_path / "from_one")), one_process("cpu"))
     two_ranks(
         tmp_path,
         job("two", 0, HALF, save=str(tmp_path / "from_two")),
@@ -102,18 +103,18 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     )
     # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went through two ranks and back to one
     same_weights(result(tmp_path / "one_to_two")["weights"], result(tmp_path / "one")["weights"])
-    run(job("one_rest", HALF, UPDATES, load=str(tmp_path / "from_one")), 0, 1)
-    run(job("one_again_rest", HALF, UPDATES, load=str(tmp_path / "from_one_again")), 0, 1)
+    run(job("one_rest", HALF, UPDATES, load=str(tmp_path / "from_one")), one_process("cpu"))
+    run(job("one_again_rest", HALF, UPDATES, load=str(tmp_path / "from_one_again")), one_process("cpu"))
     same_weights(result(tmp_path / "one_again_rest")["weights"], result(tmp_path / "one_rest")["weights"])
     assert result(tmp_path / "one_again_rest")["records"] == result(tmp_path / "one_rest")["records"]
     # two → two, and two → one
     whole = result(tmp_path / "two_whole")
     assert result(tmp_path / "two")["records"] + result(tmp_path / "two_rest")["records"] == whole["records"]
     same_weights(result(tmp_path / "two_rest")["weights"], whole["weights"])
-    run(job("two_to_one", HALF, HALF, load=str(tmp_path / "from_two")), 0, 1)
+    run(job("two_to_one", HALF, HALF, load=str(tmp_path / "from_two")), one_process("cpu"))
     same_weights(result(tmp_path / "two_to_one")["weights"], result(tmp_path / "two")["weights"])
     # in the background: what was the state when it was asked for, though it changed meanwhile
-    run(job("background_to_one", HALF, HALF, load=str(tmp_path / "from_background")), 0, 1)
+    run(job("background_to_one", HALF, HALF, load=str(tmp_path / "from_background")), one_process("cpu"))
     same_weights(result(tmp_path / "background_to_one")["weights"], result(tmp_path / "two")["weights"])
     # one and two ranks differ by the order of sums only
     for a, b in zip(result(tmp_path / "one_to_two_rest")["records"], result(tmp_path / "one_rest")["records"], strict=True):

@@ -11,10 +11,10 @@ from launch_configs import config
 
 from rlx.cli import main
 from rlx.config.schema import RunConfig
-from rlx.launch.plan import make_plan
-from rlx.launch.rundir import create
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
+from rlx.plan.rl import make_plan
+from rlx.runs.claim import create
 
 
 def run(root: Path, rewards: tuple[float, ...] = (0.25, 0.5), **changes) -> RunPaths:

@@ -83,6 +83,8 @@ CASES = {
     "truncated_sampling": Case("sampling.top_p=0.95 sampling.top_k=50"),
     "forbidden_end": Case("sampling.min_tokens=4"),
     "correction_without_recompute": Case("loss.correction=tis"),
+    "correction_by_token_of_gspo": Case("loss=gspo loss.proximal=recompute loss.correction=mis"),
+    "correction_by_token_of_rloo": Case("loss=rloo loss.proximal=recompute loss.correction=tis"),
     "corrected_twice": Case("loss=aipo loss.proximal=recompute loss.correction=tis"),
     "dual_clip_without_the_rewards_sign": Case("loss=masked_is loss.kl_tau=0.1 loss.dual_clip=3"),
     "negative_rewards_of_max_rl": Case("loss=dapo advantage=max_rl"),
@@ -109,7 +111,9 @@ CASES = {
     ),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
-    "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 dry_run=true"),
+    "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 hardware.trainer_processes=4 dry_run=true"),
+    "layout_too_small_for_the_servers": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=8 dry_run=true"),
+    "renamed_key": Case("hardware.trainer_ranks=2"),
     "gpus_absent": Case("hardware=node8"),
     "gpus_too_few": Case("hardware=gpu2", gpus=1),
     "several_nodes_locally": Case("hardware=node8 hardware.nodes=2", gpus=8),
@@ -168,6 +172,8 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
     for argv in (
         "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # the run's max_tokens, 12, is nobody's
         "loss=aipo loss.proximal=recompute loss.correction=mis",
+        "loss=gspo loss.proximal=recompute loss.correction=seq_mis",
+        "loss=gspo_token loss.proximal=recompute loss.correction=tis",
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
         "loss=dapo advantage=max_rl reward.soft_overlong=false",

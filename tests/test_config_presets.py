@@ -15,7 +15,7 @@ from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
 from rlx.config.targets import must_be_built
-from rlx.launch.plan import make_plan
+from rlx.plan.rl import make_plan
 from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")

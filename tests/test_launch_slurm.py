@@ -14,10 +14,10 @@ from conftest import bring_up
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.launch import slurm
-from rlx.launch.jobs import is_alive, job_of, note_job, queue, restarts_of
-from rlx.launch.plan import make_plan
-from rlx.launch.rundir import create, settle
 from rlx.paths import RunPaths
+from rlx.plan.rl import make_plan
+from rlx.runs.claim import create, settle
+from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent

@@ -50,7 +50,7 @@ def test_sruns_exit_code_tells_the_signal() -> None:
 
 
 def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlx.train.rendezvous import meet
+    from rlx.parallel.rendezvous import meet
 
     monkeypatch.setenv("RLX_RUN_TOKEN", "now")
     monkeypatch.setenv(HOST, "localhost")

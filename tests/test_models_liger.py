@@ -19,6 +19,7 @@ from rlx.data.packing import pack
 from rlx.models.liger import apply_liger, patch
 from rlx.models.load import check_packed_forward, load_policy
 from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
 
 pytest.importorskip("liger_kernel")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,8 +48,8 @@ def test_a_family_that_liger_does_not_know_is_left_alone():
 def test_a_head_that_its_op_does_not_know_is_refused_when_the_model_is_loaded(config_class, keys, message, tmp_path):
     make_model(config_class, **keys).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model.logprob_backend is liger: {message}; set model.logprob_backend=auto"):
-        load_policy(str(tmp_path), CPU, dtype="float32", logprob_backend="liger")
-    assert load_policy(str(tmp_path), CPU, dtype="float32").logprob_backend == "torch"
+        load_policy(str(tmp_path), one_process(CPU), dtype="float32", logprob_backend="liger")
+    assert load_policy(str(tmp_path), one_process(CPU), dtype="float32").logprob_backend == "torch"
 
 
 def test_kernels_are_put_into_one_model_and_no_other():

@@ -115,7 +115,7 @@ def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_pat
 
 
 def test_one_of_two_trainer_ranks_killed_stops_the_run(start):
-    job = start("run", *LONG, "hardware.trainer_ranks=2", "model.warm_start.steps=4")
+    job = start("run", *LONG, "hardware.trainer_processes=2", "model.warm_start.steps=4")
     job.until_step(1, timeout=300)  # five processes import torch, one more than in the other runs
     ranks = {rank.environ().get("RANK"): rank for rank in psutil.Process(job.pids()["trainer"]).children()}
     assert {"0", "1"} <= ranks.keys()

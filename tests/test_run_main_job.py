@@ -91,7 +91,7 @@ def test_two_trainer_processes_train_like_one(start):
     overrides = ("max_async_level=0", "orchestrator.batch_size=64", "max_steps=3")
     one, two = start("one", *overrides), None
     assert one.wait() == 0, one.text()
-    two = start("two", *overrides, "hardware.trainer_ranks=2")
+    two = start("two", *overrides, "hardware.trainer_processes=2")
     assert two.wait() == 0, two.text()
     for a, b in zip(one.metrics("trainer"), two.metrics("trainer"), strict=True):
         assert b["optim/grad_norm"] == pytest.approx(a["optim/grad_norm"], rel=1e-3)

@@ -21,9 +21,9 @@ from slurm_job import ROOT, slurm
 
 from rlx.config.load import compose
 from rlx.launch.follow import follow
-from rlx.launch.rundir import create, settle
 from rlx.launch.slurm import submit
-from rlx.launch.status import Status, read_status
+from rlx.runs.claim import create, settle
+from rlx.runs.status import Status, read_status
 from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

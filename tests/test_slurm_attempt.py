@@ -12,10 +12,10 @@ import pytest
 
 from rlx.config.load import compose
 from rlx.launch.follow import close
-from rlx.launch.jobs import GONE, note_job
-from rlx.launch.rundir import create, settle
-from rlx.launch.status import EXIT_CODES, Status, read_status
 from rlx.paths import RunPaths
+from rlx.runs.claim import create, settle
+from rlx.runs.jobs import GONE, note_job
+from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,8 +111,8 @@ def test_a_job_of_its_own_is_named_by_its_number(job):
 
 
 def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatch: pytest.MonkeyPatch):
-    from rlx.launch import jobs
     from rlx.launch.starters import SrunStarter
+    from rlx.runs import jobs
 
     silent = job()
     for name in COMMANDS:

@@ -50,7 +50,7 @@ def test_a_run_over_three_nodes_ends_well_and_trains_as_on_one(undisturbed, tmp_
     }  # fmt: skip
     assert undisturbed.left() == []
     assert any(record.get("optim/grad_norm") for record in undisturbed.metrics())  # it learns: otherwise all comparisons were easy
-    one = [*RUN, "hardware=cpu", "hardware.trainer_ranks=2", f"run.dir={tmp_path / 'one'}"]
+    one = [*RUN, "hardware=cpu", "hardware.trainer_processes=2", f"run.dir={tmp_path / 'one'}"]
     done = train(*one, cwd=tmp_path, cache=model_cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert reproducible_lines(tmp_path / "one") == undisturbed.reproducible_lines()

@@ -17,8 +17,8 @@ from slurm_job import ROOT, SlurmJob, slurm, train
 
 from rlx.config.load import compose
 from rlx.launch.follow import follow
-from rlx.launch.rundir import create, settle
 from rlx.launch.slurm import submit as submit_runs
+from rlx.runs.claim import create, settle
 from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

@@ -16,8 +16,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
 from rlx.config.sweeps import element_name, expand, is_sweep
-from rlx.launch.status import read_status
 from rlx.metrics import read_metrics
+from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
@@ -150,10 +150,9 @@ def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def toy_plan(cfg, visible):
+def toy_plan(cfg):
     code = textwrap.dedent(TOY)
-    gpus = {"CUDA_VISIBLE_DEVICES": ""}
-    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), env=gpus, argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
+    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from rlx.cli import sweep as cli
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import element, sweep
-from rlx.launch.jobs import note_job
-from rlx.launch.rundir import RunLock
-from rlx.launch.status import Status
+from rlx.runs.claim import RunLock
+from rlx.runs.jobs import note_job
+from rlx.runs.status import Status
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_run_that_waited_for_its_turn_looks_at_what_has_become_of_it(toys: Pat
     for each in (one, two):
         each.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
     Status(state="completed", step=2).write(one.paths)
-    assert [element.main(str(each.paths.root), "") for each in (one, two)] == [0, 0]
+    assert [element.main(str(each.paths.root)) for each in (one, two)] == [0, 0]
     assert started == [("seed=2", "")]
 
 

@@ -13,6 +13,8 @@ import torch
 from objective_worker import CASES, train
 from trainer_examples import make_model
 
+from rlx.parallel.mesh import one_process
+
 HERE = Path(__file__).parent
 
 
@@ -27,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
     command = [*launcher, str(HERE / "objective_worker.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return train(folder, 1), torch.load(folder / "results_2.pt")
+    return train(folder, one_process("cpu")), torch.load(folder / "results_2.pt")
 
 
 @pytest.mark.slow

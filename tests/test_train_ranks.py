@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_worker import train
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
@@ -18,7 +17,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.load import load_policy
-from rlx.models.shard import start_process_group
+from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
 from rlx.weights.files import verify
 
@@ -55,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for case, (name, keys) in CASES.items():
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
-        train(folders[case], 0, 1, settings | {"load": FLOAT32})
+        train(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
     for ranks in (2, 3):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
@@ -106,16 +105,16 @@ def test_bfloat16_with_float32_parameters_and_checkpointing_stays_near_float32(r
 def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     settings = prepare(tmp_path, MODELS["qwen3_tied"]())
     with pytest.raises(ValueError, match="computing in bfloat16 with float32 parameters needs a process group"):
-        load_policy(str(tmp_path / "model"), torch.device("cpu"), dtype="bfloat16")
-    train(tmp_path, 0, 1, settings)
+        load_policy(str(tmp_path / "model"), one_process("cpu"), dtype="bfloat16")
+    train(tmp_path, one_process("cpu"), settings)
     exact = torch.load(tmp_path / "out_1" / "results.pt")
-    start_process_group(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
     try:
-        train(tmp_path, 0, 1, settings | {"load": {"dtype": "float32"}})  # sharded over itself, in one dtype: the same numbers
+        train(tmp_path, mesh, settings | {"load": {"dtype": "float32"}})  # sharded over itself, in one dtype: the same numbers
         same(torch.load(tmp_path / "out_1" / "results.pt"), exact, 1e-5)
-        train(tmp_path, 0, 1, settings | {"load": {"dtype": "bfloat16"}})
+        train(tmp_path, mesh, settings | {"load": {"dtype": "bfloat16"}})
     finally:
-        dist.destroy_process_group()
+        mesh.close()
     rounded = torch.load(tmp_path / "out_1" / "results.pt")
     assert rounded["metrics"][0]["loss/total"] != exact["metrics"][0]["loss/total"]
     assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
@@ -123,4 +122,4 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
 
 def test_an_unknown_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model\.dtype is `float16`; it must be one of float32, bfloat16"):
-        load_policy(str(tmp_path), torch.device("cpu"), dtype="float16")
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float16")

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from rlx.transport.files import BatchReader, BatchWriter, record
 from test_checkpoint_run import orchestrator_of
 from test_train_role import STEPS, finish, make_run, records, reproducible, start
 
 from rlx.checkpoints.folders import at, steps
 from rlx.config.load import load_run, to_yaml
 from rlx.heartbeat import read_heartbeats
-from rlx.launch.resume import rewind
 from rlx.paths import RunPaths, write_text
-from rlx.transport.files import BatchReader, BatchWriter, record
+from rlx.runs.rewind import rewind
 from rlx.weights.files import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlx.transport.files import BatchWriter
 from trainer_examples import make_model, make_samples
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from rlx.heartbeat import read_heartbeats
 from rlx.metrics import METRICS, read_metrics
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import RunPaths
-from rlx.transport.files import BatchWriter
 from rlx.weights.files import verify, versions
 
 STEPS = 3
@@ -45,7 +45,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "max_steps": STEPS,
         "hardware": "cpu",
         "loss": "gspo",
-        "hardware.trainer_ranks": ranks,
+        "hardware.trainer_processes": ranks,
         "trainer.num_minibatches": 2,
         "trainer.batch_timeout": 60,
         "ckpt.interval": "null",  # there is no orchestrator here to add its part

@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from rlx.inference.served import compare, faithful
+from rlx.inference.server.served import compare, faithful
 from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import attest
-from rlx.weights.attest import checksum, facts
-from rlx.weights.files import ModelFiles, save_weights
+from rlx.weights.attest import checksum
+from rlx.weights.files import ModelFiles, facts
+from rlx.weights.publish import Publisher
 
 
 def by_hand(tensor: torch.Tensor) -> str:
@@ -136,7 +138,9 @@ def test_the_manifest_of_a_version_has_the_sums_of_what_is_in_its_file(tmp_path:
 
     size = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
     hf = Qwen3ForCausalLM(Qwen3Config(**size, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True))
-    folder = save_weights(PolicyModel(hf), RunPaths(tmp_path), 3, ModelFiles({}), torch.bfloat16)
+    paths = RunPaths(tmp_path)
+    Publisher(PolicyModel(hf), one_process("cpu"), paths, ModelFiles({}), torch.bfloat16).ensure(3)
+    folder = paths.weights_of(3)
     manifest = json.loads((folder / COMPLETE).read_text())
     assert manifest["tensors"] == {name: facts(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {fact["dtype"] for fact in manifest["tensors"].values()} == {"bfloat16"}

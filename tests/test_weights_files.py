@@ -18,9 +18,11 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.policy import PolicyModel
 from rlx.models.tiny import build_tokenizer
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import files
-from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, save_weights, verify
+from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, verify
+from rlx.weights.publish import Publisher, PublishFailed
 
 MODELS = {
     "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
@@ -46,7 +48,11 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def save(hf, source: Path, paths: RunPaths, version: int, dtype: str = "float32") -> Path:
     static = ModelFiles.read(str(source), hf, dtype)
-    return save_weights(PolicyModel(hf), paths, version, static, getattr(torch, dtype))
+    publisher = Publisher(PolicyModel(hf), one_process("cpu"), paths, static, getattr(torch, dtype))
+    publisher.gather(version)
+    publisher.announce(version)
+    publisher.close()
+    return paths.weights_of(version)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,7 +135,7 @@ def test_a_write_that_fails_leaves_no_version(source, paths, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("safetensors.torch.save_file", disk_full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PublishFailed, match=r"version 1 of the weights could not be written: OSError: disk full\. Free some space"):
         save(make_model(), source, paths, 1)
     assert latest_version(paths) is None
     monkeypatch.undo()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rlx.launch.plan import write_plan
 from rlx.launch.processes import start_time
-from rlx.launch.status import Status, read_status
 from rlx.paths import RunPaths
+from rlx.plan.record import write_plan
+from rlx.runs.status import Status, read_status
 from rlx.types import ProcessSpec
 
 # The launcher, as the command line uses it, on a plan that is already in the directory.
@@ -22,7 +22,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from rlx.launch.local import launch
-from rlx.launch.rundir import RunLock
+from rlx.runs.claim import RunLock
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rlx.cli import sweep as runs
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import Element, element_name
-from rlx.launch.results import final_reward
+from rlx.runs.history import final_reward
 
 
 class RlxLauncher(Launcher):

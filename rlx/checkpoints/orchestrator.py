@@ -2,23 +2,22 @@
 
 The trainer decides which steps get a checkpoint, when the orchestrator is steps ahead already. So the orchestrator remembers its state
 at the end of each of its last steps (references, no copies of rollouts), and writes the one that is asked for.
-Knows folders and pickles; what the state holds is the business of those that give it.
+Knows folders; what the state holds is the business of those that give it, a record that the codec can write.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlx import codec
 from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
 from rlx.paths import RunPaths, atomic
 
-STATE = "state.pkl"
+STATE = "state.rlx"
 
-State = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Snapshots:
@@ -27,11 +26,11 @@ class Snapshots:
     def __init__(self, paths: RunPaths, keep: int) -> None:
         """`keep`: states remembered; the trainer may be so many steps behind when it asks."""
         self.paths, self.keep = paths, keep
-        self._states: dict[int, State] = {}
+        self._states: dict[int, Any] = {}
         self._synced = 0  # steps whose records are known to be on the disk
 
-    def take(self, step: int, state: State) -> None:
-        """Remember the state after the batches of `step` steps. Its parts must not change any more."""
+    def take(self, step: int, state: Any) -> None:
+        """Remember the state after the batches of `step` steps, a record. Its parts must not change any more."""
         self._states[step] = state
         for old in [number for number in self._states if number <= step - self.keep]:
             self._states.pop(old)
@@ -39,7 +38,8 @@ class Snapshots:
     def answer(self, last: int | None = None) -> list[int]:
         """Write the state into every checkpoint that waits for it, those of steps after `last` aside; returns their steps.
 
-        Raises RuntimeError when the state that is asked for is not remembered, OSError when it cannot be written.
+        Raises RuntimeError when the state that is asked for is not remembered, OSError when it cannot be written,
+        CodecError when it holds what a file cannot.
         """
         answered = []
         for step, folder in being_written(self.paths):
@@ -51,7 +51,7 @@ class Snapshots:
             self._sync_records(step)
             try:
                 with atomic(file) as temporary, temporary.open("wb") as out:
-                    pickle.dump(state, out, protocol=pickle.HIGHEST_PROTOCOL)
+                    out.writelines(codec.encode(state))
                     out.flush()
                     os.fsync(out.fileno())  # on this machine's disk before the trainer, maybe on another, marks the checkpoint complete
             except FileNotFoundError:  # the trainer gave the checkpoint up meanwhile
@@ -70,11 +70,15 @@ class Snapshots:
         self._synced = step
 
 
-def read_state(checkpoint: Path) -> State:
-    """The state in a checkpoint. Only load checkpoints of runs that you trust: it is a pickle.
-
-    Raises ValueError when there is none.
-    """
-    if not (checkpoint / ORCHESTRATOR / STATE).exists():
-        raise ValueError(f"{checkpoint} has no part of an orchestrator: it was written by a replay; go on from one of the run itself")
-    return pickle.loads((checkpoint / ORCHESTRATOR / STATE).read_bytes())
+def read_state(checkpoint: Path, kind: type[T]) -> T:
+    """The state in a checkpoint, a record of type `kind`. Raises ValueError when there is none, or none that can be read."""
+    file = checkpoint / ORCHESTRATOR / STATE
+    if not file.exists():
+        raise ValueError(
+            f"{checkpoint} has no part of an orchestrator ({ORCHESTRATOR}/{STATE}): it was written by a replay, or by an earlier rlx; "
+            "go on from a checkpoint of the run itself"
+        )
+    try:
+        return codec.decode(bytearray(file.read_bytes()), kind)
+    except codec.CodecError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 
 from rlx.checkpoints import folders
@@ -49,7 +48,7 @@ class Checkpoints:
         """`last`: the run's last step; `facts` stand in the marker for people; `tick` is called while waiting."""
         self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
         self.facts, self.with_orchestrator, self.tick = facts, with_orchestrator, tick
-        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.mesh, self.first = trainer.mesh, trainer.mesh.first
         self.saved: int | None = None  # step of the last complete one of this attempt
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
@@ -69,8 +68,7 @@ class Checkpoints:
         self._or_fail(step, self._finish_pruning)  # its space may be needed
         if self.first:
             self._or_fail(step, lambda: folders.begin(self.paths, step))
-        if dist.is_initialized():
-            dist.barrier()
+        self.mesh.barrier()
         progress = Progress(step, self.trainer.updates)
         saver = self._the_saver()
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))

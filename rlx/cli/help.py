@@ -21,7 +21,7 @@ MAIN_KEYS = (
     "trainer.num_minibatches",
     "inference.base_url",
     "hardware.inference_replicas",
-    "hardware.trainer_ranks",
+    "hardware.trainer_processes",
     "run.name",
     "run.dir",
     "dry_run",

@@ -66,7 +66,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
             if needed and not cfg.dry_run and nodes not in built:
                 check_built(cfg)
                 built.append(nodes)
-            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg, visible(cfg.launcher.name))))
+            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)
@@ -82,13 +82,6 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
 
         check_directory(directory)
     return elements
-
-
-def visible(launcher: str) -> list[str] | None:
-    """The GPUs that a plan may name: those of this machine for local runs, counted from 0 on a cluster's nodes."""
-    from rlx.launch.plan import visible_gpus
-
-    return visible_gpus() if launcher == "local" else None
 
 
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
@@ -159,7 +152,7 @@ def _run_here(elements: list[Element], directory: Path) -> int:
 
 def state_of(element: Element) -> str:
     """What `status.json` says of an element's run."""
-    from rlx.launch.status import read_status
+    from rlx.runs.status import read_status
 
     status = read_status(element.paths)
     return "not started" if status is None else status.state
@@ -167,9 +160,9 @@ def state_of(element: Element) -> str:
 
 def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     """What would run: the elements, the first one's plan, and the script of the array."""
-    from rlx.launch.explain import explain
-    from rlx.launch.rundir import describe
     from rlx.launch.slurm import FOLDER, sbatch_script
+    from rlx.plan.explain import explain
+    from rlx.runs.claim import describe
 
     explained = {element.name: explain(element.cfg, element.plan, {}, [], str(element.paths.root)) for element in elements}
     script = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.launch.status import Cause
+    from rlx.runs.status import Cause
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
@@ -48,8 +48,9 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.config.targets import must_be_built
-    from rlx.launch.plan import make_plan, require_one_host, visible_gpus
-    from rlx.launch.rundir import create, describe, settle
+    from rlx.plan.place import require_one_host
+    from rlx.plan.rl import make_plan
+    from rlx.runs.claim import create, describe, settle
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
     if is_sweep(argv):
@@ -59,7 +60,7 @@ def run(argv: list[str]) -> int:
     composed = compose(argv)
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
-    plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
+    plan = make_plan(cfg, Path(cfg.run.dir))
     if cfg.launcher.name == "local":
         require_one_host(plan)
     else:
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
         check_built(cfg)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
-        from rlx.launch.explain import explain
+        from rlx.plan.explain import explain
 
         print(to_yaml(cfg), end="\n")
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir)
@@ -97,7 +98,7 @@ def run(argv: list[str]) -> int:
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.cli.console import Console
-    from rlx.launch.status import read_status
+    from rlx.runs.status import read_status
 
     if cfg.launcher.name == "slurm":
         from rlx.launch.follow import follow

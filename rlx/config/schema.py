@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
+from rlx.config.ranks import ranks_left
+from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
 
 __all__ = ["MISSING", "LauncherConfig", "LoggerConfig", "SlurmConfig", "TensorboardConfig", "WandbConfig"]
@@ -169,7 +171,12 @@ class AcConfig:
 
 @dataclass
 class TrainerConfig:
-    micro_batch_tokens: int | None = key(None, "tokens of one packed row; null is `seq_len`", low=1)
+    micro_batch_tokens: int | None = key(
+        None,
+        "tokens of one packed row; null: as many as fit into 2 GiB of activations (CUDA: 8, or 4 on a shared card), "
+        "at most those of an optimizer step, at least `seq_len`",
+        low=1,
+    )
     num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
     num_iterations: int = key(1, "times that the optimizer goes over every batch", low=1)
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
@@ -243,7 +250,12 @@ class HardwareConfig:
     gpus_per_node: int = key(0, "GPUs of one host", low=0)
     inference_replicas: int = key(1, "independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs of one vLLM server", low=1)
-    trainer_ranks: int = key(1, "trainer processes; on CUDA each has one GPU, and more than a host has fill whole hosts", low=1)
+    trainer_processes: int | None = key(
+        None,
+        "trainer processes, each with one GPU on CUDA; more than a host has fill whole hosts; null: on CUDA one for each GPU that "
+        "inference leaves, on whole hosts where some are free; on CPU one for each host that inference leaves",
+        low=1,
+    )
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
 
@@ -344,7 +356,7 @@ class Config:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of one packed row."""
-        return self.trainer.micro_batch_tokens or self.seq_len
+        return self.trainer.micro_batch_tokens or default_row(self)
 
     @property
     def uses_reference(self) -> bool:
@@ -368,7 +380,22 @@ class Config:
         if self.hardware.device == "cpu":
             return 0
         inference = 0 if self.inference.base_url else self.hardware.inference_replicas * self.hardware.tensor_parallel
-        return max(inference, self.hardware.trainer_ranks) if self.hardware.shared else inference + self.hardware.trainer_ranks
+        return max(inference, self.trainer_ranks) if self.hardware.shared else inference + self.trainer_ranks
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves for them."""
+        hardware = self.hardware
+        if hardware.trainer_processes is not None:
+            return hardware.trainer_processes
+        return ranks_left(
+            cuda=hardware.device == "cuda",
+            nodes=hardware.nodes,
+            gpus_per_node=hardware.gpus_per_node,
+            replicas=0 if self.inference.base_url else hardware.inference_replicas,
+            tensor_parallel=hardware.tensor_parallel,
+            shared=hardware.shared,
+        )
 
 
 def split_terms(node: dict[str, Any], terms: type) -> tuple[Any, dict[str, Any]]:

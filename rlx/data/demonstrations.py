@@ -80,13 +80,13 @@ def demonstrate(
     return demonstrations
 
 
-def to_sample(demonstration: Demonstration, group: int) -> TrainingSample:
+def to_sample(demonstration: Demonstration, group: int = 0) -> TrainingSample:
     """The demonstration as a sample of one rollout: answer tokens are trained on, each with advantage 1."""
     num_prompt, num_answer = len(demonstration.prompt_ids), len(demonstration.answer_ids)
     mask = np.arange(num_prompt + num_answer) >= num_prompt
     return TrainingSample(
         group=group,
-        rollout=0,
+        member=0,
         env=demonstration.env,
         token_ids=np.array(demonstration.prompt_ids + demonstration.answer_ids, np.int32),
         loss_mask=mask,

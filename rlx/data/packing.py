@@ -1,6 +1,9 @@
-"""From training samples to packed micro-batches, balanced over ranks. Labels are shifted here and nowhere else.
+"""From the samples of a step to one rank's packed rows, balanced over ranks. Labels are shifted here and nowhere else.
 
-numpy only. Knows neither the model nor the objective; the result depends on its arguments alone, never on chance.
+    samples ─► units (rollouts) by group ─► pieces of groups ─► rows for all ranks, as lists of units ─► this rank's rows as arrays
+
+Every rank decides from the same samples, and from nothing else, which rows there are and whose they are; it builds the arrays of its own.
+numpy only. Knows neither the model nor the objective.
 
 A *unit* is what may not be torn apart: all samples of one rollout, because sequence-level objectives need the whole rollout in one
 micro-batch. Rollouts of one group are kept together where they fit, so that the trainer can compute their common prompt once.
@@ -8,47 +11,63 @@ micro-batch. Rollouts of one group are kept together where they fit, so that the
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.types import MicroBatch, MiniBatch, StepBatch, TrainingSample
-
-Unit = list[TrainingSample]  # the samples of one rollout
+from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample
 
 
-def pack(step: int, mini_batches: Sequence[Sequence[TrainingSample]], *, ranks: int, tokens: int) -> StepBatch:
+@dataclass(slots=True)
+class _Unit:
+    """The samples of one rollout."""
+
+    samples: list[TrainingSample]
+    tokens: int  # what it takes of a row
+    cost: int  # what it takes of a rank's time
+
+
+def cost_of(samples: Sequence[TrainingSample]) -> int:
+    """What rows and ranks are balanced by: tokens. Attention grows with Σ n²; where that matters, it is added here."""
+    return sum(len(sample.token_ids) for sample in samples)
+
+
+def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int) -> RankBatch:
     """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, equally many for every rank.
 
+    Returns the rows of `rank`, one of `ranks`, with the counts of all. The split is the same on every rank that packs the same batch.
     A rollout of several samples that together exceed `tokens` gets a row of its own, longer than `tokens`.
     Samples without a trainable token are left out. Ranks that have less work get a dummy row that contributes exactly zero.
+    A stream that some samples of a mini-batch have and others do not is filled from `rlx.types.STREAMS`.
 
     Raises ValueError for a sample longer than `tokens`, or one whose first token is marked trainable (nothing predicts it).
     """
-    assert ranks >= 1, ranks
-    return StepBatch(step=step, mini_batches=tuple(_pack_mini_batch(samples, ranks, tokens) for samples in mini_batches))
-
-
-def _pack_mini_batch(samples: Sequence[TrainingSample], ranks: int, tokens: int) -> MiniBatch:
-    for sample in samples:
-        _check(sample, tokens)
-    groups = _groups([sample for sample in samples if sample.loss_mask.any()])
-    units = [unit for group in groups for unit in group]
-    rows = _fill(groups, ranks, tokens)
-    per_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    for start in range(0, len(rows), ranks):  # neighbours in size run at the same time; alternate who gets the largest
-        turn = rows[start : start + ranks]
-        for rank, row in enumerate(turn if (start // ranks) % 2 == 0 else reversed(turn)):
-            per_rank[rank].append(_micro_batch(row))
-    return MiniBatch(
-        micro_batches=tuple(tuple(micro_batches) for micro_batches in per_rank),
-        num_loss_tokens=sum(int(sample.loss_mask.sum()) for unit in units for sample in unit),
-        num_sequences=len(units),
+    assert 0 <= rank < ranks, (rank, ranks)
+    packed = [_pack_mini_batch(samples, rank, ranks, tokens) for samples in batch.mini_batches]
+    return RankBatch(
+        step=batch.step, mini_batches=tuple(mini_batch for mini_batch, _ in packed), num_tokens=sum(total for _, total in packed)
     )
 
 
+def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int) -> tuple[MiniBatch, int]:
+    """This rank's part, and the tokens of all."""
+    for sample in samples:
+        _check(sample, tokens)
+    trained = [sample for sample in samples if sample.loss_mask.any()]
+    groups = _groups(trained)
+    streams = [name for name in STREAMS if any(getattr(sample, name) is not None for sample in trained)]
+    mini_batch = MiniBatch(
+        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _fill(groups, ranks, tokens))),
+        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in trained),
+        num_sequences=sum(map(len, groups)),
+    )
+    return mini_batch, sum(len(sample.token_ids) for sample in trained)
+
+
 def _check(sample: TrainingSample, tokens: int) -> None:
-    where = f"sample of group {sample.group}, rollout {sample.rollout}, environment {sample.env}"
+    where = f"sample of group {sample.group}, rollout {sample.member}, environment {sample.env}"
     if len(sample.token_ids) > tokens:
         raise ValueError(
             f"{where}: {len(sample.token_ids)} tokens do not fit a packed row of {tokens}; "
@@ -58,89 +77,100 @@ def _check(sample: TrainingSample, tokens: int) -> None:
         raise ValueError(f"{where}: its first token is marked trainable, but no token before it predicts it; give the rollout a prompt")
 
 
-def _groups(samples: Sequence[TrainingSample]) -> list[list[Unit]]:
+def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
     """Samples by group, then by rollout, in the order of first appearance."""
-    order: dict[tuple[int, int], Unit] = {}
+    groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:
-        order.setdefault((sample.group, sample.rollout), []).append(sample)
-    groups: dict[int, list[Unit]] = {}
-    for (group, _), unit in order.items():
-        groups.setdefault(group, []).append(unit)
-    return list(groups.values())
+        groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
+    return [
+        [_Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit)) for unit in group.values()] for group in groups.values()
+    ]
 
 
-def _size(unit: Unit) -> int:
-    return sum(len(sample.token_ids) for sample in unit)
+def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
+    """Distribute rollouts over rows, the costliest row first; their number is a multiple of `ranks`, and as small as this heuristic finds.
 
-
-def _fill(groups: list[list[Unit]], ranks: int, tokens: int) -> list[list[Unit]]:
-    """Distribute rollouts over rows; the number of rows is a positive multiple of `ranks`, and as small as this heuristic finds.
-
-    Longest piece first, always into the row with the least in it. Pieces are whole groups, or runs of a group's rollouts where a group
+    Costliest piece first, always into the row with the least in it. Pieces are whole groups, or runs of a group's rollouts where a group
     is larger than a row, or larger than a rank's fair share of the batch.
     """
-    total = sum(_size(unit) for group in groups for unit in group)
+    total = sum(unit.tokens for group in groups for unit in group)
     per_rank = max(1, -(-total // (ranks * tokens)))
     while True:
         num_rows = per_rank * ranks
         pieces = _pieces(groups, min(tokens, max(1, -(-total // num_rows))))
-        order = sorted(range(len(pieces)), key=lambda i: (-sum(map(_size, pieces[i])), i))
-        filled, members = [0] * num_rows, [[] for _ in range(num_rows)]  # type: tuple[list[int], list[list[int]]]
-        for i in order:
-            row = min(range(num_rows), key=lambda r: (filled[r], r))
-            filled[row] += sum(map(_size, pieces[i]))
+        costs = [sum(unit.cost for unit in piece) for piece in pieces]
+        members: list[list[int]] = [[] for _ in range(num_rows)]
+        least = [(0, row) for row in range(num_rows)]  # a heap of (cost so far, row)
+        for i in sorted(range(len(pieces)), key=lambda i: (-costs[i], i)):
+            cost, row = least[0]
             members[row].append(i)
-        overfull = any(size > tokens and sum(len(pieces[i]) for i in row) > 1 for size, row in zip(filled, members, strict=True))
-        if not overfull:
+            heapq.heapreplace(least, (cost + costs[i], row))
+        if not any(len(row) > 1 and sum(unit.tokens for i in row for unit in pieces[i]) > tokens for row in members):
             break
         per_rank += 1
+    filled = {row: cost for cost, row in least}
     rows = [[unit for i in sorted(row) for unit in pieces[i]] for row in members]
-    by_size = sorted(range(num_rows), key=lambda r: (-filled[r], r))
+    by_cost = sorted(range(num_rows), key=lambda row: (-filled[row], row))
     used = max(1, -(-sum(map(bool, rows)) // ranks)) * ranks  # oversized rows leave others empty
-    return [rows[r] for r in by_size[:used]]
+    return [rows[row] for row in by_cost[:used]]
 
 
-def _pieces(groups: list[list[Unit]], limit: int) -> list[list[Unit]]:
+def _rows_of(rank: int, ranks: int, rows: list[list[_Unit]]) -> list[list[_Unit]]:
+    """A rank's rows: neighbours in cost run at the same time on all ranks, and the ranks alternate in who gets the costliest."""
+    turns = range(len(rows) // ranks)
+    return [rows[turn * ranks + (rank if turn % 2 == 0 else ranks - 1 - rank)] for turn in turns]
+
+
+def _pieces(groups: list[list[_Unit]], limit: int) -> list[list[_Unit]]:
     """Runs of rollouts of one group with at most `limit` tokens (a single rollout may exceed it)."""
-    pieces: list[list[Unit]] = []
+    pieces: list[list[_Unit]] = []
     for group in groups:
-        piece: list[Unit] = []
+        piece: list[_Unit] = []
+        size = 0
         for unit in group:
-            if piece and sum(map(_size, piece)) + _size(unit) > limit:
+            if piece and size + unit.tokens > limit:
                 pieces.append(piece)
-                piece = []
+                piece, size = [], 0
             piece.append(unit)
+            size += unit.tokens
         pieces.append(piece)
     return pieces
 
 
-def _micro_batch(row: list[Unit]) -> MicroBatch:
+def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
     if not row:
-        return _dummy()
-    samples = [sample for unit in row for sample in unit]
+        return _dummy(streams)
+    samples = [sample for unit in row for sample in unit.samples]
     lengths = [len(sample.token_ids) for sample in samples]
-    rollout_ids = [i for i, unit in enumerate(row) for _ in unit]
+    rollout_ids = [i for i, unit in enumerate(row) for _ in unit.samples]
+    ends = np.cumsum(lengths)
+
+    def shifted(name: str, last: float) -> np.ndarray:
+        """[T] What belongs to the next token of the same sample; `last` at each sample's last position, and where a sample has none."""
+        parts = [getattr(sample, name) for sample in samples]
+        whole = np.concatenate([np.full(n, last, np.float32) if part is None else part for part, n in zip(parts, lengths, strict=True)])
+        whole[:-1] = whole[1:]
+        whole[ends - 1] = last
+        return whole
+
     return MicroBatch(
-        token_ids=np.concatenate([s.token_ids for s in samples]).astype(np.int32),
-        labels=_shifted([s.token_ids for s in samples], 0, np.int32),
+        token_ids=np.concatenate([sample.token_ids for sample in samples]),
+        labels=shifted("token_ids", 0),
         position_ids=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
-        loss_mask=_shifted([s.loss_mask for s in samples], False, np.bool_),
-        inference_logprobs=_shifted([s.inference_logprobs for s in samples], 0.0, np.float32),
-        advantages=_shifted([s.advantages for s in samples], 0.0, np.float32),
-        temperature=np.repeat(np.array([s.temperature for s in samples], dtype=np.float32), lengths),
-        versions=_shifted([s.versions for s in samples], -1, np.int32),
+        loss_mask=shifted("loss_mask", False),
+        inference_logprobs=shifted("inference_logprobs", 0),
+        advantages=shifted("advantages", 0),
+        temperature=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths),
+        versions=shifted("versions", -1),
         rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int32), lengths),
-        rollout_lengths=np.array([sum(int(s.loss_mask.sum()) for s in unit) for unit in row], dtype=np.int32),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        rollout_lengths=np.array([sum(np.count_nonzero(s.loss_mask) for s in unit.samples) for unit in row], dtype=np.int32),
+        cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
+        adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
+        **{name: shifted(name, STREAMS[name]) for name in streams},
     )
 
 
-def _shifted(arrays: Sequence[np.ndarray], last: float, dtype: type) -> np.ndarray:
-    """[T] What belongs to the next token of the same sample; `last` at each sample's last position."""
-    return np.concatenate([part for array in arrays for part in (array[1:], [last])]).astype(dtype)
-
-
-def _dummy() -> MicroBatch:
+def _dummy(streams: Sequence[str]) -> MicroBatch:
     """One token, nothing to train: for a rank that has less to do than others, because collectives need all ranks."""
     one_int, one_float = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
     return MicroBatch(
@@ -155,4 +185,6 @@ def _dummy() -> MicroBatch:
         rollout_ids=one_int,
         rollout_lengths=one_int,
         cu_seqlens=np.array([0, 1], dtype=np.int32),
+        adapters=one_int,
+        **{name: np.full(1, STREAMS[name], dtype=np.float32) for name in streams},
     )

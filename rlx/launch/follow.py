@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import time
 
-from rlx.launch.jobs import ENDED, GONE, queue
 from rlx.launch.local import UPDATE, Observer
-from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
 from rlx.paths import RunPaths
+from rlx.runs.jobs import ENDED, GONE, queue
+from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 3.0  # seconds between two questions to the controller
 LATE = 3  # questions in a row to which a job is gone, before a run without a final status is taken for lost: files arrive late

@@ -18,10 +18,10 @@ from typing import Protocol, cast
 from submitit import LocalExecutor, LocalJob
 
 from rlx.launch.processes import kill_all, start_time
-from rlx.launch.rundir import RunLock, new_attempt
-from rlx.launch.status import FINAL, Cause, Status, last_lines, read_status
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
+from rlx.runs.claim import RunLock, new_attempt
+from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 POLL = 0.1  # seconds between two looks at the job
 UPDATE = 0.2  # seconds between two calls of the observer

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from rlx.launch.processes import kill_all
-from rlx.launch.status import FINAL, Cause, last_lines, read_status
 from rlx.paths import RunPaths
+from rlx.runs.status import FINAL, Cause, last_lines, read_status
 
 
 def main(run_dir: str, token: str, num_lines: int) -> None:

@@ -10,15 +10,16 @@ import itertools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.kernels.logprob import choose_backend
+from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
-from rlx.models.liger import apply_liger
+from rlx.models.liger import apply_liger, may_patch
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations, shard
+from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Largest difference of log-probabilities between packed and plain forward, as a share of their standard deviation.
@@ -27,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.2}
 
 def load_policy(
     source: str,
-    device: torch.device,
+    mesh: Mesh,
     *,
     dtype: str,
     optimization_dtype: str = "float32",
@@ -42,21 +43,23 @@ def load_policy(
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
-    Shards over all ranks of the default process group. Without one, it must be that `dtype` equals `optimization_dtype`.
+    Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
     Raises ValueError for a dtype that is not known, a `logprob_backend` or `liger` that does not apply, or a model whose packed forward
     differs from its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
             raise ValueError(f"{key} is `{name}`; it must be one of {', '.join(DTYPES)}")
-    sharded = dist.is_initialized()
-    first = not sharded or dist.get_rank() == 0
+    device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     if not sharded and master != compute:
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
         )
-    choose_backend(logprob_backend, device, compute)  # says now what does not apply
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # says now what does not apply
+    if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
+        check_triton()
 
     def finished(model: PolicyModel) -> PolicyModel:
         model.attention, model.compute_dtype = attention, compute
@@ -71,7 +74,7 @@ def load_policy(
         return model
 
     full = None
-    if first:
+    if mesh.first:
         hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
@@ -81,13 +84,13 @@ def load_policy(
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
     model = finished(PolicyModel(empty, attention=attention))
-    shard(model, device, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
+    shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else device)
     for module, name, parameter_of in tied:  # to_empty makes one tensor of each name
         setattr(module, name, getattr(*parameter_of))
-    _scatter(full.hf if full else None, model.hf, device)
+    _scatter(full.hf if full else None, model.hf, mesh)
     return model
 
 
@@ -103,18 +106,18 @@ def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
     return again
 
 
-def _scatter(source: Any | None, target: nn.Module, device: torch.device) -> None:
+def _scatter(source: Any | None, target: nn.Module, mesh: Mesh) -> None:
     """Give every rank its shards of rank 0's parameters, and a copy of all buffers (rotary tables are in no checkpoint)."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # seconds, so only where it is needed
 
     state = source.state_dict() if source is not None else {}
     set_model_state_dict(
-        target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=False)
+        target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=mesh.world_size > 1, strict=False)
     )
     values = dict(source.named_buffers()) if source is not None else {}
     for name, buffer in target.named_buffers():
-        value = values[name].to(device) if source is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        dist.broadcast(value, src=0)
+        value = values[name].to(mesh.device) if source is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=mesh.device)
+        mesh.broadcast(value)
         module, _, attribute = name.rpartition(".")
         setattr(target.get_submodule(module), attribute, value)
 

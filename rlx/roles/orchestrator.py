@@ -2,11 +2,11 @@
 
     for step in range(max_steps):
         wait for the first groups to finish, none of them older than max_async_level versions
-        rewards → advantages → training samples → packed StepBatch
+        rewards → advantages → training samples: a StepBatch
         write metrics and rollouts, send the batch
     all the while: keep rollouts in flight, bring every new policy version to the servers, say what is being waited for
 
-One asyncio loop; what computes longer than a moment (packing, compressing) runs in a thread.
+One asyncio loop; what computes longer than a moment (encoding, compressing) runs in a thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -33,38 +31,35 @@ from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
-from rlx.data.packing import pack
-from rlx.envs.base import Environment, Policy
-from rlx.envs.chat import Chat
-from rlx.envs.load import load_environments, load_tokenizer
+from rlx.data.source import send
+from rlx.envs.base import Environment, Local
+from rlx.envs.load import give_policy, load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import find_servers
+from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
+from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
-from rlx.rollout.batch import RewardErrors, describe, make_groups, make_samples, max_tokens_of, scores_of
+from rlx.policy.chat import Chat
+from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
-from rlx.rollout.record import LeftOut, records, write_rollouts
-from rlx.rollout.tasks import TaskSequence, data_digest
+from rlx.rollout.record import LeftOut, record_batch, records, write_rollouts
+from rlx.rollout.state import OrchestratorState
+from rlx.rollout.tasks import TaskSequence, check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
-from rlx.transport.files import BatchWriter, record
 from rlx.types import Group, Rollout, StepBatch
-from rlx.waiting import first_failure
+from rlx.waiting import Preempted, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
 
 POLL = 0.05  # seconds between two looks for a checkpoint that is being written
 LEFT = 75  # exit code when the run gave way to a preemption
-
-
-class Preempted(Exception):
-    """The trainer has written its checkpoint, with our part in it, and left."""
 
 
 class Orchestrator:
@@ -75,26 +70,26 @@ class Orchestrator:
         config: Config,
         paths: RunPaths,
         envs: Mapping[str, Environment],
-        chat: Chat,
-        client: InferenceClient,
+        sampler: Sampler,
+        fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
-        self.client = client
+        self.sampler = sampler
+        self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
         self.envs = envs
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
-        self.collector = self._make_collector(chat)
+        self.collector = self._make_collector()
         self.reward_errors = RewardErrors(config.orchestrator.max_retries)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
-        self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
+        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
-        self.batches = BatchWriter(paths)
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
         self.answered: set[int] = set()  # steps whose checkpoints have our part
         self.step = self.first_step = 0
@@ -103,18 +98,11 @@ class Orchestrator:
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
 
-    def _make_collector(self, chat: Chat) -> Collector:
+    def _make_collector(self) -> Collector:
         config, orchestrator = self.config, self.config.orchestrator
         return Collector(
             envs=self.envs,
             tasks=TaskSequence(self.envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
-            policy=Policy(
-                generator=self.client,
-                chat=chat,
-                context_length=min(config.seq_len, config.max_model_len),
-                seed=config.seed,
-                label=uuid.uuid4().hex[:6] + "-",
-            ),
             num_groups=config.num_groups,
             group_size=orchestrator.rollouts_per_example,
             max_steps=config.max_steps,
@@ -126,20 +114,25 @@ class Orchestrator:
             oversampling_factor=orchestrator.oversampling_factor,
         )
 
+    def _reached(self, version: int) -> None:
+        """All servers have this policy version now."""
+        self.sampler.version = version
+        self.collector.set_version(version)
+
     def _go_on_from(self, start: Start) -> None:
         """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
-        state = read_state(start.checkpoint)
+        state = read_state(start.checkpoint, OrchestratorState)
         self.step = self.first_step = start.step
         self.saved = start.step - 1
-        self.collector.load_state_dict(state["collector"])
-        if isinstance(self.advantage, Remembers) and state["advantage"] is not None:
-            self.advantage.load_state_dict(state["advantage"])
+        self.collector.restore(state.collector)
+        if isinstance(self.advantage, Remembers) and state.advantage is not None:
+            self.advantage.load_state_dict(state.advantage)
         log.info("going on after %d steps, from %s", start.step, start.checkpoint)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> OrchestratorState:
         """What a checkpoint of this moment holds."""
         advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
-        return {"collector": self.collector.state_dict(), "advantage": advantage}
+        return OrchestratorState(collector=self.collector.state(), advantage=advantage)
 
     async def run(self) -> None:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
@@ -178,11 +171,8 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             if isinstance(self.advantage, Remembers):
                 self.advantage.update(scores)
-            mini_batches = make_samples(groups, self.config)
-            batch = await asyncio.to_thread(self._pack, mini_batches)
-            values = describe(groups, mini_batches, self.collector.tally, filtered, self.rules) | {
-                "time/update_weights": self.updates.seconds
-            }
+            batch = make_batch(step, groups, self.config)
+            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # The metrics of step n stand in the file before the trainer can begin with batch n: at max_async_level 0 their order is fixed.
             self.metrics.write(step, values | clock.step())
@@ -192,14 +182,11 @@ class Orchestrator:
             failures = sorted(self.collector.tally.failures, key=lambda rollout: (rollout.task.index, rollout.member))
             self.collector.tally.failures = []
             self.snapshots.take(step + 1, self._state())
-            await asyncio.to_thread(self.batches.send, batch)
+            await asyncio.to_thread(send, self.paths, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
             await self._save(groups, failures, filtered, batch)
         if self._saving is not None:
             await asyncio.shield(self._saving)
-
-    def _pack(self, mini_batches: Sequence[Sequence[Any]]) -> StepBatch:
-        return pack(self.step, mini_batches, ranks=self.config.hardware.trainer_ranks, tokens=self.config.micro_batch_tokens)
 
     def _scores(self, batch: Sequence[Sequence[Rollout]]) -> GroupScores:
         return shape(scores_of(batch), self.config.reward, self._max_tokens)
@@ -223,7 +210,7 @@ class Orchestrator:
     def _save_now(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
         step = batch.step
         if self.config.orchestrator.save_batches:
-            record(self.paths, batch)
+            record_batch(self.paths.recorded_of(step), batch)
         if self.config.orchestrator.save_rollouts:
             write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
         self.saved = step
@@ -233,7 +220,7 @@ class Orchestrator:
     async def _inference_state(self) -> dict[str, float]:
         """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""
         try:
-            return await self.client.stats()
+            return await self.fleet.stats()
         except InferenceError as error:
             log.warning("no figures of the servers at step %d: %s", self.step, error)
             return {}
@@ -272,7 +259,7 @@ class Orchestrator:
             await asyncio.sleep(1.0)
 
 
-async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Environment], chat: Chat, heartbeat: Heartbeat) -> None:
+async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
     """Run to the end against the run's servers."""
 
     def tick() -> None:
@@ -280,10 +267,11 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Enviro
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    drain_tokens = config.weight_broadcast.drain_tokens
-    async with InferenceClient(endpoints, config.inference.request_timeout, drain_tokens=drain_tokens) as client:
-        await client.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, chat, client, heartbeat, tracker).run()
+    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens)
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+        give_policy(envs, config, chat, sampler)
+        await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
+        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
 
 
 def main() -> int:
@@ -301,6 +289,8 @@ def main() -> int:
     envs = load_environments(config, heartbeat.beat)
     chat = load_tokenizer(config, paths, heartbeat.beat)
     heartbeat.beat("reading the data sets")
+    for name, env in envs.items():
+        check_rows(name, env.rows)
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
     gc.freeze()  # what is loaded now stays; collections need not walk it again and again
 
@@ -327,6 +317,8 @@ def main() -> int:
     except Preempted:
         return LEFT
     except Exception as error:
+        if full_disk(error, paths.root):
+            raise
         log.exception("the orchestrator failed")
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line
         return 1
@@ -334,7 +326,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

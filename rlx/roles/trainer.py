@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rlx.config.load import load_run
@@ -26,20 +27,15 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
-from rlx.transport.files import Batches, BatchReader, RecordedBatches
+from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.types import StepBatch
-from rlx.waiting import wait_for
+from rlx.waiting import Preempted, wait_for
 
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
 LEFT = 75  # exit code when the run gave way to a preemption
 COLLECTIVE_MARGIN = 600.0  # seconds by which collectives outwait the batch, so that the wait itself is what times out
-
-
-class Preempted(Exception):
-    """The run is to give way, and the trainer's state is that after a whole number of steps."""
 
 
 class Trainer:
@@ -50,12 +46,13 @@ class Trainer:
 
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
+        from rlx.data.source import OrchestratorSource, RecordedSource, Source
         from rlx.models.load import DTYPES
-        from rlx.models.shard import start_process_group
+        from rlx.parallel.mesh import join, one_process
+        from rlx.parallel.rendezvous import meet
         from rlx.train.build import build
-        from rlx.train.rendezvous import meet
-        from rlx.weights.files import ModelFiles
         from rlx.weights.hub import fetch
+        from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         alone = world_size > 1 and "MASTER_ADDR" not in os.environ  # not under torchrun: ranks on several hosts, each a process of the plan
@@ -66,12 +63,14 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and device.type == "cuda")
         if world_size > 1 or mixed:
-            timeout = cfg.trainer.batch_timeout + COLLECTIVE_MARGIN
+            timeout = max(cfg.trainer.batch_timeout, INITIAL_MODEL_TIMEOUT) + COLLECTIVE_MARGIN
             store = None
             if alone:
                 self.beat("waiting for the other ranks")
                 store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.beat_on)
-            start_process_group(device, rank=rank, world_size=world_size, timeout=timeout, store=store)
+            self.mesh = join(device, rank=rank, world_size=world_size, timeout=timeout, store=store, alive=self.while_waiting)
+        else:
+            self.mesh = one_process(device)
 
         self.beat("waiting for the initial model")
         path = paths.initial_model
@@ -80,17 +79,20 @@ class Trainer:
         source = path.read_text().strip()
         for name in filter(None, (source, cfg.ref.name)):
             fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
-        self.step_trainer = build(cfg, source, device, self.beat)
+        self.step_trainer = build(cfg, source, self.mesh, self.beat)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         if rank == 0:  # for the run's summary: `auto` chose it, and nobody reads this role's log
             write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
         self.device = device
-        self.batches: Batches = RecordedBatches(RunPaths(Path(cfg.replay))) if cfg.replay else BatchReader(paths)
+        self.source: Source = (
+            OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
+            if cfg.replay is None
+            else RecordedSource(RunPaths(Path(cfg.replay)), self.mesh, cfg.trainer.num_minibatches)
+        )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
-        self.static = ModelFiles({})
-        if rank == 0:
-            self.static = ModelFiles.read(source, self.model.hf, cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
-        self.save_dtype = DTYPES[cfg.model.dtype]
+        self.publisher = Publisher.of(
+            self.model, self.mesh, paths, source=source, dtype=DTYPES[cfg.model.dtype], trust_remote_code=cfg.model.trust_remote_code
+        )
         facts = {"ranks": world_size, "model": cfg.model.name}
         self.checkpoints = Checkpoints(
             paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=cfg.replay is None, tick=self.beat_on
@@ -105,15 +107,11 @@ class Trainer:
     def resume(self, folder: Path, step: int) -> None:
         """Take the state of a checkpoint, and see that its policy version is there for the servers."""
         from rlx.train.checkpoint import load
-        from rlx.weights import files
 
         progress = load(folder, self.step_trainer)
         assert progress.step == step, f"{folder} is the state after {progress.step} steps, not {step}"
         self.first_step = step
-        missing = step not in files.versions(self.paths)
-        self.barrier()  # every rank has looked
-        if missing:
-            files.save_weights(self.model, self.paths, step, self.static, self.save_dtype)
+        self.publisher.ensure(step)
         log.info("going on after %d steps, from %s", step, folder)
 
     def run(self) -> int:
@@ -130,6 +128,7 @@ class Trainer:
             values["time/wait_batch"] = waited
             self.publish(step, values, started)
             self.keep(step + 1)
+        self.publisher.close()
         self.checkpoints.close()
         self.beat("done")
         return 0
@@ -139,6 +138,7 @@ class Trainer:
         self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.beat(f"writing checkpoint {step}", step)
+            self.publisher.wait()
             self.checkpoints.save(step)
         self.checkpoints.finish(wait=False)
 
@@ -147,6 +147,7 @@ class Trainer:
     def give_way(self, step: int) -> int:
         """The machine will be taken away: keep the state after `step` steps, say so, leave."""
         self.step_trainer.give_up()
+        self.publisher.close()
         if step > self.first_step:
             self.beat(f"writing checkpoint {step} before leaving", step)
             self.checkpoints.save(step)
@@ -162,45 +163,27 @@ class Trainer:
         if self.updated:
             return
         late = self.paths.preempt.exists() and time.time() - self.paths.preempt.stat().st_mtime > self.cfg.launcher.grace
-        if self.anyone(late):
+        if self.mesh.any(late):
             log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.cfg.launcher.grace)
             raise Preempted
-
-    def anyone(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; returns when all ranks have asked."""
-        import torch
-        import torch.distributed as dist
-
-        if self.world_size == 1:
-            return flag
-        flags = torch.tensor(float(flag))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
 
     # -- one step
 
     def receive(self, step: int) -> StepBatch:
-        """The batch of this step, on every rank; its file is gone afterwards. Raises Preempted, on all ranks, when one is to give way."""
+        """The batch of this step, the same on every rank. Raises Preempted, on all ranks, when the run is to give way."""
         self.beat(f"waiting for batch {step}", step)
-        try:
-            self.tick()
-            batch = self.batches.receive(step, self.cfg.trainer.batch_timeout, tick=self.tick)
-            preempted = False
-        except Preempted:
-            preempted = True
-        if self.anyone(preempted):
+        if self.mesh.any(self.mesh.first and self.paths.preempt.exists()):
             raise Preempted
-        if self.rank == 0:
-            self.batches.done(step)
-        ranks = {len(mini_batch.micro_batches) for mini_batch in batch.mini_batches}
-        if ranks != {self.world_size}:
-            raise ValueError(
-                f"batch {step} was packed for {ranks} ranks and this trainer has {self.world_size}; hardware.trainer_ranks differs"
-            )
+        batch = self.source.receive(step, self.tick)
+        self.source.done(step)
         return batch
 
-    def train(self, batch: StepBatch) -> dict[str, float]:
+    def train(self, step_batch: StepBatch) -> dict[str, float]:
         """The optimizer steps of a batch; the step's metrics. Raises Preempted, on all ranks, when it is given up."""
+        from rlx.data.packing import pack
+
+        ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
+        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens)
         self.updated = False
         self.beat(f"training step {batch.step}", batch.step)
 
@@ -213,33 +196,30 @@ class Trainer:
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        tokens = iterations * sum(len(m.token_ids) for mini in batch.mini_batches for rank in mini.micro_batches for m in rank)
-        return values | {"perf/tokens_per_second": tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
+        return values | {"perf/tokens_per_second": iterations * batch.num_tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
-        """Write version n+1 under a hidden name, then the metrics of step n, then let the version appear; delete versions nobody needs.
+        """Gather version n+1, write the metrics of step n, then let the version appear; delete versions nobody needs.
 
         The orchestrator goes on when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
         """
-        from rlx.weights import files
-
         version = step + 1
         # Nobody serves the versions of a replay: what is asked for is kept.
         wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
         began = time.perf_counter()
         if wanted:
-            self.beat(f"writing version {version}", step)
-            files.write_weights(self.model, self.paths, version, self.static, self.save_dtype)
+            self.beat(f"gathering version {version}", step)
+            self.publisher.gather(version)
         if self.metrics is None:
             return
         ended = time.perf_counter()
         share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)
-        self.metrics.write(step, values | {"time/broadcast": ended - began, "time/step": ended - started, "perf/compute_frac": share})
+        times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
+        self.metrics.write(step, values | times | {"perf/compute_frac": share})
         if wanted:
-            files.publish(self.paths, version)
-        # Servers may still be reading the version that is max_async_level + 1 behind this one.
-        keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
-        files.prune(self.paths, keep_last=keep_last, protect=self.checkpoints.protected())
+            # Servers may still be reading the version that is max_async_level + 1 behind this one.
+            keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
+            self.publisher.announce(version, keep_last=keep_last, protect=self.checkpoints.protected())
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def peak_memory(self) -> float:
@@ -252,20 +232,19 @@ class Trainer:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        if self.world_size > 1:
-            dist.barrier()
-
     def beat(self, phase: str, step: int | None = None) -> None:
         if self.heartbeat is not None:
             self.heartbeat.beat(phase, step)
 
     def beat_on(self) -> None:
-        """While waiting: still alive, still the same phase."""
+        """While waiting: still alive, still the same phase. Raises what writing a version beside it raised."""
+        self.publisher.check()
         if self.heartbeat is not None:
             self.heartbeat.beat(self.heartbeat.phase)
+
+    def while_waiting(self) -> AbstractContextManager[None]:
+        """Says that this rank lives while it waits for rank 0."""
+        return self.heartbeat.during(self.heartbeat.phase) if self.heartbeat is not None else nullcontext()
 
     def tick(self) -> None:
         """While waiting where it can be left: raises Preempted when the run is to give way."""
@@ -294,8 +273,10 @@ def main() -> int:
     )
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
-    if world_size != cfg.hardware.trainer_ranks:
-        raise ValueError(f"hardware.trainer_ranks is {cfg.hardware.trainer_ranks} and {world_size} processes were started; start as many")
+    if world_size != cfg.trainer_ranks:
+        raise ValueError(
+            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {world_size} processes were started; start as many"
+        )
 
     import torch
 
@@ -308,10 +289,9 @@ def main() -> int:
     except Preempted:  # before there was anything to keep
         return LEFT
     code = trainer.run()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    trainer.mesh.close()
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(say_full_disk(main))

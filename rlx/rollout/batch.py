@@ -15,7 +15,7 @@ from rlx.config.schema import Config, LossTerms, split_terms
 from rlx.envs.base import sampling_of
 from rlx.rollout.groups import Tally
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, TrainingSample
+from rlx.types import Group, Rollout, StepBatch, TrainingSample
 
 
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
@@ -49,7 +49,7 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
     return groups
 
 
-def make_samples(groups: Sequence[Group], config: Config) -> list[list[TrainingSample]]:
+def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     """The training samples of every mini-batch (`trainer.num_minibatches` runs of neighbouring groups)."""
     loss, _ = split_terms(config.loss, LossTerms)
     temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
@@ -63,13 +63,13 @@ def make_samples(groups: Sequence[Group], config: Config) -> list[list[TrainingS
                 temperature=temperatures[group.task.env],
                 mask_overlong=loss.mask_overlong,
             )
-        mini_batches.append(samples)
-    return mini_batches
+        mini_batches.append(tuple(samples))
+    return StepBatch(step=step, mini_batches=tuple(mini_batches))
 
 
 def describe(
     groups: Sequence[Group],
-    mini_batches: Sequence[Sequence[TrainingSample]],
+    batch: StepBatch,
     tally: Tally,
     filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
     rules: Sequence[str] = (),
@@ -80,7 +80,7 @@ def describe(
     """
     played = [list(group.rollouts) for group in groups] + [list(rollouts) for _, rollouts in filtered]
     rollouts = [rollout for group in played for rollout in group]
-    samples = [sample for part in mini_batches for sample in part]
+    samples = [sample for part in batch.mini_batches for sample in part]
     rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])

@@ -22,10 +22,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from rlx.envs.base import Environment, Policy
+from rlx.envs.base import Environment
 from rlx.rollout.groups import GroupFailed, Tally, play_group
+from rlx.rollout.state import BegunGroup, CollectorState, OwedGroup, PlayedGroup, played_group
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -61,7 +61,6 @@ class Collector:
         *,
         envs: Mapping[str, Environment],
         tasks: TaskSequence,
-        policy: Policy,
         num_groups: int,
         group_size: int,
         max_steps: int,
@@ -79,7 +78,6 @@ class Collector:
         """
         self.envs = envs
         self.tasks = tasks
-        self.policy = policy
         self.num_groups = num_groups
         self.group_size = group_size
         self.max_steps = max_steps
@@ -142,53 +140,49 @@ class Collector:
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is to be done next, between two batches: nothing in it changes later. Rollouts of unfinished groups are not in it."""
+    def state(self) -> CollectorState:
+        """What is to be done next, between two batches. Rollouts of unfinished groups are not in it."""
         playing = [(pending.task, pending.chain) for pending, _ in self._playing.values()]
-        return {
-            "taken": self.taken,
-            "tasks": self.tasks.state_dict(),
-            "tally": replace(
-                self.tally, failed=self.tally.failed.copy(), dropped=self.tally.dropped.copy(), failures=list(self.tally.failures)
-            ),
-            "finished": [
-                (pending.task, pending.version, pending.chain, pending.rollouts)
-                for pending in sorted(self._finished.values(), key=lambda pending: pending.number)
-            ],
-            "filtered": list(self._filtered),
-            "missing": self._missing,
-            "again": [*playing, *self._again],
-            "owed": list(self._owed),
-            "finished_groups": dict(self._finished_groups),
-            "durations": list(self._durations),
-        }
+        finished = sorted(self._finished.values(), key=lambda pending: pending.number)
+        return CollectorState(
+            taken=self.taken,
+            tasks=self.tasks.state(),
+            counts=self.tally.counts(),
+            finished=tuple(played_group(pending.rollouts, version=pending.version, chain=pending.chain) for pending in finished),
+            filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
+            missing=self._missing,
+            begun=tuple(BegunGroup(task=task, chain=chain) for task, chain in [*playing, *self._again]),
+            owed=tuple(OwedGroup(env=env, chain=chain) for env, chain in self._owed),
+            finished_groups=dict(self._finished_groups),
+            durations=tuple(self._durations),
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: CollectorState) -> None:
         """Go on where another collector was, before anything is played. Groups in flight at that time are played again, from their start.
 
         Groups that do not fit this run (its environments, their data, its group size) are left out.
         """
-        self.taken = state["taken"]
-        self.tasks.load_state_dict(state["tasks"])
-        self.tally = state["tally"]
+        self.taken = state.taken
+        self.tasks.restore(state.tasks)
+        self.tally = Tally.of(state.counts)
 
-        def carried(played: list[Rollout]) -> list[Rollout]:
+        def carried(group: PlayedGroup) -> list[Rollout]:
             """The group with its index in this run; empty where it does not fit."""
-            task = self.tasks.carried(played[0].task, state["tasks"])
-            return [] if task is None or len(played) != self.group_size else [replace(rollout, task=task) for rollout in played]
+            task = self.tasks.carried(group.task, state.tasks)
+            return [] if task is None or len(group.rollouts) != self.group_size else [replace(one, task=task) for one in group.rollouts]
 
-        for _, version, chain, played in state["finished"]:
-            if rollouts := carried(played):
+        for group in state.finished:
+            if rollouts := carried(group):
                 task = rollouts[0].task
-                self._finished[task.index] = Pending(task, self._begun, version, chain, 0, 0, time.monotonic(), rollouts)
+                self._finished[task.index] = Pending(task, self._begun, group.version, group.chain, 0, 0, time.monotonic(), rollouts)
                 self._begun += 1
-        self._filtered = [(rule, rollouts) for rule, played in state["filtered"] if (rollouts := carried(played))]
-        self._missing = state["missing"] if set(state["finished_groups"]) <= set(self.envs) else 0
-        again = [(self.tasks.carried(task, state["tasks"]), chain) for task, chain in state["again"]]
+        self._filtered = [(str(group.rule), rollouts) for group in state.filtered if (rollouts := carried(group))]
+        self._missing = state.missing if set(state.finished_groups) <= set(self.envs) else 0
+        again = [(self.tasks.carried(group.task, state.tasks), group.chain) for group in state.begun]
         self._again.extend((task, chain) for task, chain in again if task is not None)
-        self._owed.extend((env, chain) for env, chain in state["owed"] if env in self.tasks.envs)
-        self._finished_groups |= {env: count for env, count in state["finished_groups"].items() if env in self.envs}
-        self._durations.extend(state["durations"])
+        self._owed.extend((owed.env, owed.chain) for owed in state.owed if owed.env in self.tasks.envs)
+        self._finished_groups |= {env: count for env, count in state.finished_groups.items() if env in self.envs}
+        self._durations.extend(state.durations)
 
     @property
     def _complete(self) -> bool:
@@ -266,7 +260,7 @@ class Collector:
             env = self.envs[task.env]
             on_policy = self.max_async_level == 0
             pending.rollouts = await play_group(
-                env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended, to_the_end=on_policy
+                env, task, self.group_size, self.max_retries, self.tally, member_ended, to_the_end=on_policy
             )
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:

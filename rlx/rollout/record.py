@@ -1,8 +1,8 @@
-"""The rollouts of a step as a file that people and tools read: `rollouts/step_000012.jsonl.zst`, one rollout a line.
+"""What is kept of a step: its rollouts, for people and tools, and the batch that was made of them, for a replay.
 
-Besides the groups that were trained on it holds, with `advantage: null`, the rollouts that failed since the step before, and those of
-groups that a filter left out of the step, whose `left_out` names the rule.
-Knows the file's fields; call `write_rollouts` in a thread, it compresses.
+`rollouts/step_000012.jsonl.zst` has one rollout a line. Besides the groups that were trained on it holds, with `advantage: null`, the
+rollouts that failed since the step before, and those of groups that a filter left out of the step, whose `left_out` names the rule.
+`recorded/step_000012.batch.zst` has what was sent to the trainer, in the same bytes. Call the writers in a thread, they compress.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import zstandard
 
+from rlx import codec
 from rlx.paths import atomic
-from rlx.types import Group, Rollout
+from rlx.types import Group, Rollout, StepBatch
 
 LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter left out
 
@@ -27,6 +28,14 @@ def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollo
     lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)]
     with atomic(path) as temporary:
         temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
+
+
+def record_batch(path: Path, batch: StepBatch) -> None:
+    """Keep what the trainer is given, whole, for `rlx.data.source.RecordedSource`."""
+    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+    with atomic(path) as temporary, compressor.stream_writer(temporary.open("wb")) as stream:
+        for piece in codec.encode(batch):
+            stream.write(piece)
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:

@@ -77,7 +77,7 @@ def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, tem
         versions[part] = turn.versions
     return TrainingSample(
         group=group.id,
-        rollout=rollout.member,
+        member=rollout.member,
         env=group.task.env,
         token_ids=draft.ids.astype(np.int32, copy=False),
         loss_mask=mask,

@@ -19,6 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from rlx.envs.base import Environment
+from rlx.plain import CodecError, to_json
+from rlx.rollout.state import SequenceState
 from rlx.types import Task
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,16 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
     for start in range(0, len(rows), CHUNK):
         digest.update(encoder.encode(rows[start : start + CHUNK]))
     return {"examples": len(rows), "xxh3": digest.hexdigest()}
+
+
+def check_rows(name: str, rows: Sequence[Any]) -> None:
+    """Raise ValueError where a checkpoint could not keep the examples of environment `name`; the first one is tried."""
+    try:
+        to_json(dict(rows[0]) if len(rows) else {})
+    except CodecError as error:
+        raise ValueError(
+            f"envs.{name}: a checkpoint keeps the examples that are being played, and cannot keep these. Its first example, at {error}"
+        ) from error
 
 
 def mixed(tasks: Sequence[Task]) -> list[Task]:
@@ -81,34 +93,26 @@ class TaskSequence:
         """The part of all tasks that comes from `env`, unless groups are replaced."""
         return self.weights[env] / sum(self.weights.values())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the sequence is; plain numbers."""
+    def state(self) -> SequenceState:
+        """Where the sequence is."""
         sizes = {name: len(env.rows) for name, env in self.envs.items()}
-        return {"envs": list(self.envs), "credit": dict(self._credit), "used": dict(self._used), "sizes": sizes}
+        return SequenceState(envs=tuple(self.envs), credit=dict(self._credit), used=dict(self._used), sizes=sizes)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning.
-
-        Raises ValueError for a checkpoint whose tasks are numbered in another way.
-        """
-        if "envs" not in state:
-            raise ValueError(
-                "the checkpoint is of an earlier rlx, which numbered the tasks of all environments in one row, and this one numbers each "
-                "environment's own; go on with the code that began the run, or begin anew"
-            )
+    def restore(self, state: SequenceState) -> None:
+        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning."""
         for name, env in self.envs.items():
-            size = state["sizes"].get(name)
+            size = state.sizes.get(name)
             if size == len(env.rows):
-                self._credit[name], self._used[name] = state["credit"][name], state["used"][name]
+                self._credit[name], self._used[name] = state.credit[name], state.used[name]
             else:
                 had = "was not there" if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it begins anew", name, had, len(env.rows))
 
-    def carried(self, task: Task, state: Mapping[str, Any]) -> Task | None:
+    def carried(self, task: Task, state: SequenceState) -> Task | None:
         """A task of the sequence that wrote `state`, with its index in this one; None where its environment is gone or begins anew."""
-        if task.env not in self.envs or state["sizes"].get(task.env) != len(self.envs[task.env].rows):
+        if task.env not in self.envs or state.sizes.get(task.env) != len(self.envs[task.env].rows):
             return None
-        return replace(task, index=self._index(task.env, task.index // len(state["envs"])))
+        return replace(task, index=self._index(task.env, task.index // len(state.envs)))
 
     def _index(self, env: str, position: int) -> int:
         return position * len(self.envs) + list(self.envs).index(env)

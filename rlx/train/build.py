@@ -1,6 +1,6 @@
 """A rank's model, reference, objective and optimizer, as the configuration asks for them.
 
-Knows the configuration and the folder of the initial model. Knows no run directory; the process group, where there is one, is there.
+Knows the configuration and the folder of the initial model. Knows no run directory.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.models.load import load_policy
+from rlx.parallel.mesh import Mesh
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: Config, source: str, device: torch.device, beat: Callable[[str], None]) -> PolicyTrainer:
+def build(cfg: Config, source: str, mesh: Mesh, beat: Callable[[str], None]) -> PolicyTrainer:
     """Load the model from `source` (a folder, or a name on the hub) and what trains it; `beat` is told what is being loaded."""
     loading: dict[str, Any] = {
         "dtype": cfg.model.dtype,
@@ -34,14 +33,14 @@ def build(cfg: Config, source: str, device: torch.device, beat: Callable[[str], 
         "trust_remote_code": cfg.model.trust_remote_code,
     }
     beat("loading the model")
-    model = load_policy(source, device, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+    model = load_policy(source, mesh, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference:
         beat("loading the reference model")
         # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
-        frozen = load_policy(cfg.ref.name or source, device, optimization_dtype=master, **loading)
+        frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     loss_terms, loss = split_terms(cfg.loss, LossTerms)
@@ -53,6 +52,6 @@ def build(cfg: Config, source: str, device: torch.device, beat: Callable[[str], 
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
         max_norm=optim_terms.max_norm,
-        device=device,
+        mesh=mesh,
         reference=reference,
     )

@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from rlx.parallel.mesh import Mesh
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
 
@@ -80,36 +80,34 @@ class Saving:
         Raises what writing raised on the first of the ranks where it failed: OSError for a full disk.
         """
         if self._written is not None:
-            with _plain_errors():
+            with _plain_errors(self._writer.mesh):
                 self._written.result()
         return self._writer.collect()
 
 
 class Saver:
-    """Writes the state of one trainer, again and again. Every rank of its process group has one and calls it alike."""
+    """Writes the state of one trainer, again and again. Every rank of the mesh has one and calls it alike."""
 
     def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
         """`new_hash` makes what digests are computed with, while the files are written. `in_background` needs the state's memory again."""
-        self.trainer, self.new_hash = trainer, new_hash
+        self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
         self._stager: DefaultStager | None = None
-        self._group: dist.ProcessGroup | None = None
         if in_background:
             cuda = trainer.device.type == "cuda"
             options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
             self._stager = DefaultStager(options)
-            if dist.is_initialized():
-                self._group = dist.new_group(backend="gloo")  # the background's collectives must not meet the trainer's
+            self._group = trainer.mesh.background_group()
 
     def save(self, folder: Path, progress: Progress) -> Saving:
         """Write the state into `folder`, which is empty or absent. In the background where that was asked for; else it is written now."""
         state = _state_of(self.trainer, progress)
-        writer = _Writer(folder, self.new_hash)
+        writer = _Writer(folder, self.new_hash, self.mesh)
         if self._stager is None:
-            with _plain_errors():
-                dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+            with _plain_errors(self.mesh):
+                dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
             return Saving(None, None, writer)
         response: Any = dcp.async_save(
-            state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not dist.is_initialized()
+            state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
         )
         return Saving(response.staging_completion, response.upload_completion, writer)
 
@@ -147,15 +145,15 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
     if not moved and state["reference"]:
         log.info("the reference begins as the initial policy: %s has none that followed the policy", folder)
         state["reference"] = {}
-    mine = f"random.{_rank()}"
-    if f"random.{_ranks() - 1}" in stored and f"random.{_ranks()}" not in stored:
-        entry: Any = stored[mine]
-        state["random"] = {str(_rank()): torch.empty(entry.size, dtype=torch.uint8)}
+    mesh = trainer.mesh
+    if f"random.{mesh.world_size - 1}" in stored and f"random.{mesh.world_size}" not in stored:
+        entry: Any = stored[f"random.{mesh.rank}"]
+        state["random"] = {str(mesh.rank): torch.empty(entry.size, dtype=torch.uint8)}
     else:
         state["random"] = {}
     try:
-        with _plain_errors():
-            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        with _plain_errors(mesh):
+            dcp.load(state, storage_reader=reader, no_dist=not mesh.grouped)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"the checkpoint {folder} does not fit this model and optimizer: {error}. Go on with the model.* and optim._target_ it has"
@@ -179,7 +177,7 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
         "reference": dict(trainer.reference.model.named_weights()) if trainer.reference is not None and moving else {},
         "objective": trainer.objective.state_dict(),
         "progress": asdict(progress),
-        "random": {str(_rank()): _random_state()},
+        "random": {str(trainer.mesh.rank): _random_state()},
     }
 
 
@@ -199,22 +197,14 @@ def _set_random_state(packed: torch.Tensor) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(cuda))
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 @contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
+def _plain_errors(mesh: Mesh) -> Iterator[None]:
     """What failed on the first of the ranks where something did, instead of DCP's collection, which is no Exception."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        cause.add_note(f"on rank {rank} of {_ranks()}")
+        cause.add_note(f"on rank {rank} of {mesh.world_size}")
         raise cause from error
 
 
@@ -276,9 +266,9 @@ class _Disk(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer; ranks other than 0 leave their digests in a file for rank 0."""
 
-    def __init__(self, folder: Path, new_hash: Callable[[], Hash]) -> None:
+    def __init__(self, folder: Path, new_hash: Callable[[], Hash], mesh: Mesh) -> None:
         super().__init__(folder, overwrite=False)
-        self.folder = folder
+        self.folder, self.mesh = folder, mesh
         self.fs = self.disk = _Disk(new_hash)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -287,18 +277,18 @@ class _Writer(dcp.FileSystemWriter):
                 result = super().write_data(plan, planner)
         except Exception as error:
             raise self.disk.error or error from error
-        if _rank() != 0:
-            file = self.folder / DIGESTS.format(_rank())
+        if not self.mesh.first:
+            file = self.folder / DIGESTS.format(self.mesh.rank)
             hidden = file.with_name(f".{file.name}")
             hidden.write_text(json.dumps(self.disk.digests))
             hidden.rename(file)
         return result
 
     def collect(self) -> dict[str, dict[str, Any]]:
-        if _rank() != 0:
+        if not self.mesh.first:
             return {}
         found = dict(self.disk.digests)
-        for rank in range(1, _ranks()):
+        for rank in range(1, self.mesh.world_size):
             path = self.folder / DIGESTS.format(rank)
             # All have written; but a network file system may show another host's file late.
             wait_for(path.exists, f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
-from rlx.losses.diagnostics import Stats, finish
+from rlx.losses.diagnostics import Stats, check_counts, finish
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
-from rlx.types import MicroBatch, MiniBatch, StepBatch
+from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class PolicyTrainer:
         schedule: SchedulerConfig | None = None,
         total_updates: int = 0,
         max_norm: float | None = None,
-        device: torch.device | None = None,
+        mesh: Mesh | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`device` is where the model computes; null: where its parameters are (they are elsewhere when offloaded).
+        """`mesh` says where the model computes and with whom; None: one process, where the parameters are.
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. `schedule` null: constant.
         """
@@ -73,15 +73,15 @@ class PolicyTrainer:
         self.reference = reference
         self.updates = 0  # optimizer steps done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.device = device or self.parameters[0].device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.mesh = mesh or one_process(self.parameters[0].device)
+        self.device = self.mesh.device
         self.peak_lr = optimizer.param_groups[0]["lr"]
         # Called by all ranks equally often: before each micro-batch is scored, and before its forward and backward.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
 
     def train_batch(
         self,
-        batch: StepBatch,
+        batch: RankBatch,
         *,
         iterations: int = 1,
         starts: Callable[[int, int], None] = lambda update, of: None,
@@ -118,7 +118,7 @@ class PolicyTrainer:
         says what the policy says before it."""
         recompute = recompute and self.objective.terms.proximal == "recompute"
         scores = []
-        for micro_batch in mini_batch.micro_batches[self.rank]:
+        for micro_batch in mini_batch.micro_batches:
             self.before_micro_batch()
             old = self.score(micro_batch)[0] if recompute else None
             ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
@@ -135,12 +135,13 @@ class PolicyTrainer:
         `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
         `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
         Without a trainable token on any rank nothing is changed, neither by the optimizer's momentum nor by the KL controller.
-        Raises NotFiniteError for a NaN or infinite loss or gradient, before anything is changed.
+        Raises ValueError for counts that are not those of the mini-batch, and NotFiniteError for a NaN or infinite loss or gradient,
+        before anything is changed.
         """
         started = time.perf_counter()
         where = f"optimizer step {self.updates}"
         stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
-        metrics = self._reduce(stats)
+        metrics = self._reduce(stats, mini_batch)
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
         computed = time.perf_counter()
@@ -162,7 +163,7 @@ class PolicyTrainer:
         """Forward and backward of all of this rank's micro-batches; gradients add to what is there. This rank's share of the stats."""
         stats = Stats()
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
-        for micro_batch, scores in zip(mini_batch.micro_batches[self.rank], known, strict=True):
+        for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
             self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
@@ -198,6 +199,7 @@ class PolicyTrainer:
 
     def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
         m, device = micro_batch, self.device
+        self._refuse_what_nobody_uses(m)
         layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, model.layout_kind(device), device)
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
@@ -215,13 +217,25 @@ class PolicyTrainer:
             versions=trainable(m.versions, torch.int64),
         )
 
-    def _reduce(self, stats: Stats) -> dict[str, float]:
-        """Add the sums and take the largest of the maxima over all ranks."""
+    def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
+        """Raise ValueError for data that would be ignored silently; every rank has the same streams, so all of them do."""
+        for name in STREAMS:
+            if getattr(micro_batch, name) is not None and name not in self.objective.streams:
+                uses = ", ".join(sorted(self.objective.streams)) or "none"
+                raise ValueError(
+                    f"the batch has the stream `{name}`, which this objective does not consume (it consumes {uses}); send none"
+                )
+        if micro_batch.adapters.any():
+            raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, and this trainer trains the policy's own weights")
+
+    def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
+        """Add the sums and take the largest of the maxima over all ranks. Raises ValueError where they are not of the whole mini-batch."""
         sums, maxima = torch.stack(list(stats.sums.values())), torch.stack(list(stats.maxima.values()))
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return finish(dict(zip(stats.sums, sums.tolist(), strict=True)), dict(zip(stats.maxima, maxima.tolist(), strict=True)))
+        self.mesh.sum(sums)
+        self.mesh.max(maxima)
+        totals = dict(zip(stats.sums, sums.tolist(), strict=True))
+        check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
+        return finish(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
 def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:

@@ -6,8 +6,7 @@ probability p, the model samples right answers with probability below 1 - p: a s
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from rlx.config.schema import LossTerms, SchedulerConfig, WarmStartConfig
 from rlx.data.demonstrations import Demonstration, to_sample
 from rlx.data.packing import pack
+from rlx.data.source import SupervisedSource
 from rlx.losses.base import Objective
 from rlx.losses.sft import sft
 from rlx.models.policy import PolicyModel
@@ -52,23 +52,11 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
         total_updates=config.steps,
         max_norm=MAX_NORM,
     )
-    batches = shuffled_batches(len(demonstrations), config.batch_size, config.seed)
+    source = SupervisedSource(list(map(to_sample, demonstrations)), batch_size=config.batch_size, seed=config.seed)
     for step in range(config.steps):
-        samples = [to_sample(demonstrations[i], group) for group, i in enumerate(next(batches))]
-        (mini_batch,) = pack(step, [samples], ranks=1, tokens=max(ROW_TOKENS, longest)).mini_batches
+        (mini_batch,) = pack(source.receive(step), rank=0, ranks=1, tokens=max(ROW_TOKENS, longest)).mini_batches
         metrics = trainer.train_minibatch(mini_batch)
         report(step + 1, metrics["loss/policy"])
     model.set_attn_implementation("sdpa")  # the packed one knows rows of the trainer only
     policy.cpu()
     return model
-
-
-def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Batches of indices for ever; every example once before any a second time, in an order of its own each time."""
-    state = random.Random(seed)
-    waiting: list[int] = []
-    while True:
-        while len(waiting) < batch_size:
-            waiting += state.sample(range(num_examples), num_examples)
-        yield waiting[:batch_size]
-        waiting = waiting[batch_size:]

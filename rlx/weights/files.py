@@ -1,9 +1,14 @@
 """Policy versions as Hugging Face folders: written whole or not at all, with a manifest that proves each byte.
 
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and last of all `COMPLETE`:
-`{"version": 13, "files": {name: {"size": bytes, "xxh3": hex digest}}, "tensors": {name: {"shape", "dtype", "sum"}}}`, the sums of
-`rlx.weights.attest`, from the trainer's memory. Anything that loads a Hugging Face model loads it.
-Reading, checking and pruning need no torch; writing imports it. Knows nothing of who reads the folders.
+`{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads a Hugging Face
+model loads it.
+
+Weights have one checksum, the sum of each tensor (`sums.py`), because all three who need one can compute that one: the trainer of what
+is in its memory, so that an error of writing is found, too; a server of the files, before it pauses; its engine of the parameters that
+it serves, on their own device. Of a safetensors file only the header has a digest besides (`"header": {"size", "xxh3"}`); small files
+have one of all their bytes. (Before, every byte had an xxh3 that the trainer took of the file it had just written.)
+Reading, checking and pruning need no torch; writing imports it.
 """
 
 from __future__ import annotations
@@ -12,8 +17,9 @@ import copy
 import json
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +27,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rlx.paths import COMPLETE, RunPaths
+from rlx.weights.sums import sum_of_bytes, sum_of_file
 
 if TYPE_CHECKING:
     import torch
-
-    from rlx.models.policy import PolicyModel
 
 SHARD_BYTES = 5 * 2**30  # a safetensors file grows no larger, except for a single larger tensor
 CHUNK = 1 << 20  # bytes read at a time when checking
@@ -65,6 +70,28 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file by name (`dtype`, `shape`, `data_offsets`), and the byte at which their values begin.
+
+    The file begins with the length of its header (8 bytes, little endian) and the header, JSON; offsets count from its end.
+    Raises ValueError where the file is none, or not as long as its header says.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else path.stat().st_size
+        text = file.read(size) if size < path.stat().st_size else b""
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        for entry in entries.values():
+            tuple(entry["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file, or was cut short") from error
+    if end != path.stat().st_size:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {end}")
+    return entries, 8 + size
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of a version against its manifest and return the manifest.
 
@@ -84,9 +111,24 @@ def verify(path: Path) -> dict[str, Any]:
             raise WeightsError(f"{file}: expected {expected['size']} bytes, found no such file")
         if (size := file.stat().st_size) != expected["size"]:
             raise WeightsError(f"{file}: expected {expected['size']} bytes, found {size}")
-        if (digest := _digest(file)) != expected["xxh3"]:
+        if "header" in expected:
+            _verify_tensors(file, expected["header"], manifest["tensors"])
+        elif (digest := _digest(file)) != expected["xxh3"]:
             raise WeightsError(f"{file}: expected checksum {expected['xxh3']}, found {digest}; its {size} bytes are damaged")
     return manifest
+
+
+def _verify_tensors(file: Path, expected: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """A safetensors file's header by its digest, its tensors by their sums."""
+    if (digest := _digest(file, expected["size"])) != expected["xxh3"]:
+        raise WeightsError(f"{file}: expected checksum {expected['xxh3']}, found {digest}; its header is damaged")
+    entries, begin = header(file)
+    with file.open("rb", buffering=0) as content:
+        for name, entry in entries.items():
+            start, end = entry["data_offsets"]
+            content.seek(begin + start)
+            if (found := sum_of_file(content, end - start)) != tensors[name]["sum"]:
+                raise WeightsError(f"{file}: expected checksum {tensors[name]['sum']}, found {found}; the tensor {name} is damaged")
 
 
 def versions(paths: RunPaths) -> list[int]:
@@ -119,11 +161,13 @@ def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> lis
     return gone
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, size: int | None = None) -> str:
+    """Of the file's first `size` bytes; None: of all."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK if size is None else min(CHUNK, size)):
             state.update(chunk)
+            size = None if size is None else size - len(chunk)
     return state.hexdigest()
 
 
@@ -157,54 +201,45 @@ class ModelFiles:
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 
 
-def save_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> Path:
-    """Write `weights/step_{version}` whole, weights in `dtype`. Every rank calls this; rank 0 writes."""
-    import torch.distributed as dist
-
-    write_weights(model, paths, version, static, dtype)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        publish(paths, version)
-    return paths.weights_of(version)
+Tensors = dict[str, "torch.Tensor"]
 
 
-def write_weights(model: PolicyModel, paths: RunPaths, version: int, static: ModelFiles, dtype: torch.dtype) -> None:
-    """Write everything of a version under a hidden name, one shard in memory at a time; `publish` makes it appear.
+def write(
+    paths: RunPaths, version: int, tensors: Tensors, static: ModelFiles, export: Callable[[Tensors], Tensors], *, together: bool = False
+) -> None:
+    """Write everything of a version under a hidden name; `publish` makes it appear. Raises OSError where the disk is full.
 
-    Every rank calls this. Returns when the folder is complete (rank 0) or this rank's part is given (others).
+    `tensors` lie in host memory, in the dtype they are served in. `export` gives them the names and shapes of published checkpoints; they
+    are exported `together`, into one file, or in files of at most `SHARD_BYTES`.
     """
-    import torch.distributed as dist
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from rlx.weights.attest import facts
-
-    first = not dist.is_initialized() or dist.get_rank() == 0
     temporary = _hidden(paths, version)
-    if first:
-        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
-        temporary.mkdir(parents=True)
+    shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
+    temporary.mkdir(parents=True)
+    manifest: dict[str, dict[str, Any]] = {}
     index: dict[str, str] = {}
     trained: dict[str, dict[str, Any]] = {}
-    files = _shards(model, dtype)
-    for number, shard in enumerate(files):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}
-        for key in shard:
-            tensor = _gathered(shard[key])
-            if first:
-                tensors[key] = tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None).contiguous()
-        if first:
-            exported = _exported(model.hf, tensors)
-            save_file(exported, temporary / name, metadata={"format": "pt"})
-            index |= dict.fromkeys(exported, name)
+    shards = [tensors] if together else _shards(tensors)
+    try:
+        for number, shard in enumerate(shards):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            exported = {key: tensor.contiguous() for key, tensor in export(shard).items()}
             trained |= {key: facts(tensor) for key, tensor in exported.items()}
-    if first:
-        if len(files) > 1:
-            size = sum(file.stat().st_size for file in temporary.iterdir())
+            index |= dict.fromkeys(exported, name)
+            save_file(exported, temporary / name, metadata={"format": "pt"})
+            manifest[name] = {"size": (temporary / name).stat().st_size, "header": _header_facts(temporary / name)}
+        if len(shards) > 1:
+            size = sum(record["size"] for record in manifest.values())
             (temporary / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
         for name, content in static.files.items():
             (temporary / name).write_bytes(content)
-        manifest = {file.name: {"size": file.stat().st_size, "xxh3": _digest(file)} for file in sorted(temporary.iterdir())}
+        for file in sorted(temporary.iterdir()):
+            manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
         (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained}))
+    except SafetensorError as error:  # it has the system's words, not its class
+        raise OSError(str(error)) from error
 
 
 def publish(paths: RunPaths, version: int) -> None:
@@ -214,35 +249,38 @@ def publish(paths: RunPaths, version: int) -> None:
     _hidden(paths, version).rename(final)
 
 
+def abandon(paths: RunPaths, version: int) -> None:
+    """Forget what was written of a version that does not appear."""
+    shutil.rmtree(_hidden(paths, version), ignore_errors=True)
+
+
+def facts(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the manifest says of a tensor in host memory: `shape`, `dtype` and `sum`."""
+    import torch
+
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "sum": sum_of_bytes(content)}
+
+
 def _hidden(paths: RunPaths, version: int) -> Path:
     final = paths.weights_of(version)
     return final.with_name(f".{final.name}.writing")
 
 
-def _shards(model: PolicyModel, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """Named weights in runs of at most SHARD_BYTES; all in one where names or shapes change on export."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
+def _header_facts(file: Path) -> dict[str, Any]:
+    _, size = header(file)
+    return {"size": size, "xxh3": _digest(file, size)}
 
-    one_file = bool(get_model_conversion_mapping(model.hf, add_legacy=False))
-    shards: list[dict[str, torch.Tensor]] = [{}]
+
+def _shards(tensors: Tensors) -> list[Tensors]:
+    """In runs of at most SHARD_BYTES."""
+    shards: list[Tensors] = [{}]
     size = 0
-    for name, tensor in model.named_weights():
-        more = tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.dtype.itemsize)
-        if shards[-1] and size + more > SHARD_BYTES and not one_file:
+    for name, tensor in tensors.items():
+        more = tensor.numel() * tensor.dtype.itemsize
+        if shards[-1] and size + more > SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
         size += more
     return shards
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor: every rank takes part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor; importing the class takes seconds
-
-
-def _exported(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Under the names and shapes of published checkpoints (transformers fuses experts when it loads some models)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(hf, tensors).items()}

@@ -69,6 +69,17 @@ def corrected_twice(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("loss")
+def correction_by_token_of_a_sequence(cfg: Config, of: Show) -> Iterator[str]:
+    correction = cfg.loss.get("correction", "none")
+    if declared(cfg.loss).by_sequence and correction in ("tis", "mis"):
+        yield (
+            f"all tokens of a rollout carry one weight in {target_name(cfg.loss)}, so none can be weighed or left out by itself: "
+            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which goes by rollout, or take an objective whose "
+            "tokens have losses of their own, as loss=gspo_token."
+        )
+
+
+@rule("loss")
 def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
     if cfg.loss.get("dual_clip") is None:

@@ -156,10 +156,11 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
         )
     elif cfg.num_gpus > h.nodes * h.gpus_per_node:
         how = "the larger of both, as they share" if h.shared else "their sum"
+        trainer = "at least 1" if h.trainer_processes is None else of("hardware.trainer_processes")
         yield (
             f"the layout needs {cfg.num_gpus} GPUs and has {h.nodes * h.gpus_per_node}: {of('hardware.inference_replicas')} x "
-            f"{of('hardware.tensor_parallel')} for inference, {of('hardware.trainer_ranks')} for the trainer ({how}); "
-            f"{of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer replicas or ranks, or more hosts."
+            f"{of('hardware.tensor_parallel')} for inference, {trainer} for the trainer ({how}); "
+            f"{of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
         )
 
 

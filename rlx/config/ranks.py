@@ -1,0 +1,21 @@
+"""How many trainer processes a layout has where `hardware.trainer_processes` leaves it open: one for each place that inference leaves."""
+
+from __future__ import annotations
+
+
+def ranks_left(*, cuda: bool, nodes: int, gpus_per_node: int, replicas: int, tensor_parallel: int, shared: bool) -> int:
+    """On CPU one rank for each host without a server. On CUDA one for each GPU that `replicas` servers leave: those of whole hosts where
+    there are some, else the rest of the last server's host. `shared`: the GPUs of the servers. At least 1.
+
+    node8 with 4 servers: 4. Two hosts of 8 GPUs with 4 servers: 8, on the second. Three hosts on CPU with one server: 2.
+    """
+    if not cuda:
+        return nodes if nodes == 1 else nodes - min(replicas, nodes - 1)
+    if shared and replicas:
+        return replicas * tensor_parallel
+    by_host = max(gpus_per_node // tensor_parallel, 1)  # servers of a host
+    full, last = divmod(replicas, by_host)
+    if whole := max(nodes - full - (last > 0), 0):
+        return max(whole * gpus_per_node, 1)
+    rest = gpus_per_node - last * tensor_parallel if last and full < nodes else gpus_per_node - by_host * tensor_parallel
+    return max(rest, 1)

@@ -1,0 +1,217 @@
+"""Where a trainer's batches come from: one interface, four sources. The trainer's loop does not know which of them it has.
+
+    OrchestratorSource    `batches/step_000012.batch` appears in the run directory, and is deleted once trained on
+    RecordedSource        `recorded/step_000012.batch.zst` of another run, which may be trained on by any number of ranks
+    SupervisedSource      samples that are all there, shuffled
+    FakeSource            random tokens of given lengths, for benchmarks
+
+A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, rank 0 alone waits for files and
+reads them; the others get its bytes. A file appears whole (temporary name, then rename), so its existence is the message.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rlx import codec
+from rlx.paths import RunPaths, atomic
+from rlx.types import STREAMS, StepBatch, TrainingSample
+from rlx.waiting import Preempted, wait_for
+
+if TYPE_CHECKING:  # an orchestrator only sends, and need not load torch
+    from rlx.parallel.mesh import Mesh
+
+Tick = Callable[[], None]
+
+
+class Source(Protocol):
+    """Gives every rank the same batch for the same step."""
+
+    def receive(self, step: int, tick: Tick) -> StepBatch:
+        """The batch of `step`. `tick` is called while rank 0 waits; when it raises Preempted there, this raises it on every rank."""
+        ...
+
+    def done(self, step: int) -> None:
+        """Every rank has received the batch of `step`."""
+        ...
+
+
+def send(paths: RunPaths, batch: StepBatch) -> None:
+    """The orchestrator's end: make the batch appear. A batch of the same step that was not consumed is replaced."""
+    with atomic(paths.batch_of(batch.step)) as temporary, temporary.open("wb") as file:
+        file.writelines(codec.encode(batch))
+
+
+class OrchestratorSource:
+    """The batches that this run's orchestrator sends."""
+
+    def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
+        """`timeout`: seconds to wait for one batch."""
+        self.paths, self.mesh, self.timeout = paths, mesh, timeout
+
+    def receive(self, step: int, tick: Tick) -> StepBatch:
+        """Wait for the batch of `step` and read it; it stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
+        path = self.paths.batch_of(step)
+
+        def read() -> bytearray:
+            wait_for(path.exists, f"the batch of step {step} ({path}); see the orchestrator's log", self.timeout, poll=0.002, tick=tick)
+            content = bytearray(path.stat().st_size)  # a bytearray, so that the arrays are writable and torch takes them as they are
+            with path.open("rb") as file:
+                file.readinto(content)
+            return content
+
+        return _decoded(_read_once(read, self.mesh), step, str(path))
+
+    def done(self, step: int) -> None:
+        """Delete the batch."""
+        if self.mesh.first:
+            self.paths.batch_of(step).unlink(missing_ok=True)
+
+
+class RecordedSource:
+    """The batches that another run has recorded, in their order."""
+
+    def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None) -> None:
+        """`paths` of the run that recorded them. With another `num_minibatches` than it had, its groups are split anew."""
+        self.paths, self.mesh, self.num_minibatches = paths, mesh, num_minibatches
+
+    def receive(self, step: int, tick: Tick) -> StepBatch:
+        """The batch of `step`. Raises FileNotFoundError when it was not recorded, ValueError for a damaged file."""
+        import zstandard  # only to read recordings: supervised training needs torch, numpy and the standard library alone
+
+        path = self.paths.recorded_of(step)
+
+        def read() -> bytearray:
+            with path.open("rb") as file:
+                try:
+                    return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
+                except zstandard.ZstdError as error:
+                    raise ValueError(f"{path} is damaged: {error}") from error
+
+        batch = _decoded(_read_once(read, self.mesh), step, str(path))
+        return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
+
+    def done(self, step: int) -> None:
+        """Nothing: they may be replayed again."""
+
+
+def _read_once(read: Callable[[], bytearray], mesh: Mesh) -> bytes | bytearray:
+    """What rank 0 reads, on every rank. Raises Preempted everywhere when it does there; what else fails on rank 0 ends that process."""
+    if not mesh.first:
+        content = mesh.broadcast_bytes()
+        if not content:
+            raise Preempted
+        return content
+    try:
+        content = read()
+    except Preempted:
+        mesh.broadcast_bytes(b"")
+        raise
+    return mesh.broadcast_bytes(content)
+
+
+def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
+    try:
+        batch = codec.decode(content, StepBatch)
+    except codec.CodecError as error:
+        raise codec.CodecError(f"{where}: {error}") from error
+    assert batch.step == step, f"{where} holds the batch of step {batch.step}"
+    return batch
+
+
+def split(batch: StepBatch, num_minibatches: int | None) -> StepBatch:
+    """The same samples in so many mini-batches of neighbouring groups, as equal in groups as can be. Groups stay whole."""
+    groups: dict[int, list[TrainingSample]] = {}
+    for sample in chain.from_iterable(batch.mini_batches):
+        groups.setdefault(sample.group, []).append(sample)
+    parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches or 1)
+    return replace(batch, mini_batches=tuple(tuple(chain.from_iterable(groups[int(group)] for group in part)) for part in parts))
+
+
+class SupervisedSource:
+    """Samples that are all there, shuffled: every one once before any a second time, in an order of its own each time."""
+
+    def __init__(self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int) -> None:
+        """`batch_size` samples make one batch of one mini-batch, each a group of its own."""
+        self.samples, self.batch_size, self.seed = samples, batch_size, seed
+        self._next, self._order = 0, shuffled_batches(len(samples), batch_size, seed)
+
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
+        """The batch of `step`. Any step may be asked for; the next one costs nothing."""
+        if step < self._next:
+            self._next, self._order = 0, shuffled_batches(len(self.samples), self.batch_size, self.seed)
+        while self._next <= step:
+            chosen = next(self._order)
+            self._next += 1
+        samples = tuple(replace(self.samples[i], group=group) for group, i in enumerate(chosen))
+        return StepBatch(step=step, mini_batches=(samples,))
+
+    def done(self, step: int) -> None:
+        """Nothing."""
+
+
+def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of indices for ever; every example once before any a second time, in an order of its own each time."""
+    state = random.Random(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_size:
+            waiting += state.sample(range(num_examples), num_examples)
+        yield waiting[:batch_size]
+        waiting = waiting[batch_size:]
+
+
+class FakeSource:
+    """Groups of random tokens with a common prompt each, sampled by the newest policy. The same seed gives the same batches."""
+
+    def __init__(
+        self,
+        *,
+        groups: int,
+        members: int,
+        prompt_tokens: tuple[int, int],
+        completion_tokens: tuple[int, int],
+        vocab_size: int,
+        seed: int = 0,
+        streams: Sequence[str] = (),
+    ) -> None:
+        """`prompt_tokens`, `completion_tokens`: fewest and most; equal ones make samples of one length. `streams`: which have values."""
+        assert set(streams) <= set(STREAMS), streams
+        self.groups, self.members, self.prompt_tokens, self.completion_tokens = groups, members, prompt_tokens, completion_tokens
+        self.vocab_size, self.seed, self.streams = vocab_size, seed, streams
+
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
+        """The batch of `step`, one mini-batch; it does not depend on which were asked for before."""
+        rng = np.random.default_rng([self.seed, step])
+        samples = []
+        for group in range(self.groups):
+            prompt = rng.integers(0, self.vocab_size, rng.integers(*self.prompt_tokens, endpoint=True))
+            for member in range(self.members):
+                completion = rng.integers(0, self.vocab_size, rng.integers(*self.completion_tokens, endpoint=True))
+                mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+                optional: Any = {name: rng.random(len(mask), dtype=np.float32) for name in self.streams}
+                samples.append(
+                    TrainingSample(
+                        group=group,
+                        member=member,
+                        env="fake",
+                        token_ids=np.concatenate([prompt, completion]).astype(np.int32),
+                        loss_mask=mask,
+                        inference_logprobs=np.where(mask, rng.normal(-math.log(self.vocab_size), 0.1, len(mask)), 0).astype(np.float32),
+                        advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+                        temperature=1.0,
+                        versions=np.where(mask, step, -1).astype(np.int32),
+                        **optional,
+                    )
+                )
+        return StepBatch(step=step, mini_batches=(tuple(samples),))
+
+    def done(self, step: int) -> None:
+        """Nothing."""

@@ -1,0 +1,247 @@
+"""The HTTP face of the policy: our own routes, cheap, and vLLM's `/v1/…` behind them.
+
+`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, before any framework. Every
+other path goes to vLLM's own application, which is built when it is first asked for: a run never needs it, and it costs seconds.
+Knows HTTP (ASGI). Knows nothing of how a version is served (`engine.py`) nor of the run directory (`rlx.roles.inference`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rlx.inference.protocol import Answer, Asked, Failure, GenerateRequest, UpdateRequest
+from rlx.inference.server.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
+
+log = logging.getLogger(__name__)
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+JSON = b"application/json"
+WRONG_KEY = "the header `Authorization: Bearer KEY` is missing or wrong; the key is in the run's endpoints/"
+
+_asked = msgspec.msgpack.Decoder(Asked)
+_update_request = msgspec.json.Decoder(UpdateRequest)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PolicyApp:
+    """An ASGI application over one engine."""
+
+    def __init__(self, engine: PolicyEngine, api_key: str, vllm_args: dict[str, Any]) -> None:
+        self.engine = engine
+        self._authorization = f"Bearer {api_key}".encode()
+        self._vllm_args = vllm_args
+        self._vllm: asyncio.Task[Any] | None = None
+        self._routes = {
+            ("GET", "/health"): self._health,
+            ("GET", "/policy"): self._policy,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/reload_weights"): self._reload_weights,
+        }
+        self._paths = {path for _, path in self._routes}
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if scope["type"] != "http":
+            assert scope["type"] == "websocket"  # the server runs with lifespan="off"
+            await receive()
+            if path == "/generate" and self._authorized(scope["headers"]):
+                await send({"type": "websocket.accept"})
+                await Session(self.engine, send).run(receive)
+            else:
+                await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the client reads 403
+            return
+        if path != "/health" and not self._authorized(scope["headers"]):
+            await _fail(send, 401, WRONG_KEY)
+            return
+        handler = self._routes.get((scope["method"], path))
+        if handler is not None:
+            await handler(receive, send)
+        elif path in self._paths:
+            await _fail(send, 405, f"{scope['method']} {path} is not a route")
+        else:
+            await self._forward(scope, receive, send)
+
+    def _authorized(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        return any(name == b"authorization" and hmac.compare_digest(value, self._authorization) for name, value in headers)
+
+    # -- our routes
+
+    async def _health(self, receive: Receive, send: Send) -> None:
+        if self.engine.llm.errored or self.engine.broken.done():
+            await _fail(send, 503, "the engine is dead")
+        else:
+            await _reply(send, 200, b"{}", JSON)
+
+    async def _policy(self, receive: Receive, send: Send) -> None:
+        await _reply(send, 200, msgspec.json.encode(self.engine.state()), JSON)
+
+    async def _update_weights(self, receive: Receive, send: Send) -> None:
+        try:
+            request = _update_request.decode(await _body(receive))
+        except msgspec.MsgspecError as error:
+            await _fail(send, 400, str(error))
+            return
+        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version, request.drain_tokens))
+
+    async def _reload_weights(self, receive: Receive, send: Send) -> None:
+        await self._change(send, self.engine.reload_weights())
+
+    async def _change(self, send: Send, change: Awaitable[None]) -> None:
+        try:
+            await change
+        except BadWeights as error:
+            await _fail(send, 422, str(error), self.engine.version)
+        except Broken as error:
+            await _fail(send, 500, f"{error}; the server ends", self.engine.version)
+        else:
+            await _reply(send, 200, msgspec.json.encode(self.engine.state()), JSON)
+
+    # -- vLLM's routes
+
+    async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if self._vllm is None:
+            self._vllm = asyncio.ensure_future(self._build_vllm())
+        building = self._vllm
+        try:
+            application = await asyncio.shield(building)
+        except Exception as error:
+            if self._vllm is building:  # the next request tries again
+                self._vllm = None
+                log.exception("vLLM's own routes could not be built")
+            await _fail(send, 500, f"vLLM's own routes could not be built: {type(error).__name__}: {error}")
+            return
+        await application(scope, receive, send)
+
+    async def _build_vllm(self) -> Any:
+        """vLLM's application on our engine, as `vllm serve` builds it."""
+        log.info("building vLLM's own routes")
+        build_app, init_app_state, args = await asyncio.to_thread(self._import_vllm)
+        tasks = await self.engine.llm.get_supported_tasks()
+        application = build_app(args, tasks, self.engine.llm.model_config)
+        await init_app_state(self.engine.llm, application.state, args, tasks)
+        return application
+
+    def _import_vllm(self) -> tuple[Any, Any, Any]:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        for name in ("model", "served_model_name", "trust_remote_code", "disable_log_stats"):
+            setattr(args, name, self._vllm_args[name])
+        return build_app, init_app_state, args
+
+
+class Session:
+    """The server's end of one client's connection. What is ready in one turn of the event loop leaves in one message."""
+
+    def __init__(self, engine: PolicyEngine, send: Send) -> None:
+        self.engine = engine
+        self.send = send
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._answers: list[Answer] = []
+        self._ready = asyncio.Event()
+
+    async def run(self, receive: Receive) -> None:
+        """Until the client has hung up; then what it asked for is given up."""
+        sending = asyncio.ensure_future(self._send())
+        try:
+            while (message := await receive())["type"] != "websocket.disconnect":
+                try:
+                    asked = _asked.decode(message.get("bytes") or b"")
+                except msgspec.MsgspecError as error:
+                    await self.send({"type": "websocket.close", "code": 1007, "reason": str(error)[:100]})
+                    return
+                for number, request in asked.requests:
+                    self._open[number] = asyncio.ensure_future(self._generate(number, request))
+                for number in asked.given_up:
+                    if number in self._open:
+                        self._open.pop(number).cancel()
+        finally:
+            sending.cancel()
+            for task in self._open.values():
+                task.cancel()
+
+    async def _generate(self, number: int, request: GenerateRequest) -> None:
+        engine = self.engine
+        try:
+            if request.version > engine.version:
+                text = f"asked for version {request.version}, have {engine.version}: tell me /update_weights first"
+                answer = Answer(number, 409, error=text)
+            else:
+                answer = Answer(number, 200, await engine.generate(request))
+        except BadRequest as error:
+            answer = Answer(number, 413 if error.kind == "context" else 400, error=str(error))
+        except RequestFailed as error:
+            answer = Answer(number, 500, error=str(error))
+        except EngineDeadError:
+            answer = Answer(number, 503, error="the engine died while it served this request")
+        self._open.pop(number, None)
+        self._answers.append(answer)
+        self._ready.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            answers, self._answers = self._answers, []
+            await self.send({"type": "websocket.send", "bytes": _encode(answers)})
+
+
+async def _body(receive: Receive) -> bytes:
+    message = await receive()
+    body = message.get("body", b"")
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+    return body
+
+
+async def _reply(send: Send, status: int, body: bytes, kind: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _fail(send: Send, status: int, message: str, version: int | None = None) -> None:
+    await _reply(send, status, msgspec.json.encode(Failure(message, version)), JSON)
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the role decides how to end."""
+
+    def __init__(self, app: PolicyApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="websockets-sansio",
+                ws_max_size=2**31 - 1,
+                ws_ping_interval=None,  # a loop that is busy for a while is not a dead peer
+                ws_per_message_deflate=False,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=3600,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,241 @@
+"""The policy that is served: vLLM's engine, the version of its weights, and how one version becomes the next.
+
+An update is exact for requests in flight: the files are checked while the old version generates on, then the engine is paused between
+two steps, all tokens of the old weights are stamped, the weights change, keys and values computed with the old ones are thrown away
+(requests in flight recompute theirs), and the engine goes on. Where all requests in flight end soon, waiting for them is cheaper.
+
+Knows vLLM. Knows nothing of HTTP, of keys or of the run directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
+from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
+from rlx.inference.server.cpu_ops import NORMS, use_quick_ops
+from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes
+
+log = logging.getLogger(__name__)
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as it is; `kind` is `context` where the prompt is too long."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave this request up because of an error of its own; others go on."""
+
+
+class BadWeights(ValueError):
+    """New weights were refused; the old ones are served as before."""
+
+
+class Broken(RuntimeError):
+    """The engine can no longer serve a whole model; the process must end."""
+
+
+class PolicyEngine:
+    """One vLLM engine and the policy version it has. Made and used on one running event loop."""
+
+    def __init__(self, llm: AsyncLLM, model: Path, served: Shapes) -> None:
+        self.llm = llm
+        assert isinstance(llm.engine_core, SeparateCore | InProcessCore)
+        self.core = llm.engine_core
+        self.model = model
+        self.served = served
+        self.attested = 0.0
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
+        self._updating = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._open = asyncio.Event()  # whether new requests are let in
+        self._open.set()
+        self._context = llm.model_config.max_model_len
+        self._tied = bool(llm.model_config.hf_config.tie_word_embeddings)
+        self._tasks: tuple[Any, ...] = ()
+
+    @classmethod
+    async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
+        """Load version 0 and be ready to serve. Blocks the loop meanwhile, as vLLM does."""
+        served = tensor_shapes(Path(arguments["model"]))
+        config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if cpu:
+            use_quick_ops()
+            norms = config.kernel_config.ir_op_priority
+            norms.rms_norm, norms.fused_add_rms_norm = [NORMS, "native"], [NORMS, "native"]
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just asked for spawn, which takes 10 s more
+        kind = InProcessCore if in_process else SeparateCore
+
+        def make_core(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
+            return kind(vllm_config, executor_class, True, *args, **kwargs)
+
+        # AsyncLLM makes its core by this name and takes no other.
+        core_client.EngineCoreClient.make_async_mp_client = staticmethod(make_core)  # type: ignore[method-assign]
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
+        engine = cls(llm, Path(arguments["model"]), served)
+        engine._tasks = await llm.get_supported_tasks()
+        llm._run_output_handler()
+        return engine
+
+    def shutdown(self) -> None:
+        """End the processes that belong to the engine; one in this process ends with it, and tidying it up takes seconds."""
+        if isinstance(self.core, SeparateCore):
+            self.llm.shutdown(timeout=0)
+
+    # -- generating
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Cancelling the call aborts the request in the engine.
+
+        Raises BadRequest for parameters that vLLM refuses or a prompt that fills the context, RequestFailed when the engine could not
+        finish it, EngineDeadError when the engine dies.
+        """
+        prompt = np.frombuffer(request.prompt_ids, INT).tolist()
+        if len(prompt) >= self._context:
+            raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new one", "context")
+        try:
+            core_request = self.llm.input_processor.process_inputs(
+                request.request_id, {"type": "token", "prompt_token_ids": prompt}, sampling_params(request.sampling), self._tasks
+            )
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            raise BadRequest(str(error)) from error
+        while not self._open.is_set():
+            await self._open.wait()
+        core_request.external_req_id = request.request_id
+        core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique, whatever clients call theirs
+        sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
+        self.core.sinks[core_request.request_id] = sink
+        try:
+            await self.core.add_request_async(core_request)
+            await sink.done
+        except BaseException as error:
+            self.core.sinks.pop(core_request.request_id, None)
+            sink.done.cancel()  # an update may be waiting for it
+            if isinstance(error, asyncio.CancelledError):
+                await self.core.abort_requests_async([core_request.request_id])
+            raise
+        if sink.finish_reason == "error":
+            raise RequestFailed(f"the engine gave request {request.request_id} up after {len(sink.token_ids)} tokens; its log says why")
+        return Completion(
+            token_ids=pack_ids(sink.token_ids),
+            logprobs=np.asarray(sink.logprobs, FLOAT).tobytes(),
+            versions=[(version, count) for version, count in sink.versions],
+            finish_reason=sink.finish_reason,
+        )
+
+    # -- versions
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    def state(self) -> PolicyState:
+        core = self.core
+        return PolicyState(
+            version=core.version,
+            attested=self.attested,
+            model=str(self.model),
+            context_length=self._context,
+            running=core.running,
+            waiting=core.waiting,
+            kv_cache_usage=core.kv_cache_usage,
+            preemptions=core.preemptions,
+        )
+
+    async def update_weights(self, folder: Path, version: int, drain_tokens: int = 0) -> None:
+        """Serve `version` from the Hugging Face folder with its `COMPLETE` marker.
+
+        When every request in flight has at most `drain_tokens` tokens to go, they end under the old version first, and new ones wait.
+        Raises BadWeights while nothing is changed yet, Broken when the engine was left without a whole model.
+        """
+        async with self._updating:
+            started = time.perf_counter()
+            try:
+                await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
+            try:
+                await self._drain(drain_tokens)
+                await self._load(folder, version, started)
+            finally:
+                self._open.set()
+
+    async def reload_weights(self) -> None:
+        """Back to version 0. Raises as `update_weights` does."""
+        async with self._updating:
+            started = time.perf_counter()
+            try:
+                shapes = await asyncio.to_thread(tensor_shapes, self.model)
+            except (ValueError, OSError) as error:
+                raise BadWeights(f"the initial model was refused, version {self.version} is still served: {error}") from error
+            if shapes != self.served:
+                raise BadWeights(f"version {self.version} is still served: {self.model} has changed since this server started")
+            await self._load(self.model, 0, started)
+
+    async def _drain(self, tokens: int) -> None:
+        """Let nothing in and wait for all requests in flight, if each of them runs already and has at most `tokens` tokens to go."""
+        sinks = list(self.core.sinks.values())
+        running = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
+        if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
+            self._open.clear()
+            await asyncio.wait([sink.done for sink in sinks])
+
+    async def _load(self, folder: Path, version: int, started: float) -> None:
+        if self.broken.done():
+            raise Broken(self.broken.result())
+        checked = time.perf_counter()
+        try:
+            await self.core.pause_scheduler_async("keep", True)  # True: forget all keys and values
+            await self.core.settle()
+            shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
+            compared = min(shares)
+            self.core.version = version
+            self.attested = compared
+            await self.core.resume_scheduler_async()
+        except Exception as error:
+            message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"
+            log.critical(message, exc_info=True)
+            if not self.broken.done():
+                self.broken.set_result(message)
+            raise Broken(message) from error
+        ended = time.perf_counter()
+        log.info(
+            "version %d: checked in %.0f ms, paused for %.0f ms; %.1f %% of what is served was compared with what was trained",
+            version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared,
+        )  # fmt: skip
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, no text."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

@@ -1,0 +1,68 @@
+"""What is added to vLLM's worker so that a policy version can be loaded inside the engine.
+
+vLLM mixes `PolicyWorker` into its worker class by name (`worker_extension_cls`), in whatever process the worker lives.
+Knows safetensors and vLLM's model runner. It trusts its caller: the files were checked, the engine is paused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rlx.inference.server.cpu_ops import kept_weights
+from rlx.inference.server.policy_files import tensor_shapes
+from rlx.inference.server.served import compare, faithful
+from rlx.paths import COMPLETE
+from rlx.weights.files import weight_files
+from rlx.weights.hub import fetch
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the weight files of a model folder, in the files' own order."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+class PolicyWorker:
+    """Methods for `collective_rpc`. vLLM's own names (`update_weights`, `reload_weights`) are taken."""
+
+    vllm_config: Any
+    model_runner: Any
+    comparable: frozenset[str] | None = None  # tensors that vLLM serves as they are in their file
+
+    def load_policy(self, folder: str) -> float:
+        """Replace the model's weights by those in a Hugging Face folder, and compare what is served then with what its manifest says.
+
+        The share of the weights that could be compared: 0 where the manifest says nothing of tensors, or there is none.
+        Anything that raises here leaves a model of two halves: the caller must let no request see it.
+        """
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            model = self.model_runner.get_model()
+            packed = kept_weights(model)
+            if self.comparable is None:  # what vLLM loaded at its start is there still
+                initial = fetch(self.vllm_config.model_config.model, None)
+                self.comparable = faithful(model, packed, tensor_shapes(initial), tensors(initial))
+            if packed:
+                for layer, weight in packed.items():
+                    layer.weight = weight
+                model.load_weights(tensors(Path(folder)))
+                for layer in packed:
+                    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+            else:
+                self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
+            head = getattr(model, "lm_head", None)
+            if self.vllm_config.device_config.device_type == "cpu" and head is not None:
+                # It multiplies with a packed copy, which `load_weights` leaves as it was; so does vLLM's reload where the head is tied.
+                head.quant_method.process_weights_after_loading(head)
+            manifest = Path(folder) / COMPLETE
+            written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
+            return compare(model, packed, written, self.comparable)

@@ -1,0 +1,43 @@
+"""How the trainer's ranks on several hosts find each other: rank 0 binds a free port and says in the run directory where.
+
+Under torchrun nothing of this is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rlx.paths import RunPaths, write_text
+from rlx.process import host_name
+from rlx.waiting import wait_for
+
+TOKEN = "RLX_RUN_TOKEN"  # the supervisor gives all processes of one attempt the same value
+CONNECT = 300.0  # seconds for a rank to reach the store once its address is known
+
+
+def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None) -> dist.Store:
+    """The store of this attempt's ranks: rank 0 serves it, the others wait at most `timeout` seconds for its address.
+
+    `tick` is called while waiting. An address that an earlier attempt left is not taken. Raises WaitTimeout.
+    """
+    file = paths.endpoints / "trainer.json"
+    token = os.environ.get(TOKEN, "")
+    if rank == 0:
+        store = dist.TCPStore(host_name(), 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT))
+        write_text(file, json.dumps({"host": host_name(), "port": store.port, "token": token}))
+        return store
+
+    def address() -> dict | None:
+        try:
+            found = json.loads(file.read_text())
+        except (FileNotFoundError, OSError):
+            return None
+        return found if found["token"] == token else None
+
+    found = wait_for(address, f"the address of the trainer's rank 0 ({file})", timeout, poll=0.05, tick=tick)
+    return dist.TCPStore(found["host"], found["port"], world_size, is_master=False, timeout=timedelta(seconds=CONNECT))

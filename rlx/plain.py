@@ -1,0 +1,151 @@
+"""Single values as JSON and back, for the codec: typed ones (int, float, bool, str, one of some) and plain ones of any kind.
+
+Plain are None, bool, int, float, str, bytes, dates and times, and lists, tuples and dicts of plain values.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+
+class CodecError(ValueError):
+    """A record that cannot be written, or bytes that are not the wanted record. The message names the field where there is one."""
+
+    def __init__(self, problem: str, row: int = 0) -> None:
+        """`row`: which value of the column that is being written."""
+        super().__init__(problem)
+        self.problem, self.row, self.path = problem, row, ""
+
+    def inside(self, part: str, row: int) -> CodecError:
+        """The same, one level further out: `part` is `.field` or `[index]`."""
+        self.path, self.row = part + self.path, row
+        self.args = (f"{self.path.lstrip('.')}: {self.problem}",)
+        return self
+
+
+def write_each(write: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """`write` of every value. A CodecError says in its `row` which one it was."""
+    body: list[Any] = []
+    try:
+        body.extend(map(write, values))
+    except CodecError as error:
+        error.row = len(body)
+        raise
+    return body
+
+
+def _int(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        _refuse(value, int)
+
+
+def _refuse(value: Any, kind: type) -> NoReturn:
+    raise CodecError(f"{name_of(value)} is no {kind.__name__}") from None
+
+
+def _float(value: Any) -> float:
+    if not isinstance(value, (float, int, np.floating, np.integer)):
+        _refuse(value, float)
+    return float(value)
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        _refuse(value, bool)
+    return bool(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        _refuse(value, str)
+    return str(value)
+
+
+SCALARS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bool, str: _str}
+"""How a value that is annotated so becomes one of JSON; numpy's scalars are taken for Python's."""
+
+
+def one_of(choices: tuple[Any, ...], value: Any) -> Any:
+    """The value, which must be one of the choices."""
+    if value not in choices:
+        raise CodecError(f"{value!r} is none of {', '.join(map(repr, choices))}")
+    return value
+
+
+_TAGGED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "$datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "$date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "$time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "$timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)),
+}
+"""Plain values that JSON does not know, as `{tag: what stands for it}`; tuples and odd dicts are `$tuple` and `$dict`."""
+_TAG_OF = {kind: (tag, write) for tag, (kind, write, _) in _TAGGED.items()}
+
+
+def to_json(value: Any) -> Any:
+    """A plain value as JSON. Raises CodecError for any other, saying where in it."""
+    kind = type(value)
+    if value is None or kind in (str, bool, int, float):
+        return value
+    if kind is list:
+        return _items(value)
+    if kind is tuple:
+        return {"$tuple": _items(value)}
+    if kind is dict:
+        if not all(type(key) is str and not key.startswith("$") for key in value):
+            return {"$dict": _items([list(item) for item in value.items()])}
+        body = {}
+        for key, item in value.items():
+            try:
+                body[key] = to_json(item)
+            except CodecError as error:
+                raise error.inside(f"[{key!r}]", 0) from None
+        return body
+    if kind in _TAG_OF:
+        tag, write = _TAG_OF[kind]
+        return {tag: write(value)}
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return to_json(value.item())
+    raise CodecError(
+        f"{name_of(value)} cannot be kept: only None, bool, int, float, str, bytes, dates, times, and lists, tuples and dicts of them"
+    )
+
+
+def _items(values: Sequence[Any]) -> list:
+    try:
+        return write_each(to_json, values)
+    except CodecError as error:
+        raise error.inside(f"[{error.row}]", 0) from None
+
+
+def from_json(body: Any) -> Any:
+    """The plain value that `to_json` was given."""
+    if type(body) is list:
+        return [from_json(value) for value in body]
+    if type(body) is not dict:
+        return body
+    tag = next(iter(body), "")
+    if not tag.startswith("$"):
+        return {key: from_json(value) for key, value in body.items()}
+    if tag == "$tuple":
+        return tuple(from_json(body[tag]))
+    if tag == "$dict":
+        return dict(map(tuple, from_json(body[tag])))
+    return _TAGGED[tag][2](body[tag])
+
+
+def name_of(value: Any) -> str:
+    """What stands in an error for a value: its type, and of an array its dtype and shape."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

@@ -1,0 +1,174 @@
+"""The plan in words and numbers, for a person who wants to know what will happen before it does.
+
+Pure: text from a configuration and its plan. Knows nothing of files and processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlx.config.rows import why
+from rlx.config.schema import Config
+from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
+from rlx.rollout.filters import rules_of
+from rlx.types import ProcessSpec
+
+
+def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
+    """What was composed, which process goes where, the arithmetic of a batch, and the memory it takes."""
+    sections = [
+        ("composed", _composed(choices, notes, run_dir)),
+        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
+        ("one step", _batch(cfg)),
+        ("memory (estimates)", _memory(cfg, plan)),
+    ]
+    return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`, `14 MiB` or `2 KiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            value = num_bytes / unit
+            return f"{value:,.1f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> list[str]:
+    lines = [f"{group.ljust(max(map(len, choices)))}  {choice}" for group, choice in choices.items()]
+    return [*lines, *(f"note: {note}" for note in notes), f"run directory: {run_dir}"]
+
+
+def _row(cfg: Config, spec: ProcessSpec) -> list[str]:
+    host = "this machine" if cfg.hardware.nodes == 1 and cfg.launcher.name == "local" else f"host {spec.node}"
+    gpus = ",".join(map(str, spec.gpus)) or "cpu"
+    ports = ", ".join(f"{purpose} {port or 'any free'}" for purpose, port in spec.ports.items()) or "-"
+    return [spec.name, host, gpus, ports, _command(cfg, spec)]
+
+
+def _command(cfg: Config, spec: ProcessSpec) -> str:
+    what = {
+        "prepare": "supervised warm start of the model, unless it is in the cache",
+        "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
+        + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
+        "orchestrator": f"environments {', '.join(cfg.envs)}; at most {cfg.orchestrator.max_concurrent} rollouts in flight",
+        "trainer": f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process",
+    }
+    return what.get(spec.role, " ".join(spec.argv))
+
+
+def _batch(cfg: Config) -> list[str]:
+    group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
+    ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
+    trained = rollouts * cfg.seq_len
+    rows = math.ceil(trained / (row * ranks * mini))
+    versions = "version" if lag == 1 else "versions"
+    stale = (
+        f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
+        if lag
+        else "none: every token comes from the policy it trains"
+    )
+    steps = cfg.max_steps * cfg.num_updates
+    rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
+    rest += f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
+    return table(
+        ["quantity", "value"],
+        [
+            ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
+            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts of each"],
+            ["new tokens", _new_tokens(cfg)],
+            ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
+            [
+                "micro-batches",
+                f"at most {rows:,} a rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
+            ],
+            ["", f"rows of {row:,} tokens: {why(cfg)}"],
+            ["optimizer steps", f"{cfg.num_updates} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
+            ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
+            ["staleness", stale],
+        ],
+    )[1:]
+
+
+def _new_tokens(cfg: Config) -> str:
+    """Most tokens that are sampled for a batch. An environment may have a bound of its own; each plays its share of the groups."""
+    rollouts, default = cfg.orchestrator.batch_size, cfg.sampling.max_tokens
+    bounds = {name: env.sampling.max_tokens or default for name, env in cfg.envs.items() if env.weight > 0}
+    if set(bounds.values()) <= {default}:
+        return f"at most {rollouts * default:,} = {rollouts:,} × sampling.max_tokens {default:,} (a turn)"
+    if len(bounds) == 1:
+        ((name, bound),) = bounds.items()
+        return f"at most {rollouts * bound:,} = {rollouts:,} × envs.{name}.sampling.max_tokens {bound:,} (a turn)"
+    total = sum(cfg.envs[name].weight for name in bounds)
+    mean = sum(cfg.envs[name].weight * bound for name, bound in bounds.items()) / total
+    each = ", ".join(f"{name} {bound:,}" for name, bound in bounds.items())
+    return f"about {rollouts * mean:,.0f} at most = {rollouts:,} × {mean:,.0f}, the mean of the environments' max_tokens ({each}; a turn)"
+
+
+def _more_prompts(cfg: Config) -> str:
+    """What oversampling and filters add to the prompts of a step."""
+    filters, text = cfg.orchestrator.difficulty_filter, ""
+    if cfg.orchestrator.oversampling_factor > 1:
+        text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
+    if rules := rules_of(filters):
+        text += f"; groups left out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} of them a step"
+    return text
+
+
+def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
+    """Where the trainer's memory goes, line by line, with the arithmetic."""
+    ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
+    numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
+    where = "in host memory, " if memory.on_host else ""
+    tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
+    peak = max(memory.moments, key=lambda name: memory.moments[name])
+    lines = [
+        (memory.parameters + memory.gradients + memory.optimizer, f"{where}parameters {size(memory.parameters)}, gradients "
+         f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}: {numbers}"),
+        (memory.reference, f"{where}reference model, frozen"),
+        (memory.context, "the process on the GPU: context, workspaces, NCCL"),
+        (memory.layers, "two layers, gathered while they compute"),
+        (memory.root, f"embedding and head, gathered: 2 × {tables} × {cfg.model.dtype}"),
+        (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
+        (memory.head, "the head op: tiles of logits, gradients of hidden states and of a slice of the head"),
+        (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
+        (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and the {cfg.trainer.reduce_dtype} buffer that is reduced"),
+        (memory.root_gradients, "at the end of backward, the same of embedding and head, when the activations are gone"),
+        (0.0 if memory.on_host else memory.update, "in the optimizer's step, one more number for each of its parameters"),
+    ]  # fmt: skip
+    others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
+    shown = [f"{size(value).rjust(9)}  {what}" for value, what in lines if value]
+    less = f" ({others})" if others else ""
+    return [*shown, f"the peak: {size(memory.states)} all the time, and +{size(memory.moments[peak])} when {peak}{less}"]
+
+
+def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
+    trainer, engine = trainer_memory(cfg), engine_memory(cfg)
+    cpu = cfg.hardware.device == "cpu"
+    lines = [f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
+    if not any(spec.role == "inference" for spec in plan):
+        return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
+    lines.append(
+        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} a token"
+    )
+    if cpu:
+        budget = cfg.inference.kv_cache_gb * 2**30
+        lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
+    else:
+        share = cfg.inference.gpu_memory_utilization
+        least = (engine.weights + engine.kv_longest) / share
+        lines.append(f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization), in which weights and one sequence must fit")
+        if cfg.hardware.shared:
+            least = max(least, trainer.device / (1 - share)) if share < 1 else math.inf
+            lines.append("  the trainer has the rest of the same card")
+        lines.append(f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so nothing is left for the trainer")
+    lines.append(f"  {size(engine.kv_wanted)} of cache hold all sequences decoded together at full length")
+    return lines

@@ -1,0 +1,155 @@
+"""What differs between two runs: configuration, code, packages, data, and what came out.
+
+Reads two run directories; nothing is started, imported or written. Knows the files of a run directory, not what roles do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.secret import hidden
+from rlx.metrics import read_metrics
+from rlx.runs.run import Run
+
+NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they say where a run is, not what it computes
+SHOWN = 12  # metrics of the last common step, the largest relative differences first
+FIRST = ("reward/mean", "loss/total", "policy/entropy", "mismatch/kl", "optim/grad_norm")  # metrics that are shown before others
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One kind of difference."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)  # what differs, `name: there → here`; empty where nothing does
+    note: str = ""  # said where nothing differs, or beside the lines
+
+
+def compare(a: Run, b: Run) -> list[Section]:
+    """All sections, with or without differences. Raises ConfigError for a directory that holds no whole run."""
+    for run in (a, b):
+        if run.config is None or run.provenance is None:
+            raise ConfigError(
+                f"{run.root} is no run directory that can be compared: it has no {run.paths.config.name} with {run.paths.provenance.name}."
+            )
+    assert a.provenance is not None and b.provenance is not None  # noqa: PT018
+    before, after = a.provenance, b.provenance
+    return [
+        Section("configuration", list(_config(a, b))),
+        Section("code", list(_differences(_code(a, before), _code(b, after)))),
+        Section("packages", list(_differences(_packages(before), _packages(after)))),
+        _data(a, b),
+        _metrics(a, b),
+    ]
+
+
+def _config(a: Run, b: Run) -> Iterator[str]:
+    configs = [asdict(hidden(run.config)) for run in (a, b) if run.config is not None]
+    for config in configs:
+        for name in NOT_COMPARED:
+            config.pop(name)
+    return _differences(*(_flat(config) for config in configs))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= _flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def _code(run: Run, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    source = provenance["source"]
+    diff = run.root / source["diff"] if source["diff"] else None
+    changes = f"digest {hashlib.sha256(diff.read_bytes()).hexdigest()[:12]}" if diff is not None and diff.exists() else "none"
+    return {"rlx": provenance["rlx"], "commit": source["commit"], "uncommitted changes": changes}
+
+
+def _packages(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    return {"python": provenance["python"]["version"], **provenance["packages"]}
+
+
+def _data(a: Run, b: Run) -> Section:
+    there, here = a.data, b.data
+    if there is None or here is None:
+        who = " and ".join(run.name for run, found in ((a, there), (b, here)) if found is None)
+        return Section("data", [] if there is here else ["recorded for one run only"], f"{who} did not get so far, or was a replay")
+    return Section("data", list(_differences(_flat(there), _flat(here))))
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*there, *here}):
+        if name not in here:
+            yield f"{name}: {there[name]} → absent"
+        elif name not in there:
+            yield f"{name}: absent → {here[name]}"
+        elif there[name] != here[name]:
+            yield f"{name}: {there[name]} → {here[name]}"
+
+
+def _metrics(a: Run, b: Run) -> Section:
+    """Where the two files part, and how far apart the last common step is. Wall-clock fields are left out."""
+    there, here = (_records(run) for run in (a, b))
+    if there == here:
+        return Section("metrics", [], f"{len(here)} records, equal bit for bit but for the wall clock")
+    lines = []
+    for one, other in zip_longest(there, here):
+        if one != other:
+            at = one or other
+            lines.append(f"the first record that differs: step {at['step']} of the {at['source']}")
+            break
+    tables = [
+        {source: max((r["step"] for r in records if r["source"] == source), default=None) for source in SOURCES}
+        for records in (there, here)
+    ]
+    for source in SOURCES:
+        ends = [table[source] for table in tables]
+        if ends[0] != ends[1]:
+            lines.append(f"last step of the {source}: {ends[0]} → {ends[1]}")
+        last = min((end for end in ends if end is not None), default=None)
+        if last is not None and None not in ends:
+            lines += _last_step(source, last, *(_record(records, source, last) for records in (there, here)))
+    return Section("metrics", lines)
+
+
+SOURCES = ("orchestrator", "trainer", "eval")
+
+
+def _records(run: Run) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in record.items() if name != "time" and not name.startswith(("time/", "perf/"))}
+        for record, _ in read_metrics(run.paths.metrics)
+    ]
+
+
+def _record(records: list[dict[str, Any]], source: str, step: int) -> dict[str, Any]:
+    return next((r for r in records if r["source"] == source and r["step"] == step), {})
+
+
+def _last_step(source: str, step: int, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    names = [name for name in {**there, **here} if name not in ("step", "source") and there.get(name) != here.get(name)]
+
+    def importance(name: str) -> tuple[int, float]:
+        x, y = there.get(name), here.get(name)
+        apart = abs(x - y) / max(abs(x), abs(y)) if x is not None and y is not None else 2.0
+        return (FIRST.index(name) if name in FIRST else len(FIRST), -apart)
+
+    for name in sorted(names, key=importance)[:SHOWN]:
+        x, y = there.get(name), here.get(name)
+        change = f"  ({y - x:+.4g})" if x is not None and y is not None else ""
+        yield f"{source}, step {step}: {name}: {_number(x)} → {_number(y)}{change}"
+    if len(names) > SHOWN:
+        yield f"{source}, step {step}: and {len(names) - SHOWN} more"
+
+
+def _number(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.6g}"

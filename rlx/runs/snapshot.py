@@ -1,0 +1,53 @@
+"""The code that jobs run which wait in a queue: a copy made when they are submitted, so that the checkout can change meanwhile.
+
+Copied are the package and the environments of the checkout, with uncommitted and untracked files; of an installed rlx, its package.
+Knows git and where the code lies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import xxhash
+
+from rlx.runs.provenance import SOURCE, git
+
+PARTS = ("rlx", "environments")
+
+
+def take_snapshot(folder: Path) -> Path:
+    """Copy the code to `folder/code_<hash of its content>`, unless it is there; the copy."""
+    files = _files()
+    digest = xxhash.xxh3_64()
+    for file in files:
+        digest.update(f"{file}\0".encode())
+        digest.update((SOURCE / file).read_bytes())
+    copy = folder / f"code_{digest.hexdigest()}"
+    if not copy.exists():
+        making = copy.with_name(f".{copy.name}")
+        shutil.rmtree(making, ignore_errors=True)
+        for file in files:
+            (making / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(SOURCE / file, making / file)
+        making.rename(copy)
+    return copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """Variables with which Python imports the copy, rather than what is installed or lies in the working directory.
+
+    PYTHONPATH begins with it. Modules of the user's own are still found in the working directory, after everything else on that path.
+    """
+    folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
+    path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def _files() -> list[Path]:
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None and listed is not None:
+        return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (SOURCE / path).is_file())
+    package = (SOURCE / "rlx").rglob("*")
+    return sorted(path.relative_to(SOURCE) for path in package if path.is_file() and "__pycache__" not in path.parts)

@@ -1,0 +1,69 @@
+"""The mesh: what ranks tell each other, and that one process needs nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlx.parallel import mesh as module
+from rlx.parallel.mesh import RankLost, join, one_process
+
+
+def test_one_process_has_no_process_group_and_hears_itself():
+    mesh = one_process("cpu")
+    assert (mesh.rank, mesh.world_size, mesh.data_rank, mesh.num_data_ranks) == (0, 1, 0, 1)
+    assert not mesh.grouped
+    assert not dist.is_initialized()
+    assert (mesh.any(True), mesh.any(False), mesh.broadcast_bytes(b"batch")) == (True, False, b"batch")
+    values = torch.tensor([1.0, 2.0])
+    mesh.barrier()
+    mesh.sum(values)
+    mesh.max(values)
+    mesh.broadcast(values)
+    mesh.close()
+    assert values.tolist() == [1.0, 2.0]
+    assert mesh.background_group() is None
+
+
+def rank(number: int, folder: str) -> None:
+    """One of two ranks: says what it heard in a file."""
+    threads: list[str] = []
+
+    @contextmanager
+    def alive() -> Iterator[None]:
+        threads.append(threading.current_thread().name)
+        yield
+
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=dist.FileStore(f"{folder}/store", 2), alive=alive)
+    heard = [mesh.any(number == 1), mesh.any(False)]
+    module.PIECE = 1000  # so that the message takes several broadcasts
+    content = mesh.broadcast_bytes(bytes(range(256)) * 10 if mesh.first else None)
+    assert content == bytes(range(256)) * 10
+    assert mesh.broadcast_bytes(b"" if mesh.first else None) == b""
+    values = torch.tensor([1.0 + number, 5.0])
+    mesh.sum(values)
+    largest = torch.tensor([float(number)])
+    mesh.max(largest)
+    mesh.barrier()
+    Path(folder, str(number)).write_text(f"{heard} {values.tolist()} {largest.tolist()} {bool(threads)}")
+    if mesh.first:
+        mesh.close()  # and leaves the other in a collective
+        return
+    module.PATIENCE = 0.0
+    with pytest.raises(RankLost, match="rank 1 of 2 lost another rank; the log of the one that left says why"):
+        mesh.barrier()
+    Path(folder, "lost").touch()
+
+
+def test_two_ranks_hear_each_other_and_one_that_loses_the_other_says_so(tmp_path: Path):
+    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+    said = "[True, False] [3.0, 10.0] [1.0]"
+    assert [(tmp_path / name).read_text() for name in "01"] == [f"{said} False", f"{said} True"]
+    assert (tmp_path / "lost").exists()

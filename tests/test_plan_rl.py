@@ -1,0 +1,342 @@
+"""The plan of each hardware layout, and the plan in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from launch_configs import config
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import load_run, to_yaml
+from rlx.config.rows import why
+from rlx.config.schema import Config
+from rlx.config.tree import Builder
+from rlx.plan.environment import MissingGPU, environment_of
+from rlx.plan.explain import explain
+from rlx.plan.memory import engine_memory, trainer_memory
+from rlx.plan.place import place, require_one_host
+from rlx.plan.record import read_plan, write_plan
+from rlx.plan.rl import make_plan
+from rlx.types import ProcessSpec
+
+GIB = 2**30
+
+
+def layout(hardware: str, /, **sections) -> list[str]:
+    """One line for each process: name, host, GPUs, ports."""
+    plan = make_plan(config(hardware, **sections), Path("/run"))
+    return [f"{spec.name} @{spec.node} gpus={','.join(map(str, spec.gpus))} ports={spec.ports}" for spec in plan]
+
+
+def process(**fields) -> ProcessSpec:
+    return ProcessSpec(**{"role": "trainer", "replica": 0, "node": 0, "gpus": (), "argv": ("python",), **fields})
+
+
+def command(plan: list[ProcessSpec], role: str) -> str:
+    return " ".join(next(spec for spec in plan if spec.role == role).argv)
+
+
+def test_plan_of_cpu() -> None:
+    assert layout("cpu") == ["inference_0 @0 gpus= ports={'http': 0}", "orchestrator @0 gpus= ports={}", "trainer @0 gpus= ports={}"]
+
+
+def test_plan_of_a_shared_gpu_gives_it_to_both() -> None:
+    assert layout("gpu1_shared") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
+        "orchestrator @0 gpus= ports={}",
+        "trainer @0 gpus=0 ports={}",
+    ]
+
+
+def test_plan_of_two_gpus_splits_them() -> None:
+    assert layout("gpu2") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
+        "orchestrator @0 gpus= ports={}",
+        "trainer @0 gpus=1 ports={}",
+    ]
+
+
+def test_plan_of_eight_gpus_has_inference_first_and_the_trainer_behind_it() -> None:
+    assert layout("node8") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
+        "inference_1 @0 gpus=1 ports={'http': 0}",
+        "inference_2 @0 gpus=2 ports={'http': 0}",
+        "inference_3 @0 gpus=3 ports={'http': 0}",
+        "orchestrator @0 gpus= ports={}",
+        "trainer @0 gpus=4,5,6,7 ports={'rendezvous': 0}",
+    ]
+
+
+def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
+    hardware = {"inference_replicas": 2, "tensor_parallel": 3, "trainer_processes": 2}
+    assert layout("node8", hardware=hardware)[:2] == [
+        "inference_0 @0 gpus=0,1,2 ports={'http': 0}",
+        "inference_1 @0 gpus=3,4,5 ports={'http': 0}",
+    ]
+
+
+def test_the_plan_counts_gpus_whatever_is_visible_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert layout("gpu2") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
+        "orchestrator @0 gpus= ports={}",
+        "trainer @0 gpus=1 ports={}",
+    ]
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in make_plan(config("gpu2"), Path("/run")))
+
+
+def test_devices_are_counted_as_nvidia_smi_counts_them() -> None:
+    assert {spec.env["CUDA_DEVICE_ORDER"] for spec in make_plan(config("gpu2"), Path("/run"))} == {"PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "seen"),
+    [(None, (1,), "1"), ("5,GPU-7f", (1,), "GPU-7f"), (" 4, 6 ,", (0, 1), "4,6"), ("4,6", (), ""), ("", (), "")],
+)
+def test_a_process_gets_its_gpus_by_the_names_of_its_host(visible: str | None, gpus: tuple[int, ...], seen: str) -> None:
+    host = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of(process(gpus=gpus), host)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_host_that_shows_fewer_gpus_than_the_plan_needs_is_named_with_both_numbers() -> None:
+    with pytest.raises(MissingGPU, match=r"gives trainer GPU 1 .*CUDA_VISIBLE_DEVICES=5 names 1"):
+        environment_of(process(gpus=(1,)), {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+def test_a_process_does_not_inherit_that_it_is_one_of_somebody_elses_group() -> None:
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    environment = environment_of(process(env={"RANK": "1"}), {**dict.fromkeys(group, "7"), "HOME": "/home"})
+    assert environment == {"RANK": "1", "HOME": "/home", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:
+    assert layout("cpu", model={"warm_start": {}})[0] == "prepare @0 gpus= ports={}"
+    assert layout("gpu2", model={"warm_start": {}})[0] == "prepare @0 gpus=1 ports={}"
+
+
+def test_servers_that_already_run_are_not_started_and_leave_their_gpus_to_the_trainer() -> None:
+    assert layout("gpu2", inference={"base_url": ["http://host:8000"]}) == [
+        "orchestrator @0 gpus= ports={}",
+        "trainer @0 gpus=0,1 ports={'rendezvous': 0}",
+    ]
+
+
+def test_a_fixed_port_is_counted_up_over_the_replicas() -> None:
+    lines = layout("node8", inference={"port": 8000})
+    assert [line.split("ports=")[1] for line in lines[:4]] == ["{'http': 8000}", "{'http': 8001}", "{'http': 8002}", "{'http': 8003}"]
+
+
+def test_commands_are_modules_and_several_trainer_ranks_run_under_torchrun() -> None:
+    plan = make_plan(config("node8"), Path("/run"), python="python")
+    assert command(plan, "inference") == "python -m rlx.roles.inference --run-dir /run --replica 0"
+    assert command(plan, "orchestrator") == "python -m rlx.roles.orchestrator --run-dir /run"
+    assert command(plan, "trainer") == (
+        "python -m torch.distributed.run --nnodes=1 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 "
+        "--local-addr=127.0.0.1 --max-restarts=0 -m rlx.roles.trainer --run-dir /run"
+    )
+    one = make_plan(config("cpu"), Path("/run"), python="python")
+    assert command(one, "trainer") == "python -m rlx.roles.trainer --run-dir /run"
+
+
+def test_cpu_threads_reach_every_role() -> None:
+    plan = make_plan(config("cpu", hardware={"cpu_threads": 3}), Path("/run"))
+    assert {spec.env["OMP_NUM_THREADS"] for spec in plan} == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "hardware", "base_url", "ranks"),
+    [
+        ("cpu", {}, [], 1),
+        ("cpu", {"inference_replicas": 3}, [], 1),
+        ("cpu_3nodes", {}, [], 2),
+        ("cpu_3nodes", {"inference_replicas": 2}, [], 1),
+        ("gpu1_shared", {}, [], 1),
+        ("gpu2", {}, [], 1),
+        ("gpu4", {}, [], 2),
+        ("node8", {}, [], 4),
+        ("node8x2", {}, [], 8),
+        ("node8x4", {}, [], 16),
+        ("node8", {"inference_replicas": 6}, [], 2),
+        ("node8", {"inference_replicas": 2, "tensor_parallel": 3}, [], 2),
+        ("node8x2", {"inference_replicas": 4}, [], 8),  # a whole host is left, and half of one, which stays free
+        ("node8x2", {"inference_replicas": 12}, [], 4),
+        ("node8", {}, ["http://elsewhere:8000"], 8),
+        ("node8", {"trainer_processes": 3}, [], 3),
+    ],
+)
+def test_trainer_processes_are_what_inference_leaves(preset: str, hardware: dict, base_url: list[str], ranks: int) -> None:
+    cfg = config(preset, hardware=hardware, inference={"base_url": base_url})
+    assert cfg.trainer_ranks == ranks
+    _, trainers = place(cfg)
+    assert sum(len(gpus) for _, gpus in trainers) == (0 if cfg.hardware.device == "cpu" else ranks)
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [
+        {"inference_replicas": 5, "trainer_processes": 4},
+        {"tensor_parallel": 16, "inference_replicas": 1},
+        {"trainer_processes": 9, "shared": True},
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) -> None:
+    with pytest.raises(ConfigError, match="do not fit on 1 × 8 GPUs"):
+        layout("node8", hardware=hardware)
+
+
+def test_a_layout_over_two_hosts_is_planned_but_not_for_the_local_launcher() -> None:
+    plan = make_plan(config("node8", hardware={"nodes": 2, "inference_replicas": 8, "trainer_processes": 8}), Path("/run"))
+    assert {spec.name: spec.node for spec in plan if spec.gpus} == {**{f"inference_{i}": 0 for i in range(8)}, "trainer": 1}
+    with pytest.raises(ConfigError, match="2 hosts"):
+        require_one_host(plan)
+
+
+def test_cpu_hosts_are_inference_first_and_a_trainer_process_on_each_of_the_others() -> None:
+    assert layout("cpu_3nodes") == [
+        "inference_0 @0 gpus= ports={'http': 0}",
+        "orchestrator @1 gpus= ports={}",
+        "trainer @1 gpus= ports={'rendezvous': 0}",
+        "trainer_1 @2 gpus= ports={}",
+    ]
+    with pytest.raises(ConfigError, match=r"trainer 2, over which hardware.trainer_processes=3 cannot be divided"):
+        layout("cpu_3nodes", hardware={"trainer_processes": 3})
+
+
+def test_a_trainer_over_several_hosts_is_a_process_for_each_gpu_with_its_rank() -> None:
+    plan = make_plan(config("node8x4"), Path("/run"), python="python")
+    assert {spec.node for spec in plan if spec.role == "inference"} == {0, 1}
+    trainers = [spec for spec in plan if spec.role == "trainer"]
+    assert [(spec.node, spec.gpus, spec.env["RANK"]) for spec in trainers] == [(2 + r // 8, (r % 8,), str(r)) for r in range(16)]
+    assert {spec.env["WORLD_SIZE"] for spec in trainers} == {"16"}
+    assert len({spec.name for spec in plan}) == len(plan)
+    assert trainers[0].argv == ("python", "-m", "rlx.roles.trainer", "--run-dir", "/run")
+    with pytest.raises(ConfigError, match="on one host or on whole ones"):
+        layout("node8x4", hardware={"trainer_processes": 12})
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = make_plan(config("node8", model={"warm_start": {}}), tmp_path)
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert read_plan(tmp_path / "plan.yaml") == plan
+
+
+def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
+    trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
+    shard, table = 8.19e9 / 4, 151936 * 4096
+    assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
+    assert trainer.context == GIB
+    assert trainer.root == 2 * table * 2, "embedding and head, both gathered in 16 bits"
+    assert trainer.head_gradient == table * 2
+    assert trainer.root_gradients == 2 * table * (2 + 4), "gradients of both in 16 bits, and the float32 buffer that is reduced"
+    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "an input a layer, and one layer computed again"
+    assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
+    assert trainer.update == shard * 4
+    ends = trainer.states + trainer.layers + trainer.root + trainer.root_gradients
+    assert trainer.device == ends == pytest.approx(41.6 * GIB, rel=0.01)
+    assert ends - trainer.states - trainer.layers > 9 * GIB, "what the root unit alone takes at the end of backward"
+
+
+def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
+    trainer = trainer_memory(config("cpu", model={"dtype": "float32"}))
+    assert trainer.layers == trainer.root == trainer.root_gradients == trainer.context == 0
+    assert trainer.device == trainer.states + trainer.activations + trainer.head
+
+
+def test_memory_of_the_engine() -> None:
+    engine = engine_memory(config("node8"))
+    assert engine.weights == 8.19e9 * 2
+    assert engine.kv_token == 2 * 36 * 8 * 128 * 2
+
+
+def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one() -> None:
+    resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
+    assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)
+    assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD"})).optimizer == resident.optimizer / 2
+
+
+def rows(hardware: str = "cpu", /, **sections) -> tuple[int, str]:
+    cfg = config(hardware, **sections)
+    return cfg.micro_batch_tokens, why(cfg)
+
+
+SMALL = {"hidden_size": 576, "num_layers": 30, "dtype": "float32"}  # SmolLM2-135M: 1.12 MiB of activations a token
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sections", "row", "reason"),
+    [
+        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.12 MiB a token allow"),
+        ("cpu", {"model": SMALL, "seq_len": 96, "trainer": {"micro_batch_tokens": 512}}, 512, "trainer.micro_batch_tokens"),
+        ("cpu", {"model": SMALL, "seq_len": 4096}, 4096, "seq_len; 2 GiB of activations at 1.12 MiB a token would allow fewer"),
+        ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all that a rank has in an optimizer step"),
+        ("node8", {"model": {"hidden_size": 1024, "num_layers": 28}}, 8704, "what 8 GiB of activations at 0.93 MiB a token allow"),
+        ("gpu1_shared", {"model": {"hidden_size": 1024, "num_layers": 28}, "seq_len": 512}, 4352, "what 4 GiB of activations"),
+        ("node8", {}, 8192, "seq_len; 8 GiB of activations at 4.78 MiB a token would allow fewer"),
+    ],
+)
+def test_a_row_is_as_long_as_work_and_memory_allow(hardware: str, sections: dict, row: int, reason: str) -> None:
+    found, said = rows(hardware, **sections)
+    assert found == row
+    assert said.startswith(reason)
+
+
+def test_the_length_of_a_row_is_the_same_wherever_the_configuration_is_read(tmp_path: Path) -> None:
+    cfg = config("cpu", model=SMALL, seq_len=96)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    assert load_run(tmp_path).micro_batch_tokens == cfg.micro_batch_tokens
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "rows of 1,792 tokens: what 2 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("envs", "words"),
+    [
+        (
+            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}},
+            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (a turn)",
+        ),
+        (
+            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}, "weight": 3.0}, "long": {"id": "rlx-math"}},
+            "about 412,416 at most = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; a turn)",
+        ),
+        ({"math": {"id": "rlx-math", "sampling": {"max_tokens": 6144}}}, "1,572,864 = 256 × sampling.max_tokens 6,144"),
+    ],
+)
+def test_an_environments_own_bound_of_new_tokens_is_counted(envs: dict, words: str) -> None:
+    cfg = config("node8")
+    cfg.envs = Builder(Config).build(Config, {**asdict(cfg), "envs": envs}).envs
+    assert words in explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+
+
+def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory() -> None:
+    cfg = config("node8", trainer={"num_minibatches": 2})
+    text = explain(cfg, make_plan(cfg, Path("/run")), {"loss": "gspo", "hardware": "node8"}, ["hardware=auto: chose node8"], "/run")
+    for words in (
+        "loss      gspo",
+        "hardware=auto: chose node8",
+        "inference_3",
+        "4,5,6,7",
+        "256 = 32 prompts × 8 rollouts of each",
+        "1,572,864 = 256 × sampling.max_tokens 6,144",
+        "2 minibatches of 128 rollouts",
+        "20 in the run of 10 steps",
+        "at most 1 policy version old",
+        "the card must have at least",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:
+    filters = {"zero_advantage": True, "max_rounds": 3}
+    cfg = config("node8", trainer={"num_iterations": 2}, orchestrator={"oversampling_factor": 1.25, "difficulty_filter": filters})
+    cfg.loss = {"kl": {"beta": 0.1}}
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    for words in (
+        "40 are requested at a time",
+        "left out by zero_advantage are replaced, at most 96",
+        "2 a step, 2 times over",
+        "reference ",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"

@@ -1,0 +1,268 @@
+"""Run directories: whose they are, what is in them, and what is never deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_configs import config
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, load_run
+from rlx.config.schema import Config, RunConfig
+from rlx.paths import RunPaths
+from rlx.plan.rl import make_plan
+from rlx.runs import claim
+from rlx.runs.claim import RunLock, create, describe, join, looks_like_run, settle
+from rlx.runs.status import Status
+
+KEY = "-".join(("sesame", "open"))  # not as it is written here: a run keeps the uncommitted changes of its source
+
+
+def settled(root: Path, **changes) -> Config:
+    return replace(config("cpu"), run=RunConfig(name=root.name, dir=str(root)), **changes)
+
+
+def make(cfg: Config) -> tuple[RunPaths, RunLock]:
+    return create(cfg, ["seed=1", "loss=gspo"], make_plan(cfg, Path(str(cfg.run.dir))))
+
+
+def finished(root: Path) -> RunPaths:
+    """A run that is over."""
+    paths, lock = make(settled(root))
+    Status(state="completed").write(paths)
+    (root / "weights").mkdir()
+    lock.close()
+    return paths
+
+
+def test_a_run_directory_holds_everything_that_is_needed_to_do_it_again(tmp_path: Path) -> None:
+    paths, _ = make(settled(tmp_path / "a" / "run"))
+    assert load_run(paths.root).run.name == "run"
+    assert load_run(paths.root).seq_len == 8192
+    assert yaml.safe_load(paths.overrides.read_text()) == ["seed=1", "loss=gspo"]
+    provenance = json.loads(paths.provenance.read_text())
+    assert provenance["seeds"] == {"run": 0}
+    assert provenance["packages"]["torch"]
+    assert provenance["machine"]["cpus"] == os.cpu_count()
+    assert len(provenance["source"]["commit"]) == 40
+    if provenance["source"]["diff"]:
+        assert (paths.root / provenance["source"]["diff"]).read_text().startswith("diff --git")
+    assert paths.initial_model.read_text() == "Qwen/Qwen3-8B\n"
+
+
+def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_API_KEY", KEY)
+    given = [f"inference={{api_key: '{KEY}'}}", f"+inference.api_key='{KEY}'", f"inference.api_key={KEY}", "seed=3"]
+    reference = "inference.api_key=${oc.env:RLX_API_KEY}"
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
+    cfg = settle(compose([*given, f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
+    assert cfg.inference.api_key == KEY
+    paths, lock = create(cfg, [*given, reference], make_plan(cfg, tmp_path / "run"))
+    lock.close()
+    holding = {path for path in paths.root.rglob("*") if path.is_file() and KEY in path.read_text()}
+    assert holding == {paths.secrets}
+    assert paths.secrets.stat().st_mode & 0o777 == 0o600
+    assert load_run(paths.root) == cfg, "the roles have it"
+    assert yaml.safe_load(paths.overrides.read_text())[-2:] == ["seed=3", reference], "what names a variable may stay"
+
+    again = ["--config-dir", str(paths.root), "--config-name", "config"]
+    assert "add inference.api_key=VALUE" in paths.reproduce.read_text()
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret and was not written into the file.\nGive it again:"):
+        compose(again, {})
+    resumed = compose([*again, "inference.api_key=other-key", "resume=latest"], {}).cfg
+    paths, _ = create(resumed, [], make_plan(resumed, paths.root))
+    assert load_run(paths.root).inference.api_key == "other-key", "the key of a run that goes on may be another"
+    paths.secrets.unlink()
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret"):
+        load_run(paths.root)
+
+
+def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
+    paths, _ = make(settled(tmp_path / "run"))
+    assert not paths.secrets.exists()
+    assert "api_key" not in paths.reproduce.read_text()
+
+
+def test_a_role_with_another_key_for_the_servers_does_not_join_and_neither_is_shown(tmp_path: Path) -> None:
+    cfg = settled(tmp_path / "run")
+    join(replace(cfg, inference=replace(cfg.inference, api_key="one-key")), [], [])
+    with pytest.raises(ConfigError, match=r"inference.api_key: another one") as caught:
+        join(replace(cfg, inference=replace(cfg.inference, api_key="two-key")), [], [])
+    assert "-key" not in str(caught.value)
+
+
+def test_a_warm_started_run_leaves_the_initial_model_to_prepare(tmp_path: Path) -> None:
+    cfg = replace(config("cpu", model={"warm_start": {}}), run=RunConfig(name="r", dir=str(tmp_path / "r")))
+    assert not make(cfg)[0].initial_model.exists()
+
+
+def test_reproduce_runs_the_saved_configuration_in_a_new_directory_and_tells_of_another_commit(tmp_path: Path) -> None:
+    paths, _ = make(settled(tmp_path / "run with blank"))
+    stand_in = tmp_path / "python"  # instead of the interpreter: shows what it is called with
+    stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(stand_in), "RLX_SOURCE": str(tmp_path), "RLX_NEW_DIR": str(tmp_path / "the user's")}
+    result = subprocess.run(["sh", str(paths.reproduce), "seed=5"], env=environment, capture_output=True, text=True, check=True)
+    words = result.stdout.splitlines()
+    assert words[:7] == ["-m", "rlx.cli", "train", "--config-dir", str(paths.root), "--config-name", "config"]
+    assert f"run.dir='{tmp_path}/the user\\'s'" in words
+    assert words[-1] == "seed=5"
+    assert "is at none" in result.stderr
+
+
+def test_default_names_say_what_the_run_is_and_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = (settle(config("cpu"), "math+reverse_text-tiny-gspo") for _ in range(2))
+    assert str(one.run.name).startswith("math+reverse_text-tiny-gspo-")
+    assert one.run.dir == str(tmp_path / "outputs" / str(one.run.name))
+    assert one.run.name != two.run.name
+
+
+def test_run_dir_is_made_absolute_and_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = settle(replace(config("cpu"), run=RunConfig(dir="here/mine")), "label")
+    assert (cfg.run.name, cfg.run.dir) == ("mine", str(tmp_path / "here" / "mine"))
+    with pytest.raises(ConfigError, match=r"run\.name=a/b"):
+        settle(replace(config("cpu"), run=RunConfig(name="a/b")), "label")
+
+
+def test_an_existing_run_is_refused_and_clean_replaces_it(tmp_path: Path) -> None:
+    finished(tmp_path / "run")
+    with pytest.raises(ConfigError, match="clean=true"):
+        make(settled(tmp_path / "run"))
+    assert (tmp_path / "run" / "weights").exists()
+    make(settled(tmp_path / "run", clean=True))
+    assert not (tmp_path / "run" / "weights").exists()
+    assert not (tmp_path / "run" / "status.json").exists()
+    assert load_run(tmp_path / "run").clean is False  # or reproducing it would delete something
+
+
+@pytest.mark.parametrize("files", [["thesis.tex"], ["config.yaml"], ["status.json", "thesis.tex"], [".lock", "thesis.tex"]])
+def test_clean_never_deletes_what_is_not_a_run(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
+        (tmp_path / name).write_text("precious")
+    for clean in (False, True):
+        with pytest.raises(ConfigError, match="holds something else than a run"):
+            make(settled(tmp_path, clean=clean))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "precious")
+
+
+def test_a_run_that_lives_is_not_cleaned(tmp_path: Path) -> None:
+    paths, lock = make(settled(tmp_path / "run"))
+    Status(state="running").write(paths)
+    with pytest.raises(ConfigError, match="alive"):
+        make(settled(tmp_path / "run", clean=True))
+    assert paths.status.exists()
+    lock.close()
+    make(settled(tmp_path / "run", clean=True))
+
+
+def test_a_run_lives_as_long_as_a_process_that_inherited_its_lock(tmp_path: Path) -> None:
+    paths, lock = make(settled(tmp_path / "run"))
+    Status().write(paths)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock.fd,))
+    lock.close()
+    with pytest.raises(ConfigError, match="alive"):
+        make(settled(tmp_path / "run", clean=True))
+    child.communicate(b"\n")
+    make(settled(tmp_path / "run", clean=True))
+
+
+def test_of_two_runs_that_take_a_directory_at_once_one_is_refused(tmp_path: Path) -> None:
+    outcomes: list[object] = []
+
+    def take() -> None:
+        try:
+            outcomes.append(make(settled(tmp_path / "run")))
+        except ConfigError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([outcome for outcome in outcomes if isinstance(outcome, tuple)]) == 1
+
+
+def test_a_directory_that_cannot_be_written_is_a_problem_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        make(settled(tmp_path / "file" / "run"))
+    with pytest.raises(ConfigError, match=r"run\.dir="):
+        make(settled(Path("/proc/nowhere/run")))
+
+
+def test_roles_of_one_configuration_share_a_directory_and_another_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    cfg = settled(root)
+    paths, _ = join(cfg, [], make_plan(cfg, root))
+    assert load_run(root).seq_len == 8192
+    again, _ = join(replace(cfg, clean=True), [], make_plan(cfg, root))
+    assert again == paths
+    with pytest.raises(ConfigError, match="seq_len: 8192 ≠ 4096"):
+        join(replace(cfg, seq_len=4096), [], make_plan(cfg, root))
+
+
+def test_roles_that_start_at_once_make_one_directory(tmp_path: Path) -> None:
+    cfg = settled(tmp_path / "run")
+    outcomes: list[RunPaths] = []
+    threads = [threading.Thread(target=lambda: outcomes.append(join(cfg, [], make_plan(cfg, tmp_path / "run"))[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 4
+
+
+def test_a_role_does_not_join_a_launched_run(tmp_path: Path) -> None:
+    finished(tmp_path / "run")
+    cfg = settled(tmp_path / "run")
+    with pytest.raises(ConfigError, match="rlx train"):
+        join(cfg, [], make_plan(cfg, tmp_path / "run"))
+
+
+def test_a_dry_run_leaves_its_plan_and_the_run_may_follow_it(tmp_path: Path) -> None:
+    cfg = settled(tmp_path / "run", dry_run=True)
+    describe(cfg, [], make_plan(cfg, tmp_path / "run"), "#!/bin/sh", "what it means")
+    paths = describe(cfg, [], make_plan(cfg, tmp_path / "run"))
+    assert paths is not None
+    assert load_run(paths.root).dry_run is False
+    make(settled(tmp_path / "run", seed=3))
+    assert describe(cfg, [], make_plan(cfg, tmp_path / "run")) is None
+    assert load_run(paths.root).seed == 3
+
+
+@pytest.mark.parametrize("writes", ["write_start", "write_provenance", "write_plan"])
+def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    cfg = settled(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, writes, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(cfg)
+    assert not looks_like_run(RunPaths(tmp_path / "run"))
+    paths, lock = make(replace(cfg, resume="latest"))
+    assert looks_like_run(paths)
+    assert load_run(paths.root).resume is None
+    lock.close()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        make(cfg)
+
+
+def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
+    paths, lock = make(settled(tmp_path / "run"))
+    lock.close()
+    with pytest.raises(ConfigError, match="is the directory of this run, too"):
+        make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
+    assert paths.config.exists()

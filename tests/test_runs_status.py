@@ -1,0 +1,78 @@
+"""What the status says of a process that ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlx.heartbeat import Heartbeat
+from rlx.paths import RunPaths
+from rlx.runs.status import Cause, Status, describe_returncode, last_lines, read_status
+
+TORCHRUN = """\
+step 3
+[rank1]: Traceback (most recent call last):
+[rank1]: RuntimeError: a problem
+W1121 01:14:08 148 site-packages/torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 14652 closing signal SIGTERM
+E1121 01:14:08 148 site-packages/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 14653) of binary: python
+Traceback (most recent call last):
+  File "site-packages/torch/distributed/run.py", line 1028, in main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+"""  # noqa: E501
+
+
+def test_a_status_survives_its_file(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert read_status(paths) is None
+    status = Status(step=3, max_steps=9, processes=[{"role": "trainer", "replica": 0, "host": "h", "pid": 7}])
+    status.finish("failed", Cause(role="trainer", replica=0, returncode=-9, reason="killed", log="logs/x.log", last_lines=("a", "b")))
+    status.write(paths)
+    assert read_status(paths) == status
+    assert status.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("returncode", "service", "words"),
+    [
+        (3, False, "exit code 3"),
+        (0, True, "left although it is to serve"),
+        (-9, False, "SIGKILL"),
+        (-11, False, "SIGSEGV"),
+        (-15, False, "killed by SIGTERM"),
+        (-60, False, "signal 60"),
+    ],
+)
+def test_the_end_of_a_process_in_words(returncode: int, service: bool, words: str) -> None:
+    assert words in describe_returncode(returncode, service)
+
+
+def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log, 5) == ()
+    log.write_bytes(b"one\n\n10%\r50%\r100%\r\ntwo \xff\nthree")
+    assert last_lines(log, 3) == ("100%", "two \ufffd", "three")
+    assert last_lines(log, 0) == ()
+
+
+def test_last_lines_of_a_rank_are_not_hidden_by_those_of_torchrun(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(TORCHRUN)
+    assert last_lines(log, 3) == (
+        "[rank1]: Traceback (most recent call last):",
+        "[rank1]: RuntimeError: a problem",
+        "torchrun: failed (exitcode: 1) local_rank: 1 (pid: 14653) of binary: python",
+    )
+
+
+def test_a_heartbeat_that_cannot_be_written_is_no_end_of_the_role(tmp_path):
+    paths = RunPaths(tmp_path)
+    heartbeat = Heartbeat(paths, "trainer")
+    heartbeat.beat("loading")
+    heartbeat.path.unlink()
+    paths.heartbeats.rmdir()
+    paths.heartbeats.write_text("no folder any more")
+    heartbeat.beat("training")
+    assert heartbeat.phase == "training"
