@@ -96,7 +96,9 @@ class RecordedSource:
                     raise ValueError(f"{path} is damaged: {error}") from error
 
         batch = _decoded(_read_once(read, self.mesh), step, str(path))
-        return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
+        if self.num_minibatches is None or self.num_minibatches == len(batch.mini_batches):
+            return batch
+        return split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
         """Nothing: they may be replayed again."""
@@ -126,12 +128,12 @@ def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
     return batch
 
 
-def split(batch: StepBatch, num_minibatches: int | None) -> StepBatch:
+def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
     """The same samples in so many mini-batches of neighbouring groups, as equal in groups as can be. Groups stay whole."""
     groups: dict[int, list[TrainingSample]] = {}
     for sample in chain.from_iterable(batch.mini_batches):
         groups.setdefault(sample.group, []).append(sample)
-    parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches or 1)
+    parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches)
     return replace(batch, mini_batches=tuple(tuple(chain.from_iterable(groups[int(group)] for group in part)) for part in parts))
 
 
