@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from rlx.config.load import load_run
-from rlx.inference.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
 from rlx.weights.files import latest_version
 
@@ -23,8 +23,8 @@ LIMIT = 1 << 20  # tokens: every update waits
 
 
 async def measure(run: Path, batches: int) -> None:
-    from rlx.inference.engine import PolicyEngine
     from rlx.inference.protocol import GenerateRequest, Sampling, pack_ids
+    from rlx.inference.server.engine import PolicyEngine
 
     config, paths = load_run(run), RunPaths(run)
     model = paths.initial_model.read_text().strip()

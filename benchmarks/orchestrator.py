@@ -24,13 +24,15 @@ import uvloop
 
 from rlx.config.schema import Config, EnvConfig
 from rlx.envs.base import sampling_of
-from rlx.envs.chat import Chat
+from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint
+from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import Answer, Asked, Completion, PolicyState
+from rlx.inference.sampler import Sampler
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
+from rlx.policy.chat import Chat
 from rlx.roles.orchestrator import Orchestrator, first_failure
 
 
@@ -124,8 +126,10 @@ def main() -> None:
 
     async def run(root: Path) -> tuple[float, float, int]:
         paths = RunPaths(root)
-        async with InferenceClient([Endpoint(f"http://127.0.0.1:{port.value}", "")], 600.0) as client:
-            orchestrator = Orchestrator(config, paths, envs, chat, client, Heartbeat(paths, "orchestrator"))
+        endpoints = [Endpoint(f"http://127.0.0.1:{port.value}", "")]
+        async with Fleet(endpoints) as fleet, Sampler(endpoints, 600.0, restore=fleet.restore) as sampler:
+            give_policy(envs, config, chat, sampler)
+            orchestrator = Orchestrator(config, paths, envs, sampler, fleet, Heartbeat(paths, "orchestrator"))
             wall, cpu = time.monotonic(), time.process_time()
             await first_failure(orchestrator.run(), publish(paths, options.steps))
             return time.monotonic() - wall, time.process_time() - cpu, orchestrator.collector.tally.finished

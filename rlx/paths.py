@@ -25,6 +25,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def secrets(self) -> Path:
+        """The configuration's secret values, which `config.yaml` has not got; readable by the run's owner alone."""
+        return self.root / "secrets.yaml"
+
+    @property
     def overrides(self) -> Path:
         return self.root / "overrides.yaml"
 
@@ -70,6 +75,11 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def tracking(self) -> Path:
+        """What W&B and TensorBoard have been told: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's name there}}`."""
+        return self.root / "tracking.json"
 
     @property
     def latest_logs(self) -> Path:

@@ -1,15 +1,22 @@
 """What every role does to its own process first: die with its parent, take its share of the CPU, know who sends its signals.
+And what it says last when a full disk ends it.
 
 Knows Linux process control only; it never imports torch, it only speaks to one that is already loaded.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import errno
 import os
+import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code when the parent was gone before we could ask to die with it
@@ -68,3 +75,73 @@ def set_cpu_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_disk(error: BaseException, run_dir: Path) -> str | None:
+    """What a person reads where a disk or a quota is full, in one line; None where that is not what happened.
+
+    Found in whatever `error` wraps too: in exception groups, and among the exceptions that it was raised from or during.
+    """
+    found = next(((each, number) for each in _all_of(error) if (number := _full(each)) is not None), None)
+    if found is None:
+        return None
+    filename = getattr(found[0], "filename", None)
+    path = Path(os.fsdecode(filename)) if isinstance(filename, str | bytes) else run_dir
+    what = "the quota is used up" if found[1] == errno.EDQUOT else "the disk is full"
+    remedy = "free space there, or move the run's directory and name it by run.dir=; then go on with resume=latest"
+    return f"{what}: {path} could not be written, {_space(path)}; {remedy}"
+
+
+def _full(error: BaseException) -> int | None:
+    """ENOSPC or EDQUOT where an exception is about one of them; safetensors and torch raise others with the system's words."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return error.errno
+    return next((number for number in FULL if os.strerror(number) in str(error)), None)
+
+
+def _all_of(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and all that it holds or came from."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions
+
+
+def _space(path: Path) -> str:
+    """The file system that a path is on, and what is left of it."""
+    folder = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
+    try:
+        mount = next(each for each in (folder.resolve(), *folder.resolve().parents) if os.path.ismount(each))
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return f"file system of {folder}"
+    return f"file system {mount} has {usage.free / 2**20:,.0f} MiB left of {usage.total / 2**20:,.0f} MiB"
+
+
+def say_full_disk(main: Callable[[], int]) -> int:
+    """The exit code of a role's `main`; where a full disk ends it, that is said in one line, last, and the code is 1.
+
+    What `main` raises for another reason is raised. The run's directory is what the command line names with --run-dir.
+    """
+    try:
+        return main()
+    except Exception as error:
+        parser = argparse.ArgumentParser(add_help=False)
+        parser.add_argument("--run-dir", type=Path, default=Path())
+        line = full_disk(error, parser.parse_known_args()[0].run_dir)
+        if line is None:
+            raise
+        with suppress(OSError):  # the log may be on that disk
+            if not isinstance(error, OSError | BaseExceptionGroup):
+                print(str(error).partition("\n")[0], file=sys.stderr)  # what it was doing
+            print(line, file=sys.stderr, flush=True)
+        return 1

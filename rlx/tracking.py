@@ -1,7 +1,8 @@
 """Forwarding `metrics.jsonl`, distributions and samples of rollouts to Weights & Biases and TensorBoard.
 
-Knows the two services and the run directory; reads what every role has written, so that one process tracks the whole run.
-Call it from one thread, not from an event loop: both services block.
+Reads what every role has written, so that one process tracks the whole run. `tracking.json` in the run directory keeps, for each
+service, up to where the records have been forwarded: the next attempt goes on there, in the same W&B run.
+Not for an event loop: both services block. Threads may call it at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import secrets
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,8 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 
 COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
 DISTRIBUTIONS = {  # field of a record -> name of the histogram of all that were trained on in the step
@@ -33,6 +37,7 @@ BINS = 30
 class Sink(Protocol):
     """One service. Every `interval` steps it gets the distributions of the step's rollouts, and `samples` of them; 0 is none."""
 
+    name: str  # of the service, in `tracking.json`
     samples: int
     interval: int
 
@@ -45,13 +50,42 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Progress:
+    """`tracking.json`: what each service has been told. Records that a run takes back are forgotten here too (`rlx.runs.rewind`)."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.path = paths.tracking
+        self._services: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def offset(self, service: str) -> int:
+        """Bytes of `metrics.jsonl` that it has been told."""
+        return self._services.get(service, {}).get("forwarded", 0)
+
+    def identity(self, service: str) -> str:
+        """The run's id there: made once, kept for all attempts."""
+        known = self._services.setdefault(service, {})
+        if "id" not in known:
+            known["id"] = secrets.token_hex(8)
+            self._write()
+        return known["id"]
+
+    def forwarded(self, service: str, offset: int) -> None:
+        if offset != self.offset(service):
+            self._services.setdefault(service, {})["forwarded"] = offset
+            self._write()
+
+    def _write(self) -> None:
+        write_text(self.path, json.dumps(self._services) + "\n")
+
+
 class Tracker:
     """All services of a run."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[Sink]) -> None:
         self.paths = paths
         self.sinks = sinks
-        self._offset = paths.metrics.stat().st_size if paths.metrics.exists() else 0  # a resumed run's records were forwarded before
+        self._progress = Progress(paths)
+        self._alone = threading.Lock()  # one thread forwards while another, whose task was cancelled, still does
 
     def wants_rollouts(self, step: int) -> bool:
         """Whether `rollouts` would forward anything of this step."""
@@ -59,28 +93,34 @@ class Tracker:
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Forward the rollouts trained on in a step, as `rlx.rollout.record` writes them: all as distributions, some as they are."""
-        for sink in self.sinks:
-            if step % sink.interval != 0 or not records:
-                continue
-            sink.distributions(step, {name: np.array([r[field] for r in records], dtype=float) for field, name in DISTRIBUTIONS.items()})
-            if sink.samples:
-                sink.rollouts(step, records[: sink.samples])
+        with self._alone:
+            for sink in self.sinks:
+                if step % sink.interval != 0 or not records:
+                    continue
+                values = {name: np.array([r[field] for r in records], dtype=float) for field, name in DISTRIBUTIONS.items()}
+                sink.distributions(step, values)
+                if sink.samples:
+                    sink.rollouts(step, records[: sink.samples])
 
     def forward(self) -> None:
-        """Forward what was written to `metrics.jsonl` since the last call."""
-        for record, offset in read_metrics(self.paths.metrics, self._offset):
-            self._offset = offset
-            step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
-            # The stages of the roles share names (time/step), so their records are told apart by source.
-            values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
+        """Forward what was written to `metrics.jsonl` since the last call, and what an attempt before this one could not."""
+        with self._alone:
             for sink in self.sinks:
-                sink.scalars(step, values, seconds)
+                offset = self._progress.offset(sink.name)
+                for record, after in read_metrics(self.paths.metrics, offset):
+                    step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
+                    # The stages of the roles share names (time/step), so their records are told apart by source.
+                    values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
+                    sink.scalars(step, values, seconds)
+                    offset = after
+                self._progress.forwarded(sink.name, offset)  # after they were: what is repeated is not lost
 
     def close(self) -> None:
         """Forward the rest and flush; returns when the services have it."""
         self.forward()
-        for sink in self.sinks:
-            sink.close()
+        with self._alone:
+            for sink in self.sinks:
+                sink.close()
 
 
 def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
@@ -94,7 +134,12 @@ def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
 
 
 class Wandb:
-    """Weights & Biases. Its files are in the run directory's `wandb/`; `wandb sync` uploads an offline run."""
+    """Weights & Biases. Its files are in the run directory's `wandb/`; `wandb sync` uploads an offline run.
+
+    All attempts of a run are one run there, by the id that is kept in the run directory; a fork has a directory, and an id, of its own.
+    """
+
+    name = "wandb"
 
     def __init__(self, options: WandbConfig, config: Config, paths: RunPaths) -> None:
         wandb = _import("wandb", "wandb")
@@ -105,8 +150,10 @@ class Wandb:
             entity=options.entity,
             mode=options.mode,
             name=config.run.name or paths.root.name,
+            id=Progress(paths).identity(self.name),
+            resume="allow",
             dir=str(paths.root),
-            config=asdict(config),
+            config=asdict(hidden(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
         # Roles report a step at different times, and W&B's own step may only grow: every metric has `step` as its axis instead.
@@ -130,6 +177,8 @@ class Wandb:
 
 class Tensorboard:
     """TensorBoard event files in the run directory's `tensorboard/`, written without TensorFlow or torch."""
+
+    name = "tensorboard"
 
     def __init__(self, options: TensorboardConfig, paths: RunPaths) -> None:
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from run_servers import Servers
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlx.config.load import to_yaml
 from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
@@ -166,11 +166,11 @@ def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no
         time.sleep(0.02)
 
 
-async def sample(client: InferenceClient, ids: list[int], seed: int, **sampling: Any) -> Turn:
+async def sample(client: Servers, ids: list[int], seed: int, **sampling: Any) -> Turn:
     return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)
 
 
-async def under_load(client: InferenceClient, ids: list[list[int]], change: Callable[[], Awaitable[None]]) -> list[Turn]:
+async def under_load(client: Servers, ids: list[list[int]], change: Callable[[], Awaitable[None]]) -> list[Turn]:
     """What was sampled by one lane of requests per prompt, each with one request in flight from before `change` until after it."""
     turns: list[Turn] = []
     changed = False

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import Policy
-from rlx.envs.chat import Chat
 from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import Chat
+from rlx.policy.tokens import TokenPolicy
 from rlx.types import Task, Turn
 
 CONTEXT = 256
@@ -66,8 +66,8 @@ def tiny_chat() -> Chat:
     return _chat
 
 
-def policy_of(generator: Any, seed: int = 0, context_length: int = CONTEXT) -> Policy:
-    return Policy(generator=generator, chat=tiny_chat(), context_length=context_length, seed=seed)
+def policy_of(generator: Any, seed: int = 0, context_length: int = CONTEXT, sampling: Mapping[str, Any] = {}) -> TokenPolicy:
+    return TokenPolicy(generator=generator, chat=tiny_chat(), context_length=context_length, seed=seed, sampling=sampling)
 
 
 SAMPLING = {"max_tokens": 96, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}

@@ -27,7 +27,10 @@ SHARED = {
 
 
 def takes(preset: str, extra: str) -> bool:
-    """Whether an extra term means something for the objective: a two-sided clip only where there is a clip."""
+    """Whether an extra term means something for the objective: a two-sided clip only where there is a clip; token weights (which TRL and
+    Liger put on tokens that carry their sequence's loss) only where tokens have losses of their own."""
+    if extra == "tis" and preset.startswith("gspo"):
+        return False
     return extra != "delta" or preset.startswith(("grpo", "dr_grpo", "dapo", "gspo"))
 
 

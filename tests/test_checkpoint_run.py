@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoint_worker import make_trainer
 from policy_stand_in import load, tiny_chat
+from rlx.transport.files import RecordedBatches
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, reproducible
 from trainer_examples import make_model
 
@@ -23,12 +24,12 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.orchestrator import Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.config.schema import CkptConfig, Config
+from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import rewind
-from rlx.transport.files import RecordedBatches
 from rlx.waiting import first_failure
 from rlx.weights.files import verify
 
@@ -80,7 +81,8 @@ def play(
     stand_in = StandInServers(**servers)
 
     async def main() -> None:
-        orchestrator = role(config, paths, envs, tiny_chat(), stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
+        give_policy(envs, config, tiny_chat(), stand_in)
+        orchestrator = role(config, paths, envs, stand_in, stand_in, Heartbeat(paths, "orchestrator"))  # type: ignore[arg-type]
         await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,20 +144,37 @@ def test_train_py_is_rlx_train_from_any_folder(tmp_path: Path) -> None:
 def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from rlx.metrics import MetricsWriter
     from rlx.paths import RunPaths
-    from rlx.runs.claim import RunLock
     from rlx.runs.status import Status
 
     done, lost, alive = (RunPaths(tmp_path / name) for name in ("done", "sweep/seed=1", "sweep/seed=2"))
     for paths, state in ((done, "completed"), (lost, "running"), (alive, "running")):
         status = Status(state=state, step=3, max_steps=9)
+        status.supervisor = {"host": socket.gethostname(), "pid": os.getpid() if paths is alive else 2**22 + 1}
         paths.root.mkdir(parents=True)
         status.write(paths)
     MetricsWriter(done.metrics, "orchestrator").write(2, {"reward/mean": 0.25})
-    lock = RunLock(alive)
-    assert lock.share()
     assert main(["runs", str(tmp_path)]) == 0
     rows = {line.split()[0]: line.split()[1:4] for line in capsys.readouterr().out.splitlines()}
     assert rows[str(done.root)] == ["completed", "3/9", "0.250"]
     assert rows[str(lost.root)] == ["lost", "3/9", "-"]
     assert rows[str(alive.root)] == ["running", "3/9", "-"]
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trainer", "--replica", "5"], ("the run has no trainer 5: it has 1 of trainer", "prepare, inference_0, orchestrator, trainer")),
+        (["orchestrator", "--replica", "1"], ("there is one orchestrator",)),
+        (["inference", "--replica", "7"], ("no inference server 7: hardware.inference_replicas=1, counted from 0",)),
+        (["orchestrator", "replay=outputs/other"], ("no orchestrator: replay=outputs/other trains on recorded batches", "are trainer;")),
+        (["inference", "replay=outputs/other"], ("no inference server 0: replay=outputs/other",)),
+        (["prepare", "replay=outputs/other"], ("the run has no prepare: replay=outputs/other",)),
+    ],
+)
+def test_a_process_that_the_run_does_not_have_is_refused_with_those_that_it_has(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([argv[0], "run.dir=mine", *argv[1:]]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "mine").exists()

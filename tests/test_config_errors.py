@@ -53,6 +53,12 @@ CASES = {
         "max_steps=0 model.dtype=float16 trainer.num_minibatches=0 sampling.temperature=0 sampling.top_p=1.5 max_async_level=-1 "
         "hardware.device=gpu scheduler.type=exponential trainer.micro_batch_tokens=0"
     ),
+    "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
+    "searchpath_is_no_list": Case("hydra.searchpath=null"),
+    "hydras_own_keys": Case("hydra.searchpath=[nowhere] hydra.job.name=x hydra/sweeper=basic"),
+    "variables_that_exclude_each_other": Case("", environ={"RLX_MODEL__WARM_START": "null", "RLX_MODEL__WARM_START__STEPS": "3"}),
+    "group_left_out": Case("~env ~loss"),
+    "key_inside_a_value": Case("seq_len.foo=3"),
     "missing_value": Case("env=custom"),
     "missing_file_value": Case(
         "--config-dir my_conf model=mine", files={"model/mine.yaml": "name: Qwen/Qwen3-0.6B\ncontext_length: 40960\nhidden_size: 1024\n"}
@@ -77,6 +83,8 @@ CASES = {
     "truncated_sampling": Case("sampling.top_p=0.95 sampling.top_k=50"),
     "forbidden_end": Case("sampling.min_tokens=4"),
     "correction_without_recompute": Case("loss.correction=tis"),
+    "correction_by_token_of_gspo": Case("loss=gspo loss.proximal=recompute loss.correction=mis"),
+    "correction_by_token_of_rloo": Case("loss=rloo loss.proximal=recompute loss.correction=tis"),
     "corrected_twice": Case("loss=aipo loss.proximal=recompute loss.correction=tis"),
     "dual_clip_without_the_rewards_sign": Case("loss=masked_is loss.kl_tau=0.1 loss.dual_clip=3"),
     "negative_rewards_of_max_rl": Case("loss=dapo advantage=max_rl"),
@@ -164,6 +172,8 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
     for argv in (
         "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # the run's max_tokens, 12, is nobody's
         "loss=aipo loss.proximal=recompute loss.correction=mis",
+        "loss=gspo loss.proximal=recompute loss.correction=seq_mis",
+        "loss=gspo_token loss.proximal=recompute loss.correction=tis",
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
         "loss=dapo advantage=max_rl reward.soft_overlong=false",

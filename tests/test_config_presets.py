@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rlx.cli import main
 from rlx.config.declared import ATTRIBUTE, Declared
-from rlx.config.errors import ConfigError
 from rlx.config.gpus import LAYOUTS
 from rlx.config.load import compose, instantiate
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
+from rlx.config.targets import must_be_built
 from rlx.plan.rl import make_plan
 from rlx.train.nodes import check_built
 
@@ -73,10 +74,31 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
     ]
 
 
-def test_a_value_that_a_constructor_refuses_is_found_before_a_job_waits():
-    cfg = compose(["optim.betas=[0.9,1.5]"], {}).cfg
-    with pytest.raises(ConfigError, match=r"`optim` cannot be made by torch.optim.AdamW: ValueError: Invalid beta"):
-        check_built(cfg)
+def test_a_value_that_a_constructor_refuses_is_found_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    argv = [f"--config-dir={tmp_path}", "optim=own", f"run.dir={tmp_path / 'run'}"]
+    (tmp_path / "optim").mkdir()
+    own = "_target_: torch.optim.SGD\nlr: 0.1\nnesterov: true\n"  # needs a momentum
+    (tmp_path / "optim" / "own.yaml").write_text(own)
+    assert main(["train", *argv]) == 2
+    said = capsys.readouterr().err
+    assert "`optim` cannot be made by torch.optim.SGD: ValueError: Nesterov momentum" in said
+    assert not (tmp_path / "run").exists()
+    assert main(["train", *argv[:2], "-m", "seed=1,2", f"run.dir={tmp_path / 'sweep'}"]) == 2
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "needed"),
+    [
+        ("loss=gspo advantage=batch_norm model=qwen3_8b", False),
+        ("optim.lr=1e-5 optim.betas=[0.8,0.9] loss.eps_low=0.1 loss.kl.beta=0.1 advantage.eps=0.1", False),
+        ("optim.amsgrad=true", True),
+        ("optim._target_=torch.optim.SGD ~optim.betas ~optim.eps", True),
+    ],
+)
+def test_only_a_value_that_nothing_else_judges_makes_a_start_wait_for_torch(argv: str, needed: bool):
+    composed = compose([*argv.split(), "dry_run=true"], {})
+    assert must_be_built(composed.cfg, composed.origins) is needed
 
 
 def test_the_default_run_is_the_tiny_one():

@@ -13,12 +13,18 @@ import pytest
 import rich.console
 import zstandard
 
+from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
-from rlx.cli.console import Console, History, clock, count, sparkline, started_as
+from rlx.cli import main
+from rlx.cli.console import Console, clock, count, sparkline, started_as
+from rlx.cli.show import run as show
 from rlx.config.load import compose
 from rlx.config.schema import Config
+from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.rollout.show import main as show
+from rlx.runs.history import History
+from rlx.runs.rewind import trim_metrics
+from rlx.runs.status import Status
 
 DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "rollouts/failed_no_answer": 0.0}
 
@@ -85,7 +91,7 @@ def test_numbers_are_written_for_people():
 
 
 def test_the_pace_is_that_of_the_last_steps_and_unknown_before_there_are_two(run):
-    history = History(RunPaths(run).metrics)
+    history = History(RunPaths(run))
     add_step(run, 0, 1000.0)
     history.read()
     assert history.steps_per_second() is None
@@ -167,7 +173,7 @@ def test_the_last_step_has_its_line_even_when_it_comes_at_once(run, capsys):
 def finished(run: Path, *argv: str, max_steps: int = 10, state: str = "completed") -> Console:
     for step in range(max_steps):
         add_step(run, step, 1000.0 + 0.5 * step, **(DROPS if step == max_steps - 1 else {}))
-    RunPaths(run).status.write_text(json.dumps({"state": state}))
+    Status(state=state).write(RunPaths(run))
     console = Console(run, Config(max_steps=max_steps, seed=4), argv)
     console.history.read()
     return console
@@ -226,13 +232,16 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
     from rlx.rollout.record import write_rollouts
 
     console = finished(run, max_steps=2)
-    assert not any("rollouts" in command for command in next_commands(console))
+    assert not any(" show " in command for command in next_commands(console))
     write_rollouts(console.paths.rollouts_of(1), [], [])
-    (look,) = [command for command in next_commands(console) if "rollouts" in command]
-    _, option, name, path = shlex.split(look)
-    assert (option, name, path) == ("-m", "rlx.rollout.show", str(console.paths.rollouts_of(1)))
-    assert show([path + ".absent"]) == 2
-    assert "there is no file" in capsys.readouterr().err
+    (look,) = [command for command in next_commands(console) if " show " in command]
+    _, option, name, command, path = shlex.split(look)
+    assert (option, name, command, path) == ("-m", "rlx.cli", "show", str(console.paths.root))
+    assert main([command, path]) == 0
+    assert main([command, path, "step=7"]) == 2
+    assert "it has those of 1 … 1" in capsys.readouterr().err
+    assert main([command, path + ".absent"]) == 2
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys):
@@ -249,7 +258,7 @@ def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys
     failed = record | {"example_id": 9, "completion": [], "reward": None, "advantage": None, "stop": "timeout"}
     path = tmp_path / "step_000000.jsonl.zst"
     path.write_bytes(zstandard.compress("\n".join(json.dumps(each) for each in (record, failed, record)).encode()))
-    assert show([str(path), "2"]) == 0
+    assert show([str(path), "count=2"]) == 0
     assert capsys.readouterr().out == (
         "math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
         "math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
@@ -280,3 +289,36 @@ def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
     assert started_as(python, "train.py") == "python train.py"
     assert started_as(python, "/there/rlx/cli/__main__.py") == "python -m rlx.cli train"
     assert started_as(python, rlx) == "rlx train"
+
+
+def test_an_attempt_that_goes_on_shows_nothing_of_the_one_before_it(run, capsys):
+    """As after a requeue: the same console, the run back at a checkpoint, its roles starting."""
+    paths = RunPaths(run)
+    trainer, orchestrator = (MetricsWriter(paths.metrics, source) for source in ("trainer", "orchestrator"))
+    for step in range(6):
+        orchestrator.write(step, {"reward/mean": 0.9})
+        trainer.write(step, {"off_policy/lag_mean": 1.0, "off_policy/lag_max": 1.0})
+    console = Console(run, compose(["max_steps=8"], {}).cfg)
+    console.update()
+    assert "step 6/8   reward 0.900" in capsys.readouterr().out
+    paths.logs(1).mkdir(parents=True)
+    paths.latest_logs.symlink_to("attempt_1")
+    write_start(paths, Start(step=4, checkpoint=paths.checkpoint_of(4)))
+    trim_metrics(paths, 4)
+    beat(run, "trainer", "reading checkpoint 4")
+    console.update()
+    said = capsys.readouterr().out
+    assert "trainer: reading checkpoint 4" in said
+    assert "reward" not in said
+    assert console.history.steps == 4
+    assert console.history.last("reward/mean", "orchestrator") is None
+    console._printed_at = 0.0
+    for writer, name in (
+        (MetricsWriter(paths.metrics, "orchestrator"), "reward/mean"),
+        (MetricsWriter(paths.metrics, "trainer"), "loss/total"),
+    ):
+        writer.write(4, {name: 0.25})
+    console.update()
+    said = capsys.readouterr().out
+    assert "step 5/8   reward 0.250" in said
+    assert "steps/s" not in said, "the pace is not over the pause between the attempts"

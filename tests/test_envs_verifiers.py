@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
 
-from rlx.envs.base import request_seed
+from rlx.policy.base import request_seed
 from rlx.types import Rollout, Turn
 
 
 def play(env: Any, generator: Any, index: int = 0, member: int = 0, context_length: int = 256) -> Rollout:
-    return asyncio.run(env.rollout(task_of(env, index), member, 0, policy_of(generator, context_length=context_length)))
+    env.policy = policy_of(generator, context_length=context_length)
+    (rollout,) = asyncio.run(env.play(task_of(env, index), [member], 0))
+    return rollout
 
 
 def play_many(env: Any, generator: Any, count: int) -> list[Rollout]:
     async def main() -> list[Rollout]:
-        policy = policy_of(generator)
-        return await asyncio.gather(*(env.rollout(task_of(env, index), 0, 0, policy) for index in range(count)))
+        env.policy = policy_of(generator)
+        played = await asyncio.gather(*(env.play(task_of(env, index), [0], 0) for index in range(count)))
+        return [rollout for (rollout,) in played]
 
     return asyncio.run(main())
 
@@ -160,18 +163,47 @@ def test_reasoning_gym_environments_of_verifiers_run_and_score() -> None:
     assert (rollout.status, rollout.reward) == ("ok", 1.0)
 
 
+class ByMember:
+    """Each member of a group answers with its text; `fail` is a member whose request fails."""
+
+    def __init__(self, *texts: str, fail: int | None = None) -> None:
+        self.members, self.fail = [Scripted(text) for text in texts], fail
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        member = int(request_id.split("-")[-3])
+        if member == self.fail:
+            raise ConnectionResetError("the server went away")
+        return await self.members[member].generate(prompt_ids, sampling, request_id, affinity)
+
+
+def play_whole(env: Any, generator: Any) -> list[Rollout]:
+    env.policy = policy_of(generator)
+    return asyncio.run(env.play(task_of(env), range(4), 0))
+
+
 def test_rewards_that_compare_a_group_come_with_the_group() -> None:
     env = load("rlx_test_group")
     assert env.scores_groups
-
-    async def main() -> list[Rollout]:
-        task = task_of(env)
-        played = [await env.rollout(task, m, 0, policy_of(Scripted(text))) for m, text in enumerate(("aaa", "a", "aa", "b"))]
-        return await env.score_group(played)
-
-    scored = asyncio.run(main())
+    scored = play_whole(env, ByMember("aaa", "a", "aa", "b"))
+    assert [rollout.member for rollout in scored] == [0, 1, 2, 3]
     assert [rollout.reward for rollout in scored] == [0.0, 1.0, 0.0, 1.0]
-    assert not env._states, "scored episodes are still kept"
+
+
+def test_a_member_that_fails_leaves_its_group_without_rewards() -> None:
+    played = play_whole(load("rlx_test_group"), ByMember("aaa", "a", "aa", "b", fail=2))
+    assert [(rollout.status, rollout.stop) for rollout in played if rollout.member != 2] == [("cancelled", "group_failed")] * 3
+    assert (played[2].status, played[2].stop) == ("error", "model_error")
+
+
+def test_a_group_whose_scoring_raises_fails_as_a_whole() -> None:
+    env = load("rlx_test_group")
+
+    async def broken(states: Any) -> None:
+        raise ValueError("cannot compare")
+
+    env.env.rubric.score_group = broken
+    played = play_whole(env, ByMember("aaa", "a", "aa", "b"))
+    assert [(rollout.status, rollout.error) for rollout in played] == [("error", "ValueError: cannot compare")] * 4
 
 
 def test_a_reward_function_that_raises_scores_0_and_is_counted() -> None:
@@ -216,7 +248,8 @@ def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: py
 
     async def main() -> Rollout:
         began = time.monotonic()
-        rollout = await env.rollout(task_of(env), 0, 0, policy_of(StandIn(tiny_chat())))
+        env.policy = policy_of(StandIn(tiny_chat()))
+        (rollout,) = await env.play(task_of(env), [0], 0)
         took.append(time.monotonic() - began)
         return rollout
 
@@ -267,9 +300,9 @@ def test_the_short_way_through_an_episode_leaves_the_state_that_verifiers_own_lo
 
     async def play_with(play: Any, score: Any) -> Any:
         generator = Broken() if case == "broken" else Scripted(texts.get(case, ""))
-        client = EpisodeClient(policy_of(generator, context_length=room), task_of(env), 0, 0)
-        state = await play(row, client, "policy", dict(env.sampling))
-        if client.turns:
+        episode = policy_of(generator, context_length=room).episode(task_of(env), 0, 0)
+        state = await play(row, EpisodeClient(episode), "policy", dict(env.sampling))
+        if episode.turns:
             await score(state)
         return state
 

@@ -17,7 +17,7 @@ FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "wire", "paths", "metrics", "heartbeat", "waiting", "process", "tracking"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
-    **dict.fromkeys(("rollout", "envs", "inference", "weights", "transport", "checkpoints"), 2),
+    **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "transport", "checkpoints"), 2),
     "roles": 3,
     "plan": 4,
     "runs": 5,
@@ -34,8 +34,10 @@ OPTIONAL = {  # libraries that these files import where they are installed
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",
 }
-HOME_OF = {  # library -> rooms that may import it
-    "vllm": ("inference",),
+ORDER = ("rollout", "envs", "policy", "inference")  # on their floor: each may import those behind it
+HOME_OF = {  # library -> rooms, or rooms in a room, that may import it
+    "vllm": ("inference/server",),
+    "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch",),
     "hydra": ("config", "cli"),
@@ -85,6 +87,14 @@ def test_imports_go_down_only():
     assert wrong == []
 
 
+def test_playing_rooms_import_only_those_behind_them():
+    wrong = []
+    for path in (path for path in FILES if room_of(path) in ORDER):
+        before = tuple(f"rlx.{room}" for room in ORDER[: ORDER.index(room_of(path))])
+        wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in imports_of(path) if module.startswith(before)]
+    assert wrong == []
+
+
 def test_roles_never_import_roles():
     wrong = [
         f"{path.name} imports {module}"
@@ -102,7 +112,8 @@ def test_libraries_stay_in_their_rooms():
         room = room_of(path)
         for module in imports_of(path):
             library = module.split(".")[0]
-            if room not in HOME_OF.get(library, (room,)):
+            homes = tuple(f"{home}/" for home in HOME_OF.get(library, ()))
+            if homes and not str(path.relative_to(ROOT / "rlx")).startswith(homes):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}; only {' and '.join(HOME_OF[library])} may")
             if library == "torch" and room in (*WITHOUT_TORCH, "__init__"):
                 wrong.append(f"{path.relative_to(ROOT)} imports torch; {room} does without")

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 def engine_with(add_request: Any) -> Any:
     """A `PolicyEngine` whose core takes requests by `add_request(core, request)`."""
-    from rlx.inference.core import InProcessCore
-    from rlx.inference.engine import PolicyEngine
+    from rlx.inference.server.core import InProcessCore
+    from rlx.inference.server.engine import PolicyEngine
 
     class Core(InProcessCore):
         def __init__(self) -> None:
@@ -77,7 +77,7 @@ def test_a_request_that_cannot_be_handed_over_is_forgotten() -> None:
 def test_an_error_of_the_engine_is_no_answer_of_the_model() -> None:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    from rlx.inference.engine import RequestFailed
+    from rlx.inference.server.engine import RequestFailed
 
     async def failing(core: Any, request: Any) -> None:
         core._take(EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)]))
@@ -90,7 +90,7 @@ def test_an_error_of_the_engine_is_no_answer_of_the_model() -> None:
 
 
 def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlx.inference.server import PolicyApp
+    from rlx.inference.server.app import PolicyApp
 
     tries = 0
 

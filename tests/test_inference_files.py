@@ -13,11 +13,11 @@ import xxhash
 from safetensors.numpy import save_file
 
 from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConfig
-from rlx.inference.arguments import engine_arguments, environment, runs_in_process
-from rlx.inference.cpu_ops import BLOCK, blocks, padded_rows
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
-from rlx.inference.policy_files import check_policy, tensor_shapes
-from rlx.inference.worker import tensors
+from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference.server.cpu_ops import BLOCK, blocks, padded_rows
+from rlx.inference.server.policy_files import check_policy, tensor_shapes
+from rlx.inference.server.worker import tensors
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
 

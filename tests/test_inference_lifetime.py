@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from inference_server import EXACT, Run, prompts, same, sample, under_load, wait_until
+from run_servers import Servers
 
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint, endpoint_file
 from rlx.types import Turn
 
@@ -40,16 +40,16 @@ def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
     folder = run.version(4)
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn], list[int]]:
-        async with InferenceClient(endpoints, request_timeout=280, restart_timeout=270) as client:
-            await client.wait_ready(60)
-            await client.update_weights(folder, 4)
+        async with Servers(endpoints, request_timeout=280, restart_timeout=270) as client:
+            await client.fleet.wait_ready(60)
+            await client.update(folder, 4)
             before = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
             caught = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
             await asyncio.sleep(0.1)
             run.stop(signal.SIGKILL)
             run.start()
             after = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
-            versions = await client.versions()
+            versions = await client.fleet.versions()
             assert run.worst(await asyncio.gather(*caught), 1.0) < EXACT
             return before, after, versions
 
@@ -63,7 +63,7 @@ def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
 
 
 HALF = """
-from rlx.inference import worker
+from rlx.inference.server import worker
 from rlx.roles import inference
 whole = worker.tensors
 def half(folder):
@@ -77,7 +77,7 @@ inference.run()
 
 
 STALE = """
-from rlx.inference import worker
+from rlx.inference.server import worker
 from rlx.roles import inference
 whole = worker.tensors
 def stale(folder):
@@ -100,12 +100,12 @@ def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_pat
     folder = run.version(1)
 
     async def conversation(endpoints: list[Endpoint]) -> None:
-        async with InferenceClient(endpoints, request_timeout=20, restart_timeout=1) as client:
-            await client.wait_ready(60)
+        async with Servers(endpoints, request_timeout=20, restart_timeout=1) as client:
+            await client.fleet.wait_ready(60)
             work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
             await asyncio.sleep(0.1)
             with pytest.raises(RuntimeError, match=rf"failed midway.*{cause}"):
-                await client.update_weights(folder, 1)
+                await client.update(folder, 1)
             answers = await asyncio.gather(*work, return_exceptions=True)
             finished = [answer for answer in answers if isinstance(answer, Turn)]
             assert run.worst(finished, 1.0) < EXACT
@@ -130,13 +130,13 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
     folders = {version: run.version(version) for version in (1, 2)}
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn]]:
-        async with InferenceClient(endpoints, request_timeout=120) as client:
-            await client.wait_ready(60)
+        async with Servers(endpoints, request_timeout=120) as client:
+            await client.fleet.wait_ready(60)
 
             async def change() -> None:
                 for version, folder in folders.items():
                     await asyncio.sleep(0.3)
-                    await client.update_weights(folder, version)
+                    await client.update(folder, version)
 
             flying = await under_load(client, prompts(24), change)
             work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(8))]

@@ -14,9 +14,9 @@ import aiohttp
 import numpy as np
 import pytest
 from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, seal, under_load
+from run_servers import Servers
 from safetensors.torch import load_file, save_file
 
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
 from rlx.types import Turn
@@ -34,19 +34,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run.stop()
 
 
-def talk(run: Run, conversation: Callable[[InferenceClient], Awaitable[T]]) -> T:
+def talk(run: Run, conversation: Callable[[Servers], Awaitable[T]]) -> T:
     """Run a conversation with the server, which begins and ends with version 0."""
 
     async def whole() -> T:
-        async with InferenceClient(run.ready(), request_timeout=120) as client:
-            await client.wait_ready(60)
+        async with Servers(run.ready(), request_timeout=120) as client:
+            await client.fleet.wait_ready(60)
             return await conversation(client)
 
     return asyncio.run(whole())
 
 
 def test_log_probabilities_are_those_of_hugging_face_at_the_sampling_temperature(run: Run) -> None:
-    async def conversation(client: InferenceClient) -> list[Turn]:
+    async def conversation(client: Servers) -> list[Turn]:
         return await asyncio.gather(*[sample(client, ids, seed, temperature=0.7) for seed, ids in enumerate(prompts(32))])
 
     turns = talk(run, conversation)
@@ -60,7 +60,7 @@ def test_log_probabilities_are_those_of_hugging_face_at_the_sampling_temperature
 def test_a_seed_gives_the_same_bits_alone_and_in_a_batch(run: Run) -> None:
     ids = prompts(16, seed=1)
 
-    async def conversation(client: InferenceClient) -> tuple[list[Turn], list[Turn]]:
+    async def conversation(client: Servers) -> tuple[list[Turn], list[Turn]]:
         together = await asyncio.gather(*[sample(client, ids[seed % 16], seed) for seed in range(48)])
         alone = [await sample(client, ids[seed % 16], seed) for seed in range(6)]
         return together, alone
@@ -76,15 +76,15 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
 
     ids = prompts(24, seed=2)
 
-    async def conversation(client: InferenceClient) -> tuple[list[Turn], list[Turn]]:
+    async def conversation(client: Servers) -> tuple[list[Turn], list[Turn]]:
         async def change() -> None:
             for version, folder in folders.items():
                 await asyncio.sleep(0.3)
-                assert (await client.stats())["perf/running"] >= 16
-                await client.update_weights(folder, version)
+                assert (await client.fleet.stats())["perf/running"] >= 16
+                await client.update(folder, version)
 
         flying = await under_load(client, ids, change)
-        assert await client.versions() == [3]
+        assert await client.fleet.versions() == [3]
         # The same prompts and seeds again: cached keys and values of version 0 would show.
         return flying, await asyncio.gather(*[sample(client, ids[seed], seed) for seed in range(24)])
 
@@ -101,18 +101,18 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
     folder = run.version(1)
     ids = prompts(12, seed=3)
 
-    async def conversation(client: InferenceClient) -> list[list[Turn]]:
-        async with InferenceClient(run.ready(), request_timeout=120, drain_tokens=60) as draining:
+    async def conversation(client: Servers) -> list[list[Turn]]:
+        async with Servers(run.ready(), request_timeout=120, drain_tokens=60) as draining:
             flying = [asyncio.create_task(sample(client, one, seed, min_tokens=40)) for seed, one in enumerate(ids)]
             await asyncio.sleep(0.1)
-            update = asyncio.create_task(draining.update_weights(folder, 1))
+            update = asyncio.create_task(draining.update(folder, 1))
             await asyncio.sleep(0.02)
             late = await asyncio.gather(*[sample(client, one, seed) for seed, one in enumerate(ids)])
             await update
-            await client.wait_ready(60)  # back to version 0
+            await client.fleet.wait_ready(60)  # back to version 0
             long = [asyncio.create_task(sample(client, one, seed, max_tokens=200, min_tokens=190)) for seed, one in enumerate(ids)]
             await asyncio.sleep(0.2)
-            await draining.update_weights(folder, 1)
+            await draining.update(folder, 1)
             return [await asyncio.gather(*flying), late, await asyncio.gather(*long)]
 
     flying, late, long = talk(run, conversation)
@@ -123,12 +123,12 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
 
 
 def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) -> None:
-    async def first(client: InferenceClient) -> None:
-        await client.update_weights(run.version(1), 1)
-        assert [state.attested for state in await client._states()] == [1.0], "all that is served was compared with what was written"
+    async def first(client: Servers) -> None:
+        await client.update(run.version(1), 1)
+        assert [state.attested for state in await client.fleet.states()] == [1.0], "all that is served was compared with what was written"
 
-    async def second(client: InferenceClient) -> tuple[Turn, list[int]]:
-        return await sample(client, prompts(1)[0], 0), await client.versions()
+    async def second(client: Servers) -> tuple[Turn, list[int]]:
+        return await sample(client, prompts(1)[0], 0), await client.fleet.versions()
 
     talk(run, first)
     turn, versions = talk(run, second)
@@ -199,13 +199,13 @@ def test_wrong_weights_are_refused_and_the_old_version_generates_on(
     shutil.copytree(run.version(1), folder)
     spoil(folder)
 
-    async def conversation(client: InferenceClient) -> list[Turn]:
+    async def conversation(client: Servers) -> list[Turn]:
         work = [asyncio.create_task(sample(client, ids, seed, max_tokens=120)) for seed, ids in enumerate(prompts(4))]
         await asyncio.sleep(0.05)
         with pytest.raises(UpdateRefused, match=complaint):
-            await client.update_weights(folder, 1)
-        assert client.version == 0
-        assert await client.versions() == [0]
+            await client.update(folder, 1)
+        assert client.fleet.version == 0
+        assert await client.fleet.versions() == [0]
         return [*await asyncio.gather(*work), await sample(client, prompts(1)[0], 0)]
 
     turns = talk(run, conversation)
@@ -214,7 +214,7 @@ def test_wrong_weights_are_refused_and_the_old_version_generates_on(
 
 
 def test_a_prompt_without_room_is_refused_and_a_completion_ends_with_the_context(run: Run) -> None:
-    async def conversation(client: InferenceClient) -> list[Turn]:
+    async def conversation(client: Servers) -> list[Turn]:
         for length in (CONTEXT, CONTEXT + 50):
             with pytest.raises(ContextTooLong, match=f"{length} tokens, the context {CONTEXT}"):
                 await sample(client, prompts(1, length)[0], 0)
@@ -227,7 +227,7 @@ def test_a_prompt_without_room_is_refused_and_a_completion_ends_with_the_context
 
 
 def test_wrong_sampling_parameters_are_refused_with_vllms_own_words(run: Run) -> None:
-    async def conversation(client: InferenceClient) -> None:
+    async def conversation(client: Servers) -> None:
         for sampling, complaint in (
             ({"temperature": -1.0}, "temperature"),
             ({"top_p": 1.5}, "top_p"),
@@ -243,7 +243,7 @@ def test_wrong_sampling_parameters_are_refused_with_vllms_own_words(run: Run) ->
 
 
 def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
-    async def conversation(client: InferenceClient) -> tuple[Turn, Turn, Turn]:
+    async def conversation(client: Servers) -> tuple[Turn, Turn, Turn]:
         ids = prompts(1)[0]
         greedy, again = [await sample(client, ids, seed, temperature=0.0) for seed in (0, 1)]
         return greedy, again, await sample(client, ids, 0, temperature=0.0, stop_token_ids=[int(greedy.completion_ids[5])])
@@ -256,12 +256,12 @@ def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
 
 
 def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:
-    async def running(client: InferenceClient, number: int) -> None:
+    async def running(client: Servers, number: int) -> None:
         async with asyncio.timeout(20):
-            while (await client.stats())["perf/running"] != number:
+            while (await client.fleet.stats())["perf/running"] != number:
                 await asyncio.sleep(0.02)
 
-    async def conversation(client: InferenceClient) -> None:
+    async def conversation(client: Servers) -> None:
         work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200, min_tokens=200)) for seed, ids in enumerate(prompts(8))]
         await running(client, 8)
         for task in work[1:]:

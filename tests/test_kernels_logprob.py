@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton_worker import compare_with_offset
 
 from rlx.kernels.liger import why_not
 from rlx.kernels.logprob import choose_backend, logprob
@@ -120,6 +121,13 @@ def test_huge_logits_give_finite_values_and_gradients():
     (logp.sum() + entropy.sum()).backward()
     assert hidden.grad.isfinite().all()
     assert head.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_common_offset_of_all_logits_does_not_spoil_the_gradient(backend, frozen):
+    """Maximum and log-sum are kept apart: their sum, −1000 + log s, is rounded to 3e-5, and the offset multiplies that."""
+    assert compare_with_offset(backend, frozen) < 3e-3
 
 
 @pytest.mark.parametrize("backend", ["torch", "liger"])

@@ -15,12 +15,13 @@ from triton_worker import CASES, compare
 
 from rlx.kernels.logprob import choose_backend, logprob
 from rlx.kernels.reference import logprob_reference
+from rlx.kernels.toolchain import check_triton
 
 pytest.importorskip("triton")
 WORKER = Path(__file__).parent / "triton_worker.py"
 POINTERS = {
     "x_ptr": "*fp32", "maximum_ptr": "*fp32", "total_ptr": "*fp32", "weighted_ptr": "*fp32", "target_ptr": "*fp32", "labels_ptr": "*i64",
-    "inverse_temperature_ptr": "*fp32", "lse_ptr": "*fp32", "entropy_ptr": "*fp32", "c_ptr": "*fp32", "out_ptr": "*bf16",
+    "inverse_temperature_ptr": "*fp32", "mean_ptr": "*fp32", "c_ptr": "*fp32", "out_ptr": "*bf16",
 }  # fmt: skip
 NUMBERS = {"num_columns": "i32", "scale": "fp32", "softcap": "fp32"}
 OPTIONAL = {"bias_ptr": "*bf16", "weights_ptr": "*bf16", "shrink_ptr": "*fp32", "e_ptr": "*fp32"}
@@ -30,7 +31,7 @@ def test_interpreted_kernels_are_within_1e_5_of_float64_on_odd_shapes():
     done = subprocess.run([sys.executable, str(WORKER)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differences = json.loads(done.stdout.splitlines()[-1])
-    assert len(differences) == len(CASES)
+    assert len(differences) == len(CASES) + 2
     assert {case: difference for case, difference in differences if not difference <= 1e-5} == {}
 
 
@@ -109,3 +110,49 @@ def compile_kernel(kernel: Any, values: dict[str, Any], capability: int, num_war
         attrs={(i,): [["tt.divisibility", 16]] for i, value in enumerate(own.values()) if isinstance(value, str) and value[0] == "*"},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm["cubin"]
+
+
+def build_a_module(folder: Path) -> None:
+    """Triton's own function for its C parts, with an empty cache."""
+    from triton import knobs
+    from triton.runtime.build import compile_module_from_src
+
+    source = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "small", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_small(void) { return PyModule_Create(&module); }
+"""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(folder)
+        compile_module_from_src(source, "small")
+
+
+def test_a_machine_that_can_build_what_triton_needs_passes(tmp_path):
+    check_triton(lambda: build_a_module(tmp_path))
+
+
+def test_a_missing_compiler_and_missing_headers_are_named_with_what_to_do(tmp_path, monkeypatch):
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message + r".*model\.logprob_backend=torch"):
+            check_triton(lambda: build_a_module(tmp_path))
+
+    with monkeypatch.context() as changed:
+        changed.setenv("CC", "/nowhere/cc")
+        refused("CC is `/nowhere/cc`, and there is no such program")
+        changed.delenv("CC")
+        changed.setenv("PATH", str(tmp_path))
+        refused("neither gcc nor clang is on PATH; install one")
+    with monkeypatch.context() as changed:
+        changed.setattr("sysconfig.get_paths", lambda **_: {"include": str(tmp_path)})
+        refused(f"it needs Python's headers, and there is no {tmp_path}/Python.h; install them")
+    with pytest.raises(ValueError, match="RuntimeError: the driver is too old"):
+        check_triton(fails_by_the_driver)
+
+
+def fails_by_the_driver() -> None:
+    raise RuntimeError("the driver is too old")
+
+
+@pytest.mark.gpu
+def test_a_small_kernel_is_compiled_and_launched_on_a_device():
+    check_triton()

@@ -12,6 +12,7 @@ import torch
 import yaml
 from naive_objectives import NaiveRollout
 
+from rlx.config.declared import ATTRIBUTE
 from rlx.config.schema import LossTerms
 from rlx.config.shipped import conf_directory
 from rlx.losses.aipo import aipo, masked_is, opd
@@ -95,6 +96,12 @@ def make(case: str, dtype: torch.dtype = torch.float64, on_policy: list[bool] | 
         ref_logp=ref.to(dtype),
         on_policy=None if on_policy is None else torch.tensor(on_policy),
     )
+
+
+def by_sequence(name: str) -> bool:
+    """Whether all tokens carry their sequence's weight, as the objective declares."""
+    function = OBJECTIVES[name][0]
+    return getattr(getattr(function, "func", function), ATTRIBUTE).by_sequence
 
 
 def changed(tokens: TokenBatch, **values) -> TokenBatch:
@@ -295,8 +302,8 @@ OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # A is not the reward's there
 @pytest.mark.parametrize("terms", [{}, {"dual_clip": 1.5, "correction": "seq_tis"}, {"correction": "mis"}], ids=["alone", "tis", "mis"])
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in OWN_ADVANTAGE])
 def test_the_effective_sample_size_is_that_of_the_weights_in_the_gradient(name, terms):
-    if name in ("gspo", "gspo_wide") and terms.get("correction") == "mis":
-        pytest.skip("each token carries the loss of all, so one that is left out takes a share of every token's weight with it")
+    if by_sequence(name) and terms.get("correction") == "mis":
+        terms = {"correction": "seq_mis"}
     tokens = make("ratios_far_outside")
     function = partial(OBJECTIVES[name][0], kl_tau=0.0) if name.startswith("dppo") else OBJECTIVES[name][0]  # without its penalty
     total, stats = Objective(function, LossTerms(aggregate="token_mean", correction_cap=1.1, **terms))(tokens, 20, 4)
@@ -313,6 +320,68 @@ def test_an_objective_that_names_no_weights_has_the_ratios():
     tokens = make("random")
     _, stats = Objective(lambda t: replace(grpo(t), weight=None), LossTerms(aggregate="token_mean"))(tokens, 17, 4)
     torch.testing.assert_close(stats.sums["weight"], tokens.ratio().detach().mean())
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_wide", "gspo", "gspo_wide", "dppo", "sapo"])
+def test_tokens_beyond_the_clamp_of_the_ratio_count_nothing_in_the_effective_sample_size(name):
+    """Their gradient is 0 though their ratio is e^20."""
+    random = make("ratios_absurd")
+    function = partial(OBJECTIVES[name][0], kl_tau=0.0) if name == "dppo" else OBJECTIVES[name][0]
+    for tokens in (random, changed(random, old_logp=random.logp.detach() - 30)):
+        total, stats = Objective(function, LossTerms(aggregate="token_mean"))(tokens, 16, 4)
+        (gradient,) = torch.autograd.grad(total, random.logp)
+        weights = gradient * 16 / -tokens.advantages
+        assert int((weights == 0).sum()) > 0
+        assert float(stats.sums["weight"]) == pytest.approx(float(weights.mean()), rel=1e-9, abs=1e-30)
+        assert float(stats.sums["weight_squared"]) == pytest.approx(float(weights.square().mean()), rel=1e-9, abs=1e-30)
+
+
+def long_rollout(dtype: torch.dtype, n: int = 50_000) -> TokenBatch:
+    """One rollout of many tokens, as bfloat16 engines and trainers differ."""
+    generator = torch.Generator().manual_seed(0)
+    logp = -torch.rand(n, generator=generator, dtype=torch.float64)
+    old = logp + 0.03 * torch.randn(n, generator=generator, dtype=torch.float64)
+    values = dict(zip(("logp", "old_logp"), (logp.float().to(dtype), old.float().to(dtype)), strict=True))
+    values["logp"].requires_grad_()
+    return TokenBatch(
+        **values,
+        inference_logp=values["old_logp"],
+        entropy=torch.zeros(n, dtype=dtype),
+        advantages=torch.full((n,), 0.7, dtype=dtype),
+        rollout_ids=torch.zeros(n, dtype=torch.int64),
+        rollout_lengths=torch.tensor([n]),
+    )
+
+
+def test_a_rollout_of_fifty_thousand_float32_tokens_has_the_gradient_of_float64():
+    function = partial(gspo, **WIDE)
+    for terms in (
+        LossTerms(aggregate="seq_mean"),
+        LossTerms(aggregate="token_mean"),
+        LossTerms(aggregate="seq_mean", correction="seq_tis"),
+    ):
+        tokens = long_rollout(torch.float32)
+        exact = long_rollout(torch.float64)
+        n = len(exact.logp)
+        ratio = (exact.logp - exact.old_logp).mean().exp()  # the naive form, float64 autograd
+        (wanted,) = torch.autograd.grad(-ratio * 0.7 / 2 * (n / 60_000 * 2 if terms.aggregate == "token_mean" else 1), exact.logp)
+        total, _ = Objective(function, terms)(tokens, 60_000, 2)
+        (found,) = torch.autograd.grad(total, tokens.logp)
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 1e-6, terms
+
+
+def test_lengths_ids_shapes_and_counts_that_do_not_agree_are_refused():
+    tokens = make("random")  # rollouts of 3, 5, 2 and 7 tokens
+    for wrong, counts, message in (
+        ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\] and logp \[17\]"),
+        ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\] and rollout_lengths \[4\]"),
+        ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, and rollout_lengths says 3"),
+        ({"rollout_lengths": torch.tensor([3, 5, 2])}, (17, 4), "rollout_ids go from 0 to 3, and rollout_lengths names 3 rollouts, 0 to 2"),
+        ({}, (16, 4), "has 17 trainable tokens, and the global batch is said to have 16"),
+        ({}, (17, 3), "has 4 rollouts with trainable tokens, and the global batch is said to have 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Objective(grpo, LossTerms(aggregate="token_mean"))(changed(tokens, **wrong), *counts)
 
 
 def test_gspo_counts_clipped_sequences():

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from naive_objectives import kl, squared
-from test_losses_objectives import OBJECTIVES, changed, equal_naive, make
+from test_losses_objectives import OBJECTIVES, by_sequence, changed, equal_naive, make
 
 from rlx.config.schema import KlTerms, LossTerms
 from rlx.losses.base import Objective
@@ -52,6 +52,10 @@ def test_the_corrections(name, correction):
     for cap in (1.05, 2.0):
         function, loss_of, penalty_of = apart(name)
         terms = LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap)
+        if by_sequence(name) and not correction.startswith("seq_"):
+            with pytest.raises(ValueError, match=f"correction is {correction}, which goes by token.*set seq_{correction}"):
+                Objective(function, terms)(make("random"), 31, 6)
+            continue
         equal_naive(make("random"), function, loss_of, terms, penalty_of)
 
 

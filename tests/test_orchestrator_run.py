@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
+from rlx.transport.files import BatchReader
 
 from rlx.checkpoints.folders import begin, writing
 from rlx.config.schema import Config, EnvConfig
+from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
-from rlx.transport.files import BatchReader
-from rlx.types import StepBatch
+from rlx.types import StepBatch, WeightVersion
 from rlx.waiting import first_failure
 
 assert OUTSIDE
@@ -63,12 +64,13 @@ class StandInServers(StandIn):
         await asyncio.sleep(self.jitter * self._random.random())
         return await super().generate(*arguments)
 
-    async def update_weights(self, path: Path, version: int, timeout: float) -> None:
-        assert (path / COMPLETE).is_file()
+    async def update(self, weights: WeightVersion, timeout: float) -> None:
+        assert weights.kind == "files"
+        assert (Path(weights.where) / COMPLETE).is_file()
         await asyncio.sleep(0.001)
-        self.updates.append(version)
-        self.version = version
-        self.error = 0.9 if version < 3 else 0.0
+        self.updates.append(weights.version)
+        self.version = weights.version
+        self.error = 0.9 if weights.version < 3 else 0.0
 
     async def stats(self) -> dict[str, float]:
         return {"perf/kv_cache_usage": 0.25}
@@ -117,8 +119,11 @@ def play(root: Path, config: Config, servers: StandInServers | None = None, seco
     trainer = StandInTrainer(paths, config, seconds)
     heartbeat = Heartbeat(paths, "orchestrator")
 
+    served: Any = servers or StandInServers()
+    give_policy(envs, config, tiny_chat(), served)
+
     async def main() -> None:
-        orchestrator = Orchestrator(config, paths, envs, tiny_chat(), servers or StandInServers(), heartbeat)  # type: ignore[arg-type]
+        orchestrator = Orchestrator(config, paths, envs, served, served, heartbeat)
         await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
 
     asyncio.run(main())
@@ -295,8 +300,8 @@ def test_a_reward_function_that_raises_now_and_then_is_counted(tmp_path: Path) -
 
 def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:
     class Refusing(StandInServers):
-        async def update_weights(self, path: Path, version: int, timeout: float) -> None:
-            raise ValueError(f"weights {version} are corrupt")
+        async def update(self, weights: WeightVersion, timeout: float) -> None:
+            raise ValueError(f"weights {weights.version} are corrupt")
 
     with pytest.raises(ValueError, match="weights 1 are corrupt"):
         play(tmp_path, config_of(), Refusing())
@@ -310,7 +315,7 @@ def test_the_last_checkpoint_gets_its_part_however_late_it_begins(tmp_path: Path
 
 def test_an_update_that_takes_for_ever_ends_the_run(tmp_path: Path) -> None:
     class Stuck(StandInServers):
-        async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+        async def update(self, weights: WeightVersion, timeout: float) -> None:
             async with asyncio.timeout(timeout):
                 await asyncio.sleep(3600)
 
@@ -333,9 +338,9 @@ def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:
     config = config_of(max_steps=2)
     paths = RunPaths(tmp_path)
     envs = {"e": load("rlx_reverse_text", sampling={"max_tokens": 12, "temperature": 1.0})}
-    orchestrator_of = lambda: Orchestrator(  # noqa: E731
-        config, paths, envs, tiny_chat(), StandInServers(delay=0.8), Heartbeat(paths, "orchestrator")  # type: ignore[arg-type]
-    )  # fmt: skip
+    served: Any = StandInServers(delay=0.8)
+    give_policy(envs, config, tiny_chat(), served)
+    orchestrator_of = lambda: Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))  # noqa: E731
 
     async def main() -> None:
         await asyncio.wait_for(first_failure(orchestrator_of().run(), Slow(paths, config).run()), 30)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
+from rlx.config.load import load_run, to_yaml
+from rlx.config.rows import why
+from rlx.config.schema import Config
+from rlx.config.tree import Builder
+from rlx.plan.environment import MissingGPU, environment_of
 from rlx.plan.explain import explain
 from rlx.plan.memory import engine_memory, trainer_memory
 from rlx.plan.place import place, require_one_host
@@ -18,10 +24,14 @@ from rlx.types import ProcessSpec
 GIB = 2**30
 
 
-def layout(hardware: str, visible: list[str] | None = None, /, **sections) -> list[str]:
+def layout(hardware: str, /, **sections) -> list[str]:
     """One line for each process: name, host, GPUs, ports."""
-    plan = make_plan(config(hardware, **sections), Path("/run"), visible)
-    return [f"{spec.name} @{spec.node} gpus={spec.env['CUDA_VISIBLE_DEVICES']} ports={spec.ports}" for spec in plan]
+    plan = make_plan(config(hardware, **sections), Path("/run"))
+    return [f"{spec.name} @{spec.node} gpus={','.join(map(str, spec.gpus))} ports={spec.ports}" for spec in plan]
+
+
+def process(**fields) -> ProcessSpec:
+    return ProcessSpec(**{"role": "trainer", "replica": 0, "node": 0, "gpus": (), "argv": ("python",), **fields})
 
 
 def command(plan: list[ProcessSpec], role: str) -> str:
@@ -67,14 +77,38 @@ def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
     ]
 
 
-def test_gpus_are_those_that_the_user_made_visible() -> None:
-    assert layout("gpu2", ["5", "GPU-7f"]) == [
-        "inference_0 @0 gpus=5 ports={'http': 0}",
+def test_the_plan_counts_gpus_whatever_is_visible_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert layout("gpu2") == [
+        "inference_0 @0 gpus=0 ports={'http': 0}",
         "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=GPU-7f ports={}",
+        "trainer @0 gpus=1 ports={}",
     ]
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=5 names 1"):
-        layout("gpu2", ["5"])
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in make_plan(config("gpu2"), Path("/run")))
+
+
+def test_devices_are_counted_as_nvidia_smi_counts_them() -> None:
+    assert {spec.env["CUDA_DEVICE_ORDER"] for spec in make_plan(config("gpu2"), Path("/run"))} == {"PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "seen"),
+    [(None, (1,), "1"), ("5,GPU-7f", (1,), "GPU-7f"), (" 4, 6 ,", (0, 1), "4,6"), ("4,6", (), ""), ("", (), "")],
+)
+def test_a_process_gets_its_gpus_by_the_names_of_its_host(visible: str | None, gpus: tuple[int, ...], seen: str) -> None:
+    host = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of(process(gpus=gpus), host)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_host_that_shows_fewer_gpus_than_the_plan_needs_is_named_with_both_numbers() -> None:
+    with pytest.raises(MissingGPU, match=r"gives trainer GPU 1 .*CUDA_VISIBLE_DEVICES=5 names 1"):
+        environment_of(process(gpus=(1,)), {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+def test_a_process_does_not_inherit_that_it_is_one_of_somebody_elses_group() -> None:
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    environment = environment_of(process(env={"RANK": "1"}), {**dict.fromkeys(group, "7"), "HOME": "/home"})
+    assert environment == {"RANK": "1", "HOME": "/home", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:
@@ -188,20 +222,92 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan.yaml") == plan
 
 
-def test_memory_of_an_8b_model_is_what_its_states_take() -> None:
-    trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}}))
-    states = trainer.parameters + trainer.gradients + trainer.optimizer
-    assert states / GIB == pytest.approx(8.19e9 * 16 / 4 / GIB)  # four float32 numbers a parameter on four ranks
-    assert states < trainer.device < states + 8 * GIB
+def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
+    trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
+    shard, table = 8.19e9 / 4, 151936 * 4096
+    assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
+    assert trainer.context == GIB
+    assert trainer.root == 2 * table * 2, "embedding and head, both gathered in 16 bits"
+    assert trainer.head_gradient == table * 2
+    assert trainer.root_gradients == 2 * table * (2 + 4), "gradients of both in 16 bits, and the float32 buffer that is reduced"
+    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "an input a layer, and one layer computed again"
+    assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
+    assert trainer.update == shard * 4
+    ends = trainer.states + trainer.layers + trainer.root + trainer.root_gradients
+    assert trainer.device == ends == pytest.approx(41.6 * GIB, rel=0.01)
+    assert ends - trainer.states - trainer.layers > 9 * GIB, "what the root unit alone takes at the end of backward"
+
+
+def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
+    trainer = trainer_memory(config("cpu", model={"dtype": "float32"}))
+    assert trainer.layers == trainer.root == trainer.root_gradients == trainer.context == 0
+    assert trainer.device == trainer.states + trainer.activations + trainer.head
+
+
+def test_memory_of_the_engine() -> None:
     engine = engine_memory(config("node8"))
-    assert engine.weights == pytest.approx(8.19e9 * 2)
+    assert engine.weights == 8.19e9 * 2
     assert engine.kv_token == 2 * 36 * 8 * 128 * 2
 
 
 def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one() -> None:
     resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
-    assert offloaded.device == pytest.approx(resident.device - resident.parameters - resident.gradients - resident.optimizer)
+    assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)
     assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD"})).optimizer == resident.optimizer / 2
+
+
+def rows(hardware: str = "cpu", /, **sections) -> tuple[int, str]:
+    cfg = config(hardware, **sections)
+    return cfg.micro_batch_tokens, why(cfg)
+
+
+SMALL = {"hidden_size": 576, "num_layers": 30, "dtype": "float32"}  # SmolLM2-135M: 1.12 MiB of activations a token
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sections", "row", "reason"),
+    [
+        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.12 MiB a token allow"),
+        ("cpu", {"model": SMALL, "seq_len": 96, "trainer": {"micro_batch_tokens": 512}}, 512, "trainer.micro_batch_tokens"),
+        ("cpu", {"model": SMALL, "seq_len": 4096}, 4096, "seq_len; 2 GiB of activations at 1.12 MiB a token would allow fewer"),
+        ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all that a rank has in an optimizer step"),
+        ("node8", {"model": {"hidden_size": 1024, "num_layers": 28}}, 8704, "what 8 GiB of activations at 0.93 MiB a token allow"),
+        ("gpu1_shared", {"model": {"hidden_size": 1024, "num_layers": 28}, "seq_len": 512}, 4352, "what 4 GiB of activations"),
+        ("node8", {}, 8192, "seq_len; 8 GiB of activations at 4.78 MiB a token would allow fewer"),
+    ],
+)
+def test_a_row_is_as_long_as_work_and_memory_allow(hardware: str, sections: dict, row: int, reason: str) -> None:
+    found, said = rows(hardware, **sections)
+    assert found == row
+    assert said.startswith(reason)
+
+
+def test_the_length_of_a_row_is_the_same_wherever_the_configuration_is_read(tmp_path: Path) -> None:
+    cfg = config("cpu", model=SMALL, seq_len=96)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    assert load_run(tmp_path).micro_batch_tokens == cfg.micro_batch_tokens
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "rows of 1,792 tokens: what 2 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("envs", "words"),
+    [
+        (
+            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}},
+            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (a turn)",
+        ),
+        (
+            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}, "weight": 3.0}, "long": {"id": "rlx-math"}},
+            "about 412,416 at most = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; a turn)",
+        ),
+        ({"math": {"id": "rlx-math", "sampling": {"max_tokens": 6144}}}, "1,572,864 = 256 × sampling.max_tokens 6,144"),
+    ],
+)
+def test_an_environments_own_bound_of_new_tokens_is_counted(envs: dict, words: str) -> None:
+    cfg = config("node8")
+    cfg.envs = Builder(Config).build(Config, {**asdict(cfg), "envs": envs}).envs
+    assert words in explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
 
 
 def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory() -> None:

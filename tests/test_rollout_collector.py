@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +33,14 @@ class FakeEnv:
         self.version = 0
         self.most_in_flight = self.in_flight = 0
         self.started: list[tuple[int, int, int]] = []
-        self.forgotten: list[int] = []
+        self.asked: list[tuple[int, list[int], int]] = []
+        self.ended: list[int] = []
 
-    async def rollout(self, task: Task, member: int, attempt: int, policy: Any) -> Rollout:
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        self.asked.append((task.index, list(members), attempt))
+        return list(await asyncio.gather(*(self.rollout(task, member, attempt) for member in members)))
+
+    async def rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         self.started.append((task.index, member, attempt))
         self.in_flight += 1
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
@@ -42,6 +50,7 @@ class FakeEnv:
             await asyncio.sleep(does if isinstance(does, float) else 0)
         finally:
             self.in_flight -= 1
+            self.ended.append(task.index)
         ids = np.zeros(2, dtype=np.int32)
         versions = np.array([begin, self.version], dtype=np.int32)
         turn = Turn(prompt_ids=ids[:1], completion_ids=ids, logprobs=ids.astype(np.float32), versions=versions, finish_reason="stop")
@@ -51,18 +60,15 @@ class FakeEnv:
             stop=status, error=f"because {task.example_id}", timing={"total": 0.0},
         )  # fmt: skip
 
-    async def score_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        return list(rollouts)
-
-    def forget(self, task: Task) -> None:
-        self.forgotten.append(task.index)
+    async def close(self) -> None:
+        pass
 
 
 def collector(*envs: FakeEnv, seed: int = 0, **settings: int) -> Collector:
     by_name: dict[str, Any] = {env.name: env for env in envs}
     values = {"num_groups": 4, "group_size": 2, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 2, **settings}
     tasks = TaskSequence(by_name, dict.fromkeys(by_name, 1.0), seed)
-    return Collector(envs=by_name, tasks=tasks, policy=None, **values)  # type: ignore[arg-type]
+    return Collector(envs=by_name, tasks=tasks, **values)  # type: ignore[arg-type]
 
 
 def indices(batch: list[list[Rollout]]) -> list[int]:
@@ -156,7 +162,7 @@ def test_a_group_that_hangs_does_not_hold_up_the_batch_and_is_dropped_counted_an
         groups.set_version(2)
         third = await groups.collect()
         assert len({*indices(first), *indices(second), *indices(third)}) == 12
-        assert 1 in env.forgotten, "the dropped group still runs"
+        assert 1 in env.ended, "the dropped group still runs"
         await groups.close()
 
     run(main)
@@ -212,6 +218,50 @@ def test_a_failed_member_is_played_again_with_another_attempt() -> None:
     assert groups.tally.failed == {"error": 2}
     assert groups.tally.dropped == {}
     assert [rollout.stop for rollout in groups.tally.failures] == ["error", "error"]
+
+
+def test_rewards_that_compare_a_group_are_asked_for_as_a_whole_and_a_failed_member_costs_the_attempt() -> None:
+    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
+    env.scores_groups = True
+    groups = collector(env)
+    batch = run(groups.collect)
+    assert indices(batch) == [0, 1, 2, 3]
+    assert [asked for asked in env.asked if asked[0] == 2] == [(2, [0, 1], 0), (2, [0, 1], 1), (2, [0, 1], 2)]
+    assert groups.tally.failed == {"error": 2}
+    assert groups.tally.finished == 8
+    assert sorted(rollout.arrival for rollouts in batch for rollout in rollouts) == list(range(8))
+
+
+def test_a_whole_group_that_ran_out_of_time_or_of_attempts_is_given_up_and_replaced() -> None:
+    env = FakeEnv(lambda task, member, attempt: {1: "timeout", 2: "error"}.get(task.index, 0.0) if member == 1 else 0.0)
+    env.scores_groups = True
+    groups = collector(env)
+    assert indices(run(groups.collect)) == [0, 3, 4, 5]
+    assert [attempt for index, _, attempt in env.asked if index == 1] == [0]
+    assert [attempt for index, _, attempt in env.asked if index == 2] == [0, 1, 2]
+    assert groups.tally.dropped == {"timeout": 2, "error": 2}
+    assert groups.in_flight == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_log_probability_that_is_not_finite_costs_its_rollout_and_is_counted(value: float, whole: bool) -> None:
+    class Broken(FakeEnv):
+        async def rollout(self, task: Task, member: int, attempt: int) -> Rollout:
+            rollout = await super().rollout(task, member, attempt)
+            if (task.index, member, attempt) != (1, 1, 0):
+                return rollout
+            (turn,) = rollout.turns
+            return replace(rollout, turns=(turn, replace(turn, logprobs=np.array([-1.0, value], dtype=np.float32))))
+
+    env = Broken()
+    env.scores_groups = whole
+    groups = collector(env)
+    batch = run(groups.collect)
+    assert indices(batch) == [0, 1, 2, 3]
+    assert all(np.isfinite(turn.logprobs).all() for rollouts in batch for one in rollouts for turn in one.turns)
+    assert groups.tally.failed == {"logprob_not_finite": 1}
+    assert re.search(r"number 1 of turn 1 of rollout 1 of group 1, has the log-probability", groups.tally.failures[0].error or "")
 
 
 def test_a_member_that_ran_out_of_time_costs_its_group_which_is_replaced() -> None:
@@ -300,9 +350,8 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
 
     async def main() -> None:
         with pytest.raises(GroupFailed):
-            await play_group(env, task, 4, None, 0, Tally())  # type: ignore[arg-type]
+            await play_group(env, task, 4, 0, Tally())
         assert env.in_flight == 0
         assert len(asyncio.all_tasks()) == 2  # this one and its timeout
 
     run(main)
-    assert env.forgotten == [0]

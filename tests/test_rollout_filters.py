@@ -31,8 +31,8 @@ class Scored(FakeEnv):
         super().__init__(**keys)
         self.reward = reward
 
-    async def rollout(self, task: Task, member: int, attempt: int, policy: Any) -> Rollout:
-        return replace(await super().rollout(task, member, attempt, policy), reward=self.reward(task, member))
+    async def rollout(self, task: Task, member: int, attempt: int) -> Rollout:
+        return replace(await super().rollout(task, member, attempt), reward=self.reward(task, member))
 
 
 def filtering(env: Scored, **settings: Any) -> Collector:

@@ -15,7 +15,7 @@ from test_rollout_collector import FakeEnv, run
 from test_rollout_filters import Scored
 
 from rlx.config.schema import DifficultyFilter, EnvConfig
-from rlx.envs.base import request_seed
+from rlx.policy.base import request_seed
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.collector import Collector
 from rlx.rollout.record import read_rollouts
@@ -59,7 +59,6 @@ def make(envs: dict[str, Any], weights: dict[str, float] = WEIGHTS, **settings: 
     return Collector(
         envs=envs,
         tasks=TaskSequence(envs, {name: weights[name] for name in envs}, 0),
-        policy=None,  # type: ignore[arg-type]
         left_out=lambda rollouts: None if rollouts[0].reward else "zero",
         **values,
     )

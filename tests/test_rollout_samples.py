@@ -10,7 +10,7 @@ import pytest
 
 from rlx.advantages.group import group_mean
 from rlx.rollout.batch import describe, scores_of
-from rlx.rollout.groups import Tally, refuse_infinite
+from rlx.rollout.groups import Tally, checked
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, TrainingSample, Turn
 
@@ -136,8 +136,8 @@ def test_an_unknown_strategy_is_named() -> None:
 
 @pytest.mark.parametrize("reward", [1e39, -1e39, np.nan, np.inf])
 def test_a_reward_beyond_float32_fails_its_rollout(reward: float):
-    assert refuse_infinite(replace(rollout(), reward=reward)).stop == "reward_not_finite"
-    assert refuse_infinite(replace(rollout(), reward=float(np.finfo(np.float32).max))).status == "ok"
+    assert checked(replace(rollout(), reward=reward)).stop == "reward_not_finite"
+    assert checked(replace(rollout(), reward=float(np.finfo(np.float32).max))).status == "ok"
 
 
 def test_rewards_that_differ_in_float64_alone_have_advantages():

@@ -15,13 +15,15 @@ import yaml
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run
+from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
 from rlx.paths import RunPaths
 from rlx.plan.rl import make_plan
 from rlx.runs import claim
 from rlx.runs.claim import RunLock, create, describe, join, looks_like_run, settle
 from rlx.runs.status import Status
+
+KEY = "-".join(("sesame", "open"))  # not as it is written here: a run keeps the uncommitted changes of its source
 
 
 def settled(root: Path, **changes) -> Config:
@@ -56,16 +58,45 @@ def test_a_run_directory_holds_everything_that_is_needed_to_do_it_again(tmp_path
     assert paths.initial_model.read_text() == "Qwen/Qwen3-8B\n"
 
 
-def test_a_key_for_the_servers_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLX_API_KEY", "hidden")
-    monkeypatch.setenv("RLX_RUN_TOKEN", "hidden")
+def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_API_KEY", KEY)
+    given = [f"inference={{api_key: '{KEY}'}}", f"+inference.api_key='{KEY}'", f"inference.api_key={KEY}", "seed=3"]
+    reference = "inference.api_key=${oc.env:RLX_API_KEY}"
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
+    cfg = settle(compose([*given, f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
+    assert cfg.inference.api_key == KEY
+    paths, lock = create(cfg, [*given, reference], make_plan(cfg, tmp_path / "run"))
+    lock.close()
+    holding = {path for path in paths.root.rglob("*") if path.is_file() and KEY in path.read_text()}
+    assert holding == {paths.secrets}
+    assert paths.secrets.stat().st_mode & 0o777 == 0o600
+    assert load_run(paths.root) == cfg, "the roles have it"
+    assert yaml.safe_load(paths.overrides.read_text())[-2:] == ["seed=3", reference], "what names a variable may stay"
+
+    again = ["--config-dir", str(paths.root), "--config-name", "config"]
+    assert "add inference.api_key=VALUE" in paths.reproduce.read_text()
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret and was not written into the file.\nGive it again:"):
+        compose(again, {})
+    resumed = compose([*again, "inference.api_key=other-key", "resume=latest"], {}).cfg
+    paths, _ = create(resumed, [], make_plan(resumed, paths.root))
+    assert load_run(paths.root).inference.api_key == "other-key", "the key of a run that goes on may be another"
+    paths.secrets.unlink()
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret"):
+        load_run(paths.root)
+
+
+def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
+    paths, _ = make(settled(tmp_path / "run"))
+    assert not paths.secrets.exists()
+    assert "api_key" not in paths.reproduce.read_text()
+
+
+def test_a_role_with_another_key_for_the_servers_does_not_join_and_neither_is_shown(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run")
-    paths, _ = make(replace(cfg, inference=replace(cfg.inference, api_key="hidden")))
-    for file in (paths.config, paths.overrides, paths.provenance):
-        assert file.stat().st_mode & 0o777 == 0o600, file.name
-    assert "hidden" not in paths.provenance.read_text()
-    open_paths, _ = make(settled(tmp_path / "other"))
-    assert open_paths.config.stat().st_mode & 0o777 == 0o644
+    join(replace(cfg, inference=replace(cfg.inference, api_key="one-key")), [], [])
+    with pytest.raises(ConfigError, match=r"inference.api_key: another one") as caught:
+        join(replace(cfg, inference=replace(cfg.inference, api_key="two-key")), [], [])
+    assert "-key" not in str(caught.value)
 
 
 def test_a_warm_started_run_leaves_the_initial_model_to_prepare(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from rlx.cli import main, sweep
 from rlx.config.errors import ConfigError
+from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
-from rlx.config.sweeps import element_name, expand
+from rlx.config.sweeps import element_name, expand, is_sweep
 from rlx.metrics import read_metrics
 from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
@@ -90,6 +91,26 @@ def test_files_of_ones_own_are_found(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "several"),
+    [
+        ("sweeps=seeds", {}, True),
+        ("+sweeps=seeds", {}, True),
+        ("", {"RLX_SWEEPS": "seeds"}, True),
+        ("-m seed=1,2", {}, True),
+        ("sweeps=null", {}, False),
+        ("sweeps=null", {"RLX_SWEEPS": "seeds"}, False),
+        ("seed=1", {"RLX_SWEEPS": "null"}, False),
+    ],
+)
+def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv: str, environ: dict[str, str], several: bool):
+    assert is_sweep(argv.split(), environ) is several
+    if several:
+        assert len(expand(argv.split(), environ).elements) >= 2
+    else:
+        assert compose(argv.split(), environ).cfg.max_steps == 100
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path):
     elements = sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
@@ -129,10 +150,9 @@ def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def toy_plan(cfg, visible):
+def toy_plan(cfg):
     code = textwrap.dedent(TOY)
-    gpus = {"CUDA_VISIBLE_DEVICES": ""}
-    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), env=gpus, argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
+    return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
 
 
 @pytest.fixture
@@ -244,3 +264,15 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
     launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as its death does
     assert sweep.run(line) == 0
+
+
+def test_a_secret_names_no_directory_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-m", "inference.api_key=one-key,two-key"]) == 2
+    assert main(["train", "inference.api_key=one-key,two-key"]) == 2
+    assert main(["train", "seed=x", "inference.api_key=[one-key]", "inference.api_key = one-key"]) == 2
+    assert main(["train", "seed=x", "inference.api_key=[one-key]"]) == 2
+    said = capsys.readouterr().err
+    assert "inference.api_key is secret" in said
+    assert "inference.api_key=<secret>" in said
+    assert "-key" not in said

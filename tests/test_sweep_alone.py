@@ -70,7 +70,7 @@ def test_a_run_that_waited_for_its_turn_looks_at_what_has_become_of_it(toys: Pat
     for each in (one, two):
         each.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
     Status(state="completed", step=2).write(one.paths)
-    assert [element.main(str(each.paths.root), "") for each in (one, two)] == [0, 0]
+    assert [element.main(str(each.paths.root)) for each in (one, two)] == [0, 0]
     assert started == [("seed=2", "")]
 
 

@@ -167,6 +167,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
         monkeypatch.setenv(name, str(tmp_path / "home"))
     config = Config(max_steps=2, seed=17)
     config.logger.wandb = WandbConfig(mode="offline", samples=2, project="p")
+    config.inference.api_key = "hidden-key"
     run_tracker(RunPaths(tmp_path / "my-run"), config)
 
     (file,) = (tmp_path / "my-run" / "wandb").glob("offline-run-*/run-*.wandb")
@@ -188,6 +189,8 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert {"distribution/advantage/bins", "distribution/completion_length/bins"} <= row.keys()
     assert b"my-run" in text
     assert b"max_async_level" in text
+    assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
+    assert b"hidden-key" not in text
 
 
 def test_nothing_is_imported_where_no_service_is_asked_for(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlx.transport.files import BatchWriter
 from trainer_examples import make_model, make_samples
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from rlx.heartbeat import read_heartbeats
 from rlx.metrics import METRICS, read_metrics
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import RunPaths
-from rlx.transport.files import BatchWriter
 from rlx.weights.files import verify, versions
 
 STEPS = 3

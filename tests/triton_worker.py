@@ -1,7 +1,7 @@
 """Compares the Triton backend, interpreted on the CPU, with the naive twin in float64. TRITON_INTERPRET=1 must be set from the start.
 
 Prints one JSON line: for every case its name and the largest difference of values and gradients, relative to the largest true entry
-where that is above 1.
+where that is above 1; of logits with a common offset 1/300 of it, because there float32 logits themselves are coarser.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from rlx.kernels.logprob import logprob
 from rlx.kernels.reference import logprob_reference
+from rlx.kernels.toolchain import launch
 
 CASES = [  # n, d, v, tile, softcap, bias, entropy gradient, frozen head
     (7, 5, 37, (3, 16), None, False, True, False),
@@ -22,6 +23,27 @@ CASES = [  # n, d, v, tile, softcap, bias, entropy gradient, frozen head
     (3, 4, 2500, (2, 2100), None, False, False, True),
     (4, 6, 50, (4, 33), None, False, True, True),
 ]
+OFFSET = -1000.0  # float32 numbers of that size are 6e-5 apart
+
+
+def compare_with_offset(backend: str, frozen: bool = False) -> float:
+    """The relative error of gradients in float32 where all logits share an offset: the head's rows have a large part in common."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(5, 8, generator=generator), 0.1 * torch.randn(300, 8, generator=generator)
+    hidden[:, 0], head[:, 0] = 1.0, OFFSET
+    labels = torch.randint(0, 300, (5,), generator=generator)
+    weights = torch.randn(2, 5, generator=generator)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        learned = [hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_(not frozen)]
+        keys: dict = {} if dtype == torch.float64 else {"backend": backend, "tile": (3, 128)}
+        function = logprob_reference if dtype == torch.float64 or backend == "reference" else logprob
+        logp, entropy = function(*learned, labels, torch.ones(5, dtype=dtype), **({} if function is logprob_reference else keys))
+        loss = (weights[0].to(dtype) * logp).sum()
+        if not frozen:
+            loss = loss + (weights[1].to(dtype) * entropy).sum()
+        gradients.append(torch.autograd.grad(loss, learned[: 1 if frozen else 2]))
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
 
 
 def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy: bool, frozen: bool, *, device: str = "cpu") -> float:
@@ -48,7 +70,10 @@ def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps([[str(case), compare(*case)] for case in CASES]))
+    launch("cpu")  # what a role starts with
+    results = [[str(case), compare(*case)] for case in CASES]
+    results += [[f"offset, frozen={frozen}", compare_with_offset("triton", frozen) / 300] for frozen in (False, True)]
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

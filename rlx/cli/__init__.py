@@ -15,6 +15,7 @@ COMMANDS = {  # in the order of the help text; the words are in the command's ow
     "train": "rlx.cli.train",
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
+    "show": "rlx.cli.show",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",

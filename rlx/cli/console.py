@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 
 from rlx.config.schema import Config
 from rlx.heartbeat import read_heartbeats
-from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.runs.history import History
+from rlx.runs.run import Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STAGES = {  # metric -> what a person calls it, per source
@@ -85,49 +84,18 @@ def _short(program: str) -> str:
     return shlex.quote(program.removeprefix(here))
 
 
-class History:
-    """The metrics of a run read so far."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, 0
-        self.records: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # source -> step -> record
-
-    def read(self) -> None:
-        """Take in what was appended since the last call."""
-        for record, offset in read_metrics(self.path, self.offset):
-            self.records[record["source"]][record["step"]] = record
-            self.offset = offset
-
-    @property
-    def steps(self) -> int:
-        """Steps the trainer has finished."""
-        return max(self.records["trainer"], default=-1) + 1
-
-    def series(self, name: str, source: str) -> list[float]:
-        """All values of one metric in the order of steps."""
-        return [r[name] for _, r in sorted(self.records[source].items()) if name in r]
-
-    def last(self, name: str, source: str, over: int = 1) -> float | None:
-        """Mean of the last `over` values; None when there are none."""
-        values = self.series(name, source)[-over:]
-        return sum(values) / len(values) if values else None
-
-    def steps_per_second(self, over: int = 10) -> float | None:
-        """Pace of the trainer over its last steps."""
-        times = [r["time"] for _, r in sorted(self.records["trainer"].items())][-over - 1 :]
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
-
-
 class Console:
     """Shows one run. Call `update` a few times a second and `close` once."""
 
     def __init__(self, run_dir: Path | str, cfg: Config, argv: Sequence[str] = ()) -> None:
         """`argv`: what the command was given, for the suggestions at the end."""
-        self.paths, self.cfg, self.argv = RunPaths(Path(run_dir)), cfg, list(argv)
-        self.history = History(self.paths.metrics)
+        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, list(argv)
+        self.paths = self.run.paths
+        self.history = History(self.paths)
         self.started = time.time()
         self._phases: dict[str, str] = {}
         self._printed_step, self._printed_at = 0, 0.0
+        self._attempt: str | None = None  # what logs/latest points to
         self._live: Any = None
         if sys.stdout.isatty():
             from rich.live import Live
@@ -139,7 +107,7 @@ class Console:
 
     def update(self) -> None:
         """Read what is new and show it."""
-        self.history.read()
+        self._look()
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
         else:
@@ -147,12 +115,20 @@ class Console:
 
     def close(self, exit_code: int) -> None:
         """Show the end: a summary, or what failed."""
-        self.history.read()
+        self._look()
         if self._live is not None:
             self._live.stop()
         else:
             self._lines(final=True)
         print(self.summary(exit_code), flush=True)
+
+    def _look(self) -> None:
+        """Read what is new. Another attempt (after a requeue) starts anew: what the one before it said is not true any more."""
+        self.history.read()
+        link = self.paths.latest_logs
+        attempt = os.readlink(link) if link.is_symlink() else None
+        if attempt != self._attempt:
+            self._attempt, self._phases, self._printed_step = attempt, {}, 0
 
     # live, on a terminal
 
@@ -165,7 +141,7 @@ class Console:
 
         steps, total = self.history.steps, self.cfg.max_steps
         rows: list[Any] = []
-        if steps or self.history.records["orchestrator"]:
+        if self.history.begun:
             pace = self.history.steps_per_second()
             head = Table.grid(padding=(0, 2))
             eta = f"ETA {clock((total - steps) / pace)}" if pace else ""
@@ -224,7 +200,7 @@ class Console:
 
     def _lines(self, final: bool = False) -> None:
         steps = self.history.steps
-        if steps == 0:
+        if steps <= self.history.first:
             for name, beat in self._beats().items():
                 kind = beat["phase"].split(" ")[0]  # `warm start 12/250` and `warm start 13/250` are one phase
                 if self._phases.get(name) != kind:
@@ -243,8 +219,8 @@ class Console:
     def summary(self, exit_code: int) -> str:
         """The closing text of a run that ended with `exit_code`."""
         h, root = self.history, self.paths.root
-        status = json.loads(self.paths.status.read_text()) if self.paths.status.exists() else {}
-        state = status.get("state", "ended")
+        status = self.run.status
+        state = "ended" if status is None else status.state
         lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
         rewards = h.series("reward/mean", "orchestrator")
         if rewards:
@@ -292,9 +268,8 @@ class Console:
             (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
-        last = self.paths.rollouts_of(self.cfg.max_steps - 1)
-        if last.exists():  # not of a replay, and not with orchestrator.save_rollouts=false
-            suggestions.append((f"{python} -m rlx.rollout.show {shlex.quote(str(last))}", "what the policy wrote at the end"))
+        if self.run.rollouts:  # not of a replay, and not with orchestrator.save_rollouts=false
+            suggestions.append((f"{python} -m rlx.cli show {shlex.quote(str(root))}", "what the policy wrote at the end"))
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
 

@@ -24,13 +24,13 @@ exit codes, as diff's: 0 nothing differs; 1 something does; 2 one of them is no 
 
 
 def run(argv: list[str]) -> int:
-    from rlx.paths import RunPaths
     from rlx.runs.compare import compare
+    from rlx.runs.run import Run
 
     if len(argv) != 2:
         print(f"rlx diff takes two run directories, not {len(argv)}. rlx diff --help tells more.", file=sys.stderr)
         return 2
-    a, b = (RunPaths(Path(name).expanduser()) for name in argv)
+    a, b = (Run.open(Path(name)) for name in argv)
     sections = compare(a, b)
     print(f"{a.root} → {b.root}")
     for section in sections:

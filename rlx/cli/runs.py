@@ -1,16 +1,10 @@
-"""`rlx runs`: the runs below a directory, how far they are and what has become of them. Reads run directories, and asks SLURM."""
+"""`rlx runs`: the runs below a directory, how far they are and what has become of them. Opens them to look, and asks SLURM."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlx.paths import RunPaths
-    from rlx.runs.status import Status
 
 SUMMARY = "list runs: state, steps, reward, job"
 
@@ -28,66 +22,31 @@ The reward is the mean of the last five steps."""
 
 
 def run(argv: list[str]) -> int:
+    from rlx.config.errors import ConfigError
     from rlx.plan.explain import table
-    from rlx.runs.history import final_reward
-    from rlx.runs.jobs import job_of
-    from rlx.runs.status import read_status
+    from rlx.runs.run import find
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
     absent = [str(root) for root in roots if not root.is_dir()]
     if absent:
         print(f"rlx: there is no directory {', '.join(absent)}. Usage: rlx runs [DIRECTORY …]", file=sys.stderr)
         return 2
-    found = [(paths, status) for root in roots for paths in find(root) if (status := read_status(paths)) is not None]
-    jobs = _jobs() if any(job_of(paths) for paths, _ in found) else {}
+    found, unreadable = [], []
+    for each in (run for root in roots for run in find(root)):
+        try:
+            found.append((each, each.status, each.job, each.history.final_reward))
+        except ConfigError as error:
+            unreadable.append([str(each.root), "unreadable", "-", "-", "-", "-"])
+            print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
+    jobs = _jobs() if any(job for _, _, job, _ in found) else {}
     rows = []
-    for paths, status in sorted(found, key=lambda each: each[1].updated):
-        reward = final_reward(paths)
-        rows.append(
-            [
-                str(paths.root),
-                state(paths, status, jobs),
-                f"{status.step}/{status.max_steps}",
-                "-" if reward is None else f"{reward:.3f}",
-                job_of(paths) or "-",
-                _age(status.updated),
-            ]
-        )
+    for each, status, job, reward in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+        if status is not None:
+            steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
+            rows.append([str(each.root), each.state(jobs), steps, shown, job or "-", _age(status.updated)])
+    rows = unreadable + rows
     print("\n".join(table(["run", "state", "steps", "reward", "job", "last sign"], rows)) if rows else "no runs")
     return 0
-
-
-def find(root: Path, depth: int = 3) -> Iterator[RunPaths]:
-    """Run directories below a folder, themselves not searched: `outputs/<name>` and `outputs/<sweep>/<element>`."""
-    from rlx.paths import RunPaths
-
-    if RunPaths(root).status.is_file():
-        yield RunPaths(root)
-    elif depth:
-        for folder in sorted(root.iterdir()):
-            if folder.is_dir() and not folder.is_symlink() and not folder.name.startswith("."):
-                yield from find(folder, depth - 1)
-
-
-def state(paths: RunPaths, status: Status, jobs: dict[str, str] | None) -> str:
-    """What has become of a run, in a word or two. `jobs`: SLURM's states by job id; None: nobody can tell."""
-    from rlx.runs.claim import RunLock
-    from rlx.runs.jobs import ENDED, GONE, job_of
-    from rlx.runs.status import FINAL
-
-    job = job_of(paths)
-    if job is not None and jobs is not None and jobs.get(job) in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
-        return f"waiting ({jobs[job].lower()})"
-    if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
-        return "interrupted"  # nobody was there to write it
-    if status.state in FINAL:
-        return status.state
-    if job is not None:
-        return status.state if jobs is None else "lost" if jobs.get(job, GONE) in ENDED else status.state
-    lock = RunLock(paths)
-    alone = lock.exclusive()
-    lock.close()
-    return "lost" if alone else status.state
 
 
 def _jobs() -> dict[str, str] | None:

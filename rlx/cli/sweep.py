@@ -50,6 +50,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
     """Compose, check and plan all runs. Raises one ConfigError with what is wrong with any of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
+    from rlx.config.targets import must_be_built
     from rlx.launch.sweep import Element, plan_of
     from rlx.train.nodes import check_built
 
@@ -61,10 +62,11 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
             composed = compose(line.argv)
             cfg = replace(composed.cfg, run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = (cfg.loss, cfg.advantage, cfg.optim)
-            if cfg.launcher.name == "slurm" and not cfg.dry_run and nodes not in built:
+            needed = cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)
+            if needed and not cfg.dry_run and nodes not in built:
                 check_built(cfg)
                 built.append(nodes)
-            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg, visible(cfg.launcher.name))))
+            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)
@@ -80,13 +82,6 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
 
         check_directory(directory)
     return elements
-
-
-def visible(launcher: str) -> list[str] | None:
-    """The GPUs that a plan may name: those of this machine for local runs, counted from 0 on a cluster's nodes."""
-    from rlx.plan.rl import visible_gpus
-
-    return visible_gpus() if launcher == "local" else None
 
 
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:

@@ -46,29 +46,31 @@ exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing wa
 def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
+    from rlx.config.sweeps import is_sweep
+    from rlx.config.targets import must_be_built
     from rlx.plan.place import require_one_host
-    from rlx.plan.rl import make_plan, visible_gpus
+    from rlx.plan.rl import make_plan
     from rlx.runs.claim import create, describe, settle
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
-    if any(part in ("-m", "--multirun") or part.startswith("sweeps=") for part in argv):
+    if is_sweep(argv):
         from rlx.cli import sweep
 
         return sweep.run(argv)
     composed = compose(argv)
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
-    plan = make_plan(cfg, Path(cfg.run.dir), visible_gpus())
+    plan = make_plan(cfg, Path(cfg.run.dir))
     if cfg.launcher.name == "local":
         require_one_host(plan)
     else:
         from rlx.launch.slurm import check_directory
 
         check_directory(Path(cfg.run.dir))
-        if not cfg.dry_run:
-            from rlx.train.nodes import check_built
+    if not cfg.dry_run and (cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)):
+        from rlx.train.nodes import check_built
 
-            check_built(cfg)
+        check_built(cfg)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain

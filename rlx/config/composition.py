@@ -31,9 +31,10 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.overrides import Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
-from rlx.config.schema import MISSING, Config
-from rlx.config.sources import label, search_path
+from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
+from rlx.config.roots import TRAIN, Root, elsewhere, has_key
+from rlx.config.schema import MISSING
+from rlx.config.sources import is_shipped, label, search_path
 from rlx.config.tree import Origins, Problem, optional_sections
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -54,24 +55,26 @@ class Tree:
     hydra: dict[str, Any] = field(default_factory=dict)  # the node `hydra` of the files: what a sweep varies
 
 
-def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
-    """Compose what the command line asks for. Raises ConfigError when no tree can be made; other problems are in the result."""
-    request = read_request(argv, environ)
+def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN) -> Tree:
+    """Compose what the command line of a root's command asks for.
+
+    Raises ConfigError when no tree can be made; other problems are in the result.
+    """
+    request = read_request(argv, environ, root)
     loader = make_loader([directory for _, directory in request.directories])
-    groups = Groups(loader.get_sources())
+    groups = Groups(loader.get_sources(), root)
     name = request.config_name
     if name not in groups.options(""):
         known = [each for each in groups.options("") if each not in (SCHEMA, VARIABLES) and not each.startswith("_")]
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Known: {', '.join(known)}.")
-    variables, problems = read_variables(environ, groups.names)
+    variables, problems = read_variables(environ, groups.names, root.schema)
     overrides = list(request.overrides)
-    experiment = [v for v in variables if v.key == "experiment"]
-    if experiment and not any(o.key_or_group == "experiment" for o in overrides):
-        overrides += parse([f"experiment={experiment[0].text}"])
+    given = {o.key_or_group for o in overrides}
+    overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     problems += groups.problems(overrides, variables)
     if problems:
         raise ConfigError(problems)
-    _store_nodes(variables)
+    _store_nodes(root, variables)
     repository = CachingConfigRepository(loader.repository)  # copies what is stored, so it comes after storing
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
@@ -95,9 +98,11 @@ def compose_tree(argv: list[str], environ: Mapping[str, str]) -> Tree:
     hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
     variables = [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values)
-    off = _sections_off(variables, values, origins)
+    off = _sections_off(root, variables, values, origins)
     unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
+    for key in _of_other_commands(root, data, origins):
+        del data[key]
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra)
@@ -127,22 +132,25 @@ def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
     return _SweepLoader(path)
 
 
-def _store_nodes(variables: list[Variable]) -> None:
+def _store_nodes(root: Root, variables: list[Variable]) -> None:
     """Put the schema and the environment's values where defaults lists find them."""
     node: dict[str, Any] = {}
     for variable in variables:
         value = read_variable(variable)
         if variable.is_group:
-            if variable.key != "experiment":  # comes later in the defaults list; chosen like an override
+            if variable.key not in LATE:
                 node.setdefault("defaults", []).append({f"override /{variable.key}": value})
             continue
         section = node
         *above, last = variable.key.split(".")
         for part in above:
             section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                outer = next(v for v in variables if variable.key.startswith(f"{v.key}."))
+                raise ConfigError(f"{outer.name}={outer.text} leaves no section for {variable.name}={variable.text}. Give one of the two.")
         section[last] = value
     store = ConfigStore.instance()
-    store.store(name=SCHEMA, node=dataclasses.asdict(Config()), package="_global_", provider="rlx")
+    store.store(name=SCHEMA, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
 
 
@@ -185,6 +193,12 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
     return {group: "+".join(options) for group, options in chosen.items()}
 
 
+def _of_other_commands(root: Root, data: dict[str, Any], origins: Origins) -> list[str]:
+    """The keys that files of groups set for other commands: `model=tiny` knows a learning rate, whoever asks for the model."""
+    lacking = [key for key in data if not has_key(root.schema, key) and elsewhere(root.schema, key) is not None]
+    return [key for key in lacking if all(known in origins.of_groups for known in origins.of_key if known.partition(".")[0] == key)]
+
+
 def _find_origins(
     repository: CachingConfigRepository, defaults: list[ResultDefault], variables: list[Variable], values: list[Override]
 ) -> Origins:
@@ -199,18 +213,18 @@ def _find_origins(
             loaded = repository.load_config(path)
             assert loaded is not None  # the defaults list holds what was found
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
-            origins.note(keys, label(loaded, path))
+            origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
             origins.in_files.update(keys)
     for override in values:
         origins.note(_flatten(value_of(override), override.key_or_group), "command line")
     return origins
 
 
-def _sections_off(variables: list[Variable], values: list[Override], origins: Origins) -> list[Problem]:
+def _sections_off(root: Root, variables: list[Variable], values: list[Override], origins: Origins) -> list[Problem]:
     """Single keys of a section that is null: setting one must not turn the section on."""
     problems = []
     set_keys = [(o.key_or_group, line_of(o).lstrip("+")) for o in values] + [(v.key, f"{v.name}={v.text}") for v in variables]
-    for section in optional_sections(Config):
+    for section in optional_sections(root.schema):
         for key, line in set_keys:
             if key.startswith(section + ".") and not any(known.startswith(section + ".") for known in origins.in_files):
                 group = section.partition(".")[0]

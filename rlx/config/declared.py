@@ -25,6 +25,15 @@ RANGES: dict[str, Callable[[float], bool]] = {  # NaN is in none
 }
 
 
+OPTIM_RANGES = {  # of keys that torch's optimizers share; they declare nothing themselves
+    "lr": "at least 0",
+    "weight_decay": "at least 0",
+    "eps": "at least 0",
+    "momentum": "at least 0",
+    "betas": "at least 0 and below 1",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
     """Facts that rules between configuration keys ask for. Raises ValueError for a value that cannot be."""
@@ -33,6 +42,7 @@ class Declared:
     uses_ratio: bool = True  # weighs tokens by an importance ratio, which truncated sampling biases
     against_engine: bool = False  # its weight is against the engine, whatever loss.proximal is
     own_sign: bool | str = False  # does not go by the sign of the reward's advantage; a key's name: where that key is above 0
+    by_sequence: bool = False  # all tokens of a rollout carry one weight, their sequence's, so a correction must go by rollout, too
     needs_teacher: bool = False  # learns from the model ref.name
     # of an advantage
     compares_group: bool = False  # compares the rollouts of a group, so it is always 0 in a group of one

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.environment import RESERVED
-from rlx.config.schema import MISSING, Config, LossTerms, OptimTerms
+from rlx.config.roots import TRAIN, Root, has_key, key_of
+from rlx.config.schema import MISSING
 from rlx.config.shipped import shipped_groups
 from rlx.config.tree import range_of, show, split_optional, types_of
 
@@ -32,6 +33,8 @@ GROUPS = {
     "slurm": "the cluster of `launcher=slurm`; the files are in `slurm/`",
     "sweeps": "what several runs vary; the files are in `sweeps/`",
 }
+
+FOR_ALL = ("experiment", "sweeps")  # groups that are no key
 
 HEAD = """\
 # Configuration
@@ -74,12 +77,13 @@ A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-
 """
 
 
-def render() -> str:
-    """The whole page."""
-    parts = [HEAD, "## Groups\n", *_groups(), "## Keys\n", "A default of `???` must be given; the presets do.\n"]
-    parts += _table("Top level", Config, "")
-    for f in fields(Config):
-        kind, _ = split_optional(types_of(Config)[f.name])
+def render(root: Root = TRAIN) -> str:
+    """The whole page of a root."""
+    parts = [HEAD, "## Groups\n", *_groups(root), "## Keys\n", "A default of `???` must be given; the presets do.\n"]
+    schema: Any = root.schema
+    parts += _table("Top level", schema, "")
+    for f in fields(schema):
+        kind, _ = split_optional(types_of(schema)[f.name])
         if is_dataclass(kind):
             parts += _section(f.name, typing.cast(type, kind))
         elif f.name == "envs":
@@ -88,7 +92,7 @@ def render() -> str:
         "## Open nodes\n",
         "`loss`, `advantage` and `optim` name a function or class by `_target_`; their other keys are its arguments.\n",
     ]
-    for name, terms in (("loss", LossTerms), ("optim", OptimTerms)):
+    for name, terms in ((f.name, f.metadata["terms"]) for f in fields(schema) if f.metadata.get("terms")):
         own, *inner = _section(name, terms)
         parts += [own.replace(f"### `{name}`", f"### Keys of every `{name}`"), *inner]
     parts += ["## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
@@ -96,8 +100,10 @@ def render() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _groups() -> Iterator[str]:
+def _groups(root: Root) -> Iterator[str]:
     for group, meaning in GROUPS.items():
+        if group not in FOR_ALL and not has_key(root.schema, key_of(group)):
+            continue
         yield f"### `{group}=`\n\n{meaning[0].upper()}{meaning[1:]}.\n\n| option | |\n| --- | --- |"
         for file in sorted(shipped_groups()[group].glob("*.yaml")):
             yield f"| `{file.stem}` | {_comment(file)} |"

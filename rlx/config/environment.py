@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.config.schema import Config
-from rlx.config.tree import closest, leaves, split_optional, type_at
+from rlx.config.roots import elsewhere, key_of
+from rlx.config.tree import closest, near_keys, split_optional, type_at
 
 PREFIX = "RLX_"
 RESERVED = {
@@ -38,8 +38,11 @@ class Variable:
     is_text: bool  # sets a key that holds a text, so its value needs no quotes
 
 
-def read_variables(environ: Mapping[str, str], groups: list[str]) -> tuple[list[Variable], list[str]]:
-    """The configuration variables in `environ`, sorted by name, and one problem for each that sets nothing that exists."""
+def read_variables(environ: Mapping[str, str], groups: list[str], schema: type) -> tuple[list[Variable], list[str]]:
+    """The configuration variables in `environ`, sorted by name, and one problem for each that sets nothing that exists.
+
+    `groups` and `schema` are those of one command; what another command has is passed over.
+    """
     found, problems = [], []
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in RESERVED:
@@ -49,9 +52,10 @@ def read_variables(environ: Mapping[str, str], groups: list[str]) -> tuple[list[
             found.append(Variable(name, key, environ[name], True, False))
             continue
         try:
-            kind, _ = split_optional(type_at(Config, key))
+            kind, _ = split_optional(type_at(schema, key))
         except KeyError:
-            problems.append(_unknown(name, groups))
+            if elsewhere(schema, key_of(key)) is None:
+                problems.append(_unknown(name, groups, schema))
         else:
             found.append(Variable(name, key, environ[name], False, kind is str))
     return found, problems
@@ -62,9 +66,9 @@ def variable_of(key: str) -> str:
     return PREFIX + key.upper().replace(".", "__")
 
 
-def _unknown(name: str, groups: list[str]) -> str:
-    known = [*(variable_of(key) for key in (*groups, *leaves(Config))), *RESERVED]
-    near = closest(name, known, 1)
+def _unknown(name: str, groups: list[str], schema: type) -> str:
+    key = name.removeprefix(PREFIX).lower()
+    near = closest(name, [*map(variable_of, (*groups, *near_keys(schema, key.replace("__", ".")), *near_keys(schema, key))), *RESERVED], 1)
     hint = f"Did you mean {near[0]}?" if near else "docs/configuration.md lists the keys."
     return (
         f"the environment variable {name} sets no configuration key. {hint}\n"

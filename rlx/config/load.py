@@ -10,27 +10,32 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import yaml
 
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
+from rlx.config.roots import TRAIN, Root, where_else
 from rlx.config.rules import target_name
 from rlx.config.schema import Config
+from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
-from rlx.config.targets import check_targets, instantiate
+from rlx.config.targets import check_targets, instantiate, nodes_of
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
     from rlx.config.composition import Tree
 
+T = TypeVar("T")
+
 __all__ = ["Composed", "compose", "finish", "instantiate", "load_run", "to_yaml"]
 
 HEADER = """\
 # The whole configuration of a run, every value resolved.
-# Start another run of it: python train.py --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=…
+# Start another run of it: the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=…
 defaults:
   - rlx_schema
   - _self_
@@ -38,10 +43,10 @@ defaults:
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(Generic[T]):
     """A configuration that passed every check."""
 
-    cfg: Config
+    cfg: T
     overrides: list[str]  # the command line's, as written
     choices: dict[str, str]  # group -> option; several are joined with "+"; empty where a resolved file was loaded
     notes: list[str]  # for the user: what `auto` chose
@@ -55,41 +60,57 @@ class Composed:
     @property
     def label(self) -> str:
         """`reverse_text-tiny-grpo`: environments, model and objective, fit for a file name."""
-        model = self.choices.get("model") or Path(self.cfg.model.name).name
-        loss = self.choices.get("loss") or target_name(self.cfg.loss)
-        return "-".join(("+".join(self.cfg.envs), model, loss))
+        cfg, parts = self.cfg, []
+        if envs := getattr(cfg, "envs", None):
+            parts.append("+".join(envs))
+        if model := getattr(cfg, "model", None):
+            parts.append(self.choices.get("model") or Path(model.name).name)
+        if loss := getattr(cfg, "loss", None):
+            parts.append(self.choices.get("loss") or target_name(loss))
+        return "-".join(parts)
 
 
-def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Composed:
-    """Compose and check the configuration that a command line asks for.
+@overload
+def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ...) -> Composed[Config]: ...
+@overload
+def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T]) -> Composed[T]: ...
+def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Composed:
+    """Compose and check the configuration that a command line of the root's command asks for.
 
     `argv`: overrides (`loss=gspo`, `optim.lr=1e-6`) and hydra's `--config-dir`, `--config-name`, `--config-path`.
     `environ`: where `RLX_…` variables are read from; default the process's. Raises ConfigError with all problems.
     """
     from rlx.config.composition import compose_tree
 
-    return finish(compose_tree(list(argv), os.environ if environ is None else environ))
+    return finish(compose_tree(list(argv), os.environ if environ is None else environ, root), root)
 
 
-def finish(tree: Tree) -> Composed:
+def finish(tree: Tree, root: Root = TRAIN) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
     Targets of the user's own are imported by the last; then the rules are asked again, for what those declare about themselves.
     """
-    builder = Builder(Config, tree.origins)
-    cfg = builder.build(Config, tree.data)
+    builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
+    cfg = builder.build(root.schema, tree.data)
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
-    if not problems and any(node["_target_"].partition(".")[0] not in READABLE for node in (cfg.loss, cfg.advantage)):
+    targets = [] if problems else [getattr(cfg, name)["_target_"] for name in nodes_of(cfg)]
+    if any(target.partition(".")[0] not in READABLE for target in targets):
         problems = check(cfg, tree.origins)
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return Composed(cfg, tree.overrides, tree.choices, tree.notes, tree.origins)
 
 
-def load_run(run_dir: str | os.PathLike[str]) -> Config:
+@overload
+def load_run(run_dir: str | os.PathLike[str]) -> Config: ...
+@overload
+def load_run(run_dir: str | os.PathLike[str], root: Root[T]) -> T: ...
+def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN) -> Any:
     """The configuration of a run, from `config.yaml` in its directory. It was checked when the run was made; types are checked again.
+
+    Its secrets are read from the file beside it, which only the run's owner can read; for anybody else they stay `<secret>`.
 
     Raises ConfigError when the file is absent or no configuration of this version.
     """
@@ -100,13 +121,33 @@ def load_run(run_dir: str | os.PathLike[str]) -> Config:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration.")
     data.pop("defaults", None)
-    builder = Builder(Config)
-    cfg = builder.build(Config, data)
+    mine = _fill_secrets(data, path.with_name(FILE))
+    builder = Builder(root.schema)
+    cfg = builder.build(root.schema, data)
+    if not mine:
+        builder.missing = [(key, doc) for key, doc in builder.missing if key not in builder.origins.secret]
     if builder.problems:
         raise ConfigError([f"{path}: {problem.text}" for problem in builder.problems])
     return cfg
 
 
-def to_yaml(cfg: Config) -> str:
-    """A configuration as the text of a `config.yaml`."""
-    return HEADER + yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True, width=1000)
+def _fill_secrets(data: dict[str, Any], file: Path) -> bool:
+    """Put the secrets of a run where its configuration has `<secret>`. False where this user may not read them."""
+    try:
+        secrets = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    for key, value in secrets.items():
+        *above, last = key.split(".")
+        section = data
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return True
+
+
+def to_yaml(cfg: Any) -> str:
+    """A configuration as the text of a `config.yaml`; `<secret>` stands for its secrets."""
+    return HEADER + yaml.safe_dump(dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000)

@@ -20,10 +20,12 @@ from hydra.plugins.config_source import ConfigSource
 
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
-from rlx.config.shipped import PRIMARY, shipped_groups
-from rlx.config.tree import closest, leaves, show
+from rlx.config.roots import Root, has_key, key_of, where_else
+from rlx.config.secret import conceal
+from rlx.config.shipped import shipped_groups
+from rlx.config.tree import closest, near_keys, show
 
+LATE = ("sweeps", "experiment")  # groups that come after the environment variables: theirs are read as if on the command line
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
@@ -44,34 +46,41 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. {OPTIONS}")
 
 
-def read_request(argv: list[str], environ: Mapping[str, str]) -> Request:
+def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Request:
     """Read a command line. Raises ConfigError with every option, override and directory that cannot be read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn", default=PRIMARY)
+    parser.add_argument("--config-name", "-cn", default=root.command)
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        raise ConfigError([_unknown_option(option) for option in unknown])
+        raise ConfigError([_unknown_option(option, root) for option in unknown])
     overrides = parse(options.overrides)
     asked = [("--config-path", options.config_path)] if options.config_path else []
     asked += [("--config-dir", directory) for directory in options.config_dir]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
-    searched = [path for o in overrides if o.key_or_group == "hydra.searchpath" for path in value_of(o)]
-    asked += [("hydra.searchpath", str(path).removeprefix("file://")) for path in searched]
-    absent = [
+    problems = []
+    for o in (o for o in overrides if o.is_hydra_override()):
+        value = value_of(o)
+        if o.key_or_group != "hydra.searchpath":
+            problems.append(f"`{line_of(o)}` changes nothing: of hydra's keys one run reads hydra.searchpath=[DIR]; others are for -m.")
+        elif isinstance(value, list) and all(isinstance(path, str) for path in value):
+            asked += [("hydra.searchpath", path.removeprefix("file://")) for path in value]
+        else:
+            problems.append(f"`hydra.searchpath` must be a list of directories, like [DIR]: {line_of(o)} (command line).")
+    problems += [
         f"{origin} {directory} is not a directory (seen from {Path.cwd()})." for origin, directory in asked if not Path(directory).is_dir()
     ]
-    if absent:
-        raise ConfigError(absent)
+    if problems:
+        raise ConfigError(problems)
     overrides = [o for o in overrides if not o.is_hydra_override()]
     return Request(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), tuple(overrides))
 
 
-def _unknown_option(option: str) -> str:
+def _unknown_option(option: str, root: Root) -> str:
     name, _, value = option.lstrip("-").replace("-", "_").partition("=")
-    key = next((leaf for leaf in leaves(Config) if leaf == name or leaf.endswith("." + name)), None)
+    key = next((near for near in near_keys(root.schema, name) if near.rpartition(".")[2] == name), None)
     hint = f"Keys are written without dashes: {key}={value or '…'}." if key else OPTIONS
     return f"there is no option {option}. {hint}"
 
@@ -84,7 +93,8 @@ def parse(lines: list[str]) -> list[Override]:
             parsed.append(parser.parse_override(line))
         except HydraException:
             problems.append(
-                f"`{line}` cannot be read. Write key=value without spaces around `=`, and quote special characters: 'key=\"a, b\"'."
+                f"`{conceal(line)}` cannot be read. Write key=value without spaces around `=`, and quote special characters: "
+                "'key=\"a, b\"'."
             )
     if problems:
         raise ConfigError(problems)
@@ -113,11 +123,14 @@ def read_variable(variable: Variable) -> Any:
 
 
 class Groups:
-    """The groups and options that a set of directories has."""
+    """The groups and options that a set of directories has, without the groups of other commands."""
 
-    def __init__(self, sources: list[ConfigSource]) -> None:
+    def __init__(self, sources: list[ConfigSource], root: Root) -> None:
         self.sources = sources
-        self.names = sorted({name for source in sources for name in source.list("", ObjectType.GROUP)})
+        names = {name for source in sources for name in source.list("", ObjectType.GROUP)}
+        lacking = {name: where_else(root.schema, key_of(name)) for name in names if not has_key(root.schema, key_of(name))}
+        self.foreign = {name: hint for name, hint in lacking.items() if hint}  # with the command that has it, in words
+        self.names = sorted(names - self.foreign.keys() - {"hydra"})
 
     def options(self, group: str) -> list[str]:
         """Names of the files of a group; of the top level for an empty name."""
@@ -134,12 +147,15 @@ class Groups:
         found = [text for o in overrides if self.is_choice(o) and not o.is_delete() for text in self.wrong(o.key_or_group, value_of(o))]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
         for o in overrides:
-            if o.is_sweep_override():
-                found.append(f"`{line_of(o)}` gives several values to one run. A list is written {o.key_or_group}=[a,b]; -m runs each.")
-            elif o.type == OverrideType.DEL and not self.is_choice(o) and not o.key_or_group.startswith(tuple(f"{key}." for key in OPEN)):
-                found.append(
-                    f"`{line_of(o)}`: only keys of {', '.join(OPEN)} can be removed. Set {o.key_or_group}=null where null is allowed."
-                )
+            key, line = o.key_or_group, conceal(line_of(o))
+            if key in self.foreign and not isinstance(value_of(o), dict):
+                found.append(f"`{line}`: there is no group {key} here. {self.foreign[key]}")
+            elif o.is_sweep_override():
+                found.append(f"`{line}` gives several values to one run. A list is written {key}=[a,b]; -m runs each.")
+            elif o.is_delete() and key in self.names and key not in MAY_BE_ABSENT:
+                found.append(f"`{line}`: a configuration needs one option of {key}. Choices: {', '.join(self.options(key))}.")
+            elif o.type == OverrideType.DEL and not self.is_choice(o) and not key.startswith(tuple(f"{each}." for each in OPEN)):
+                found.append(f"`{line}`: only keys of {', '.join(OPEN)} can be removed. Set {key}=null where null is allowed.")
         return found
 
     def wrong(self, group: str, value: Any, origin: str = "") -> Iterable[str]:

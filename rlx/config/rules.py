@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rlx.config.declared import Declared
+from rlx.config.roots import has_key
 from rlx.config.schema import Config
 from rlx.config.signatures import declared_by
 
@@ -15,13 +16,18 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a rule together with the keys it needs."""
+    """Register a rule together with the keys it reads."""
 
     def register(function: Rule) -> Rule:
         RULES.append((keys, function))
         return function
 
     return register
+
+
+def applies(keys: Iterable[str], root: type) -> bool:
+    """Whether a root has all the keys that a rule reads."""
+    return all(has_key(root, key) for key in keys)
 
 
 def target_name(node: dict) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.ranks import ranks_left
+from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
 
 __all__ = ["MISSING", "LauncherConfig", "LoggerConfig", "SlurmConfig", "TensorboardConfig", "WandbConfig"]
@@ -170,7 +171,12 @@ class AcConfig:
 
 @dataclass
 class TrainerConfig:
-    micro_batch_tokens: int | None = key(None, "tokens of one packed row; null is `seq_len`", low=1)
+    micro_batch_tokens: int | None = key(
+        None,
+        "tokens of one packed row; null: as many as fit into 2 GiB of activations (CUDA: 8, or 4 on a shared card), "
+        "at most those of an optimizer step, at least `seq_len`",
+        low=1,
+    )
     num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
     num_iterations: int = key(1, "times that the optimizer goes over every batch", low=1)
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
@@ -185,7 +191,7 @@ class TrainerConfig:
 class SchedulerConfig:
     type: str = key("constant", "`constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
-    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=0)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=1)
     min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
 
 
@@ -199,8 +205,9 @@ class InferenceConfig:
     port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
     api_key: str | None = key(
         None,
-        "key that clients must send; null: a random one, kept in the run's `endpoints/`; "
-        "given, only their owner can read the files that hold it",
+        "key that clients must send; null: a random one, kept in the run's `endpoints/`. Secret: kept in the run's `secrets.yaml`, "
+        "which only its owner can read, and shown, sent and saved nowhere else",
+        secret=True,
     )
     max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
     max_num_seqs: int = key(256, "sequences decoded together", low=1)
@@ -318,7 +325,7 @@ class Config:
     replay: str | None = key(None, "train on the recorded batches of another run, named by its directory: no inference, no environments")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
-    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss")
+    loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
     reward: RewardConfig = section(RewardConfig)
@@ -326,7 +333,7 @@ class Config:
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer")
+    optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)
     scheduler: SchedulerConfig = section(SchedulerConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
@@ -349,7 +356,7 @@ class Config:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of one packed row."""
-        return self.trainer.micro_batch_tokens or self.seq_len
+        return self.trainer.micro_batch_tokens or default_row(self)
 
     @property
     def uses_reference(self) -> bool:

@@ -48,12 +48,18 @@ def search_path(directories: list[str]) -> ConfigSearchPathImpl:
     return path
 
 
+def is_shipped(loaded: ConfigResult) -> bool:
+    """Whether a file came with rlx."""
+    scheme, _, folder = loaded.path.partition("://")
+    return scheme == BesideConf.scheme() or Path(folder) == conf_directory()
+
+
 def label(loaded: ConfigResult, path: str) -> str:
     """A file as people know it: `conf/model/tiny.yaml` or `sweeps/losses.yaml` for a shipped one, else its path from here."""
     scheme, _, folder = loaded.path.partition("://")
     if scheme == BesideConf.scheme():
         return f"{path}.yaml"
-    if Path(folder) == conf_directory():
+    if is_shipped(loaded):
         return f"conf/{path}.yaml"
     file = Path(folder) / f"{path}.yaml"
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)

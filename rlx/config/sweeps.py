@@ -20,6 +20,8 @@ from hydra.errors import HydraException
 from rlx.config.composition import compose_tree, make_loader
 from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
+from rlx.config.roots import TRAIN, Root
+from rlx.config.tree import secret_keys
 
 LONGEST = 120  # characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep, and its elements lie in its folder
@@ -48,25 +50,37 @@ class Sweep:
     argv: tuple[str, ...] = ()  # what all runs share
 
 
-def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Sweep:
+def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a command line, or the environment, asks for several runs: by `-m`, or by a file of the group sweeps."""
+    if {"-m", "--multirun"} & set(argv):
+        return True
+    environ = os.environ if environ is None else environ
+    lines = [part for part in argv if part.lstrip("+").startswith("sweeps=")]
+    chosen = lines[-1].partition("=")[2] if lines else environ.get("RLX_SWEEPS", "null")
+    return chosen != "null"
+
+
+def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
     """The elements of a sweep. Raises ConfigError when the line cannot be read, sweeps nothing, or names two elements alike."""
     environ = os.environ if environ is None else environ
     argv = [part for part in argv if part not in ("-m", "--multirun")]
     hydra_lines = [part for part in argv if part.startswith(("hydra/", "hydra.")) and not part.startswith("hydra.searchpath")]
     argv = [part for part in argv if part not in hydra_lines]
-    request = read_request(argv, environ)
+    request = read_request(argv, environ, root)
     named = {o.key_or_group: o.value() for o in request.overrides if o.key_or_group in OF_THE_SWEEP and not o.is_sweep_override()}
     lines = [line_of(o) for o in request.overrides]
     options = [part for part in argv if part not in lines]  # --config-dir and its like
     static = [o for o in request.overrides if not o.is_sweep_override() and o.key_or_group not in OF_THE_SWEEP]
     shared = [*options, *map(line_of, static)]
 
-    tree = compose_tree(shared, environ)
+    tree = compose_tree(shared, environ, root)
     params = parse([f"{key}={value}" for key, value in ((tree.hydra.get("sweeper") or {}).get("params") or {}).items()])
     chosen = {o.key_or_group for o in request.overrides}
     swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]
     fixed = [line_of(o) for o in swept if not o.is_sweep_override()]  # a file may name one value only
     swept = [o for o in swept if o.is_sweep_override()]
+    if hidden := [o.key_or_group for o in swept if o.key_or_group in secret_keys(root.schema)]:
+        raise ConfigError(f"{hidden[0]} is secret, and the values of a sweep name its directories. Give it one value.")
     name = str(named.get("run.name") or _name(static, swept))
     directory = str(named["run.dir"]) if "run.dir" in named else None
     sweeper = next((line.partition("=")[2] for line in hydra_lines if line.startswith("hydra/sweeper=")), "basic")

@@ -13,8 +13,10 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlx.config.declared import OPTIM_RANGES
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.rules import declared
+from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, module_of, read_signature, signature_of
 from rlx.config.tree import Builder, Origins, Problem, closest, convert, show
 
@@ -44,13 +46,33 @@ def _lacks(target: Callable[..., Any], given: set[str]) -> bool:
     return any(p.name not in given and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required)
 
 
-def check_targets(cfg: Config, origins: Origins) -> list[Problem]:
+def nodes_of(cfg: Any) -> dict[str, type | None]:
+    """The open nodes that a configuration has, with the keys that every target of each shares."""
+    return {name: terms for name, terms in TERMS.items() if hasattr(cfg, name)}
+
+
+def must_be_built(cfg: Any, origins: Origins) -> bool:
+    """Whether an open node has a value that only its target can judge: set by the user, and without a range in the schema or declared.
+
+    What ships is built by the tests. Building imports torch, which takes two seconds: not every start should wait for it.
+    """
+    for name, terms in nodes_of(cfg).items():
+        node = getattr(cfg, name)
+        judged = {f.name for f in fields(terms)} if terms else set()
+        judged |= OPTIM_RANGES.keys() if name == "optim" else declared(node).ranges.keys()
+        own = {key.split(".")[1] for key in origins.of_key if key.startswith(f"{name}.") and key not in origins.shipped}
+        if own - judged:
+            return True
+    return False
+
+
+def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
     """Compare the keys of every open node, and the arguments of every environment, with the signature that will take them."""
     problems: list[Problem] = []
-    for name, terms in TERMS.items():
+    for name, terms in nodes_of(cfg).items():
         node, prefix = dict(getattr(cfg, name)), f"{name}."
         if terms is not None:
-            builder = Builder(Config, origins)
+            builder = Builder(type(cfg), origins)
             shared = {f.name for f in fields(terms)}
             builder.build(terms, {key: value for key, value in node.items() if key in shared}, prefix)
             problems += builder.problems
@@ -62,7 +84,7 @@ def check_targets(cfg: Config, origins: Origins) -> list[Problem]:
             problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
             continue
         problems += _check_arguments(prefix, node, path, signature, terms, origins)
-    for name, env in cfg.envs.items():
+    for name, env in getattr(cfg, "envs", {}).items():
         module = module_of(env.id)
         signature_of_env = read_signature(module, "load_environment")
         if signature_of_env is not None:

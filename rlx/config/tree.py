@@ -11,12 +11,12 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING as MISSING_FACTORY
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from rlx.config.schema import MISSING
+from rlx.config.keys import HIDDEN, MISSING
 
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -35,24 +35,34 @@ class Origins:
 
     of_key: dict[str, str] = field(default_factory=dict)
     in_files: set[str] = field(default_factory=set)  # keys that some file sets, whoever set them last
+    of_groups: set[str] = field(default_factory=set)  # keys that a file of a group set last, rather than the user or the primary file
+    shipped: set[str] = field(default_factory=set)  # keys that a file of rlx set last
+    secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
-    def note(self, keys: Iterable[str], origin: str) -> None:
+    def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False) -> None:
         """`keys` were set by `origin`, after whoever set them before."""
-        self.of_key.update(dict.fromkeys(keys, origin))
+        for key in keys:
+            self.of_key.pop(key, None)
+            self.of_key[key] = origin  # the last ones stand at the end
+            (self.of_groups.add if of_group else self.of_groups.discard)(key)
+            (self.shipped.add if shipped else self.shipped.discard)(key)
+
+    def written(self, key: str) -> str:
+        """The whole key that was written where `key` is an unknown section: `trianer.compile` for `trianer`."""
+        return next((known for known in self.of_key if known.startswith(key + ".")), key)
 
     def find(self, key: str) -> str:
-        """Where `key`, the section around it or a part of it was set last; empty when unknown."""
-        if key in self.of_key:
-            return self.of_key[key]
+        """Where `key` or a part of it was set last, or else the section around it; empty when unknown."""
         parts = key.split(".")
         around = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
-        inside = (known for known in self.of_key if known.startswith(key + "."))
+        inside = (known for known in reversed(self.of_key) if known == key or known.startswith(key + "."))
         return next((self.of_key[known] for known in (*inside, *around) if known in self.of_key), "")
 
     def show(self, key: str, value: Any) -> str:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
         origin = (self.find(key) or "default") if self.of_key else ""  # without a single origin nothing is known, not even defaults
-        return f"{key}={show(value)}" + (f" ({origin})" if origin else "")
+        hidden = key in self.secret and value is not None
+        return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
 def show(value: Any) -> str:
@@ -96,6 +106,16 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield key
 
 
+def secret_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema that is marked as secret."""
+    for f in fields(cls):
+        kind, _ = split_optional(types_of(cls)[f.name])
+        if is_dataclass(kind):
+            yield from secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
+        elif f.metadata.get("secret"):
+            yield f"{prefix}{f.name}"
+
+
 def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section that may be null."""
     for name, kind in types_of(cls).items():
@@ -125,19 +145,43 @@ def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
     return difflib.get_close_matches(name, known, n=limit, cutoff=0.6)
 
 
-def suggest(key: str, section: dict[str, Any], prefix: str, cls: type) -> str:
-    """What the unknown `key` could have meant: a neighbour, a key of that name elsewhere, or the list of neighbours."""
+def near_keys(cls: type, key: str) -> list[str]:
+    """The keys that the unknown `key` was probably meant to be, best first: a neighbour, one of that name elsewhere, one spelt alike."""
+    prefix, section = deepest(cls, key)
     known = list(leaves(cls))
     name, _, rest = key.removeprefix(prefix).partition(".")
-    near = [f"{prefix}{found}.{rest}" if rest else f"{prefix}{found}" for found in closest(name, list(section))]
+    near = [f"{prefix}{found}.{rest}" if rest else f"{prefix}{found}" for found in closest(name, list(types_of(section)))]
     if rest:
         near = [found for found in near if found in known]
-    near += [leaf for leaf in known if leaf.rsplit(".", 1)[-1] == (rest or name).rsplit(".", 1)[-1] and leaf not in near]
-    near = near or closest(key, known)
-    if near:
-        return "Did you mean " + " or ".join(f"`{found}`" for found in near[:3]) + "?"
+    near += [leaf for leaf in known if leaf.rpartition(".")[2] == key.rpartition(".")[2] and leaf not in near]
+    if not set(near) & set(known):  # at most a section
+        near = closest(key, [*near, *known])
+    return near[:3]
+
+
+def deepest(cls: type, key: str) -> tuple[str, type]:
+    """The innermost section around `key` that the schema has: its prefix, as `envs.math.sampling.`, and its dataclass."""
+    kind: Any = cls
+    prefix, walked, section = "", "", cls
+    for part in key.split("."):
+        if is_dataclass(kind):
+            metadata = next((f.metadata for f in fields(kind) if f.name == part), None)
+            kind = (metadata and metadata.get("terms")) or split_optional(types_of(typing.cast(type, kind)).get(part))[0]
+        else:
+            kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
+        walked = f"{walked}{part}."
+        if is_dataclass(kind):
+            prefix, section = walked, typing.cast(type, kind)
+    return prefix, section
+
+
+def suggest(cls: type, key: str) -> str:
+    """What the unknown `key` could have meant, in words: keys near it, or what its section has."""
+    if near := near_keys(cls, key):
+        return "Did you mean " + " or ".join(f"`{found}`" for found in near) + "?"
+    prefix, section = deepest(cls, key)
     where = f"`{prefix[:-1]}`" if prefix else "The configuration"
-    return f"{where} has the keys {', '.join(sorted(section))}."
+    return f"{where} has the keys {', '.join(sorted(types_of(section)))}."
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -243,6 +287,10 @@ class Builder:
     origins: Origins = field(default_factory=Origins)
     found: list[Problem] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # keys without a value, with their meaning
+    elsewhere: Callable[[str], str] = lambda key: ""  # where else an unknown key is known, in words
+
+    def __post_init__(self) -> None:
+        self.origins.secret = frozenset(secret_keys(self.root))
 
     @property
     def problems(self) -> list[Problem]:
@@ -252,6 +300,9 @@ class Builder:
     def _lacks(self, section: str) -> Problem:
         missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
         keys = tuple(key for key, _ in missing)
+        if set(keys) <= self.origins.secret:
+            text = "".join(f"`{key}` is secret and was not written into the file.\nGive it again: {key}=… " for key in keys)
+            return Problem(text + "(${oc.env:NAME} reads a variable); null where it is not needed any more.", keys)
         if len(keys) == 1:
             return Problem(f"`{keys[0]}` has no value: {missing[0][1]}. Set {keys[0]}=…", keys)
         names = ", ".join(key.rpartition(".")[2] for key in keys)
@@ -268,23 +319,25 @@ class Builder:
         known = {f.name: f for f in fields(cls)}
         for name in data:
             if name not in known:
-                self._unknown(f"{prefix}{name}", known, prefix)
+                self._unknown(f"{prefix}{name}")
         return cls(
             **{name: self._value(types_of(cls)[name], data.get(name, _default(f)), f"{prefix}{name}", f) for name, f in known.items()}
         )
 
-    def _unknown(self, key: str, known: dict[str, Any], prefix: str) -> None:
+    def _unknown(self, key: str) -> None:
         """Name the whole key that was written, also where already its first part is unknown."""
-        written = next((k for k in self.origins.of_key if k.startswith(key + ".")), key)
+        written = self.origins.written(key)
         origin = self.origins.find(written)
-        text = f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {suggest(written, known, prefix, self.root)}"
+        text = (
+            f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {self.elsewhere(written) or suggest(self.root, written)}"
+        )
         if key == "env" and origin.endswith(".yaml"):
             text += "\nA file of the group env begins with the line `# @package envs.NAME`."
-        self.found.append(Problem(text, (key,)))
+        self.found.append(Problem(text, (key, "envs") if key == "env" else (key,)))
 
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
         plain, optional = split_optional(kind)
-        if value == MISSING and isinstance(value, str):
+        if isinstance(value, str) and (value == MISSING or (value == HIDDEN and f.metadata.get("secret"))):
             self.missing.append((key, f.metadata["doc"]))
             return value
         if is_dataclass(plain):

@@ -1,41 +1,18 @@
-"""What an environment and a policy are to the rest of rlx.
+"""What an environment is to the rest of rlx: one request, one answer.
 
-`Environment` turns a task and a policy into a scored rollout; `Policy` is everything an environment needs to talk to the model.
+`Environment.play` turns a task into scored rollouts. An environment that lives in this process is given its policy once, by whoever loads
+it (`Local`); one in another process has it there. Both answer with the same records, and keep nothing between two requests.
 Knows nothing of verifiers (`envs/verifiers_v0.py`) nor of groups, retries and batches (`rlx.rollout`).
-Both cross a process boundary as they are: an environment worker builds its own `Policy` and answers with `Rollout` records.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rlx.config.schema import Config, EnvConfig
-from rlx.types import Rollout, Task, Turn
-
-if TYPE_CHECKING:
-    from rlx.envs.chat import Chat
-
-
-class Generator(Protocol):
-    """Whatever samples tokens: the inference client, or a stand-in."""
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
-        """Sample one completion of `prompt_ids` [P]. `sampling` has vLLM's names; equal `affinity` goes to one server."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The model as an environment sees it."""
-
-    generator: Generator
-    chat: Chat  # messages to tokens and back
-    context_length: int  # most tokens of prompt and completion together
-    seed: int  # the run's seed
-    label: str = ""  # begins every request id, so that two runs may share a server
+from rlx.policy.base import Policy
+from rlx.types import Rollout, Task
 
 
 class Environment(Protocol):
@@ -43,18 +20,14 @@ class Environment(Protocol):
 
     name: str  # key of the `envs` section
     rows: Sequence[dict[str, Any]]  # the data set: `example_id`, `prompt`, `answer`, … always in the same order
-    scores_groups: bool  # rewards compare the rollouts of a group: a rollout has its reward only after `score_group`
+    scores_groups: bool  # rewards compare the rollouts of a group: only a whole group can be played
 
-    async def rollout(self, task: Task, member: int, attempt: int, policy: Policy) -> Rollout:
-        """Play and score one episode. Never raises for a failing episode: `status` and `error` say what happened."""
-        ...
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        """Play and score these members of the group of `task`, at the same time; a rollout for each, in their order.
 
-    async def score_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Give the rollouts of one task their rewards, where `scores_groups`."""
-        ...
-
-    def forget(self, task: Task) -> None:
-        """The group of `task` was given up; drop what is kept for scoring it."""
+        Never raises for a failing episode: `status` and `error` say what happened. Where `scores_groups`, the members are a whole group,
+        and one of them that fails leaves the others without rewards: these are `cancelled`.
+        """
         ...
 
     async def close(self) -> None:
@@ -62,13 +35,10 @@ class Environment(Protocol):
         ...
 
 
-def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:
-    """The sampling seed of one request, 0 … 2^63 - 1: a hash of run seed, environment, example, task, member, attempt and turn.
+class Local(Environment, Protocol):
+    """An environment of this process."""
 
-    The same in every process and Python version. A second visit of an example (another `task.index`) samples anew.
-    """
-    key = f"{seed}|{task.env}|{task.example_id}|{task.index}|{member}|{attempt}|{turn}"
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    policy: Policy | None  # who answers; set by whoever loads the environment, before the first `play`
 
 
 def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:

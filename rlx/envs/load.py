@@ -5,27 +5,43 @@ Knows the configuration and where the initial model is said. The library of envi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 
 from rlx.config.schema import Config
-from rlx.envs.base import Environment, sampling_of
-from rlx.envs.chat import Chat, load_chat
+from rlx.envs.base import Local, sampling_of
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths
+from rlx.policy.chat import Chat, load_chat
+from rlx.policy.tokens import Generator, TokenPolicy
 from rlx.waiting import wait_for
 
 
-def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Environment]:
-    """The environments of the mix by name, on the main thread."""
+def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Local]:
+    """The environments of the mix by name, on the main thread. They can be played once they have a policy."""
     beat("importing verifiers")
     from rlx.envs.verifiers_v0 import load_environment
 
-    envs: dict[str, Environment] = {}
+    envs: dict[str, Local] = {}
     for name, env in config.envs.items():
         beat(f"loading environment {name}")
         timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
         envs[name] = load_environment(name, env, sampling_of(config, env), timeout, concurrency)
     return envs
+
+
+def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator: Generator) -> None:
+    """Let the environments play with the run's policy, which `generator` samples."""
+    label = uuid.uuid4().hex[:6] + "-"
+    for name, env in envs.items():
+        env.policy = TokenPolicy(
+            generator=generator,
+            chat=chat,
+            context_length=min(config.seq_len, config.max_model_len),
+            seed=config.seed,
+            sampling=sampling_of(config, config.envs[name]),
+            label=label,
+        )
 
 
 def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:

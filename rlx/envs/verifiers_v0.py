@@ -1,35 +1,34 @@
 """Any classic `verifiers` environment as an `rlx.envs.base.Environment`.
 
 Knows verifiers' episode loop, its rubrics and its error types. Knows nothing of groups' retries, servers or files.
-Tokens never pass through verifiers: `envs.verifiers_client` keeps each request's `Turn` and hands the environment only the message.
+Tokens never pass through verifiers: the policy's episode keeps each request's `Turn`, and the environment sees only the message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import Policy
-from rlx.envs.chat import Message
 from rlx.envs.verifiers_client import EpisodeClient, for_template
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
 from rlx.inference.protocol import Sampling
+from rlx.policy.base import Episode, Message, Policy
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLEANUP_GRACE = 5.0  # seconds that a cancelled episode has to clean up after itself before it is left behind
 
@@ -62,6 +61,7 @@ class VerifiersEnvironment:
         if env.dataset_source is None and env.dataset is None:
             raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
         self.name = name
+        self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
@@ -75,40 +75,54 @@ class VerifiersEnvironment:
         self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
-        self._states: dict[tuple[int, int], State] = {}  # played but not scored, where rewards compare a group
         self._play, self._score = prepare(env)
 
-    async def rollout(self, task: Task, member: int, attempt: int, policy: Policy) -> Rollout:
-        """Play and score one episode, within `timeout` seconds. A failing episode is a `Rollout` with its status; nothing is raised."""
-        client = EpisodeClient(policy, task, member, attempt)
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        """See `rlx.envs.base.Environment`. An episode has `timeout` seconds, and so has the scoring of a group."""
+        played = await together([self._rollout(task, member, attempt) for member in members])
+        rollouts = [rollout for rollout, _ in played]
+        if not self.scores_groups:
+            return rollouts
+        if any(rollout.status != "ok" for rollout in rollouts):
+            return [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in rollouts]
+        return await self._scored_group(rollouts, [state for _, state in played if state is not None])
+
+    async def _rollout(self, task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
+        """Play one episode, and score it unless rewards compare a group. With verifiers' state where it was played to its end."""
+        assert self.policy is not None, "the environment was given no policy"
+        episode = self.policy.episode(task, member, attempt)
         started = time.monotonic()
-        episode = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, episode))
         try:
-            await asyncio.wait({episode}, timeout=self.timeout)
+            await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
-            await _abandon(episode)
+            await _abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
-        fail = functools.partial(_failed, task, member, client, timing)
-        if not episode.done():
-            await _abandon(episode)
+
+        def fail(status: Status, stop: str, error: str) -> tuple[Rollout, None]:
+            return _failed(task, member, episode, timing, status, stop, error), None
+
+        if not playing.done():
+            await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
-        if (raised := episode.exception()) is not None:
+        if (raised := playing.exception()) is not None:
             log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
             return fail("error", "environment_error", describe(raised))
-        state = episode.result()
+        state = playing.result()
         if (error := state.get("error")) is not None:
             return fail("error", _snake(type(error).__name__), describe(error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        if not client.turns:
+        if not episode.replies:
             if state.get("prompt_too_long"):
-                return fail("error", "prompt_too_long", f"the prompt fills the context of {policy.context_length} tokens; raise seq_len")
+                room = self.policy.context_length
+                return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
             task=task,
             member=member,
-            turns=client.finished_turns(),
+            turns=episode.turns,
             prompt=[_plain(message) for message in state["prompt"]],
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
@@ -119,16 +133,16 @@ class VerifiersEnvironment:
             is_truncated=bool(state.get("is_truncated")),
             timing=timing,
         )
-        if self.scores_groups:
-            self._states[task.index, member] = state
-            return rollout
-        return self._scored(rollout, state)
+        return (rollout if self.scores_groups else self._scored(rollout, state)), state
 
-    async def score_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Score the rollouts of one task together; an exception of the rubric makes every one of them fail."""
-        states = [self._states.pop((rollout.task.index, rollout.member)) for rollout in rollouts]
+    async def _scored_group(self, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
+        """The rollouts with the rewards that compare them; an exception of the rubric makes every one of them fail."""
         scoring = asyncio.create_task(self._score_states(states))
-        await asyncio.wait({scoring}, timeout=self.timeout)
+        try:
+            await asyncio.wait({scoring}, timeout=self.timeout)
+        except asyncio.CancelledError:
+            await _abandon(scoring)
+            raise
         if not scoring.done():
             await _abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
@@ -137,11 +151,6 @@ class VerifiersEnvironment:
             return [replace(r, status="error", stop="environment_error", error=describe(raised)) for r in rollouts]
         return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
-    def forget(self, task: Task) -> None:
-        """Drop the unscored episodes of a task."""
-        for key in [key for key in self._states if key[0] == task.index]:
-            del self._states[key]
-
     async def close(self) -> None:
         """Let the environment and its rubrics put away what they hold (process pools, sandboxes), within a limit."""
         closing = asyncio.create_task(self.env._teardown())
@@ -149,9 +158,9 @@ class VerifiersEnvironment:
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, client: EpisodeClient) -> State:
-        state = await self._play(task.row, client, "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and client.turns and not self.scores_groups:
+    async def _episode(self, task: Task, episode: Episode) -> State:
+        state = await self._play(task.row, EpisodeClient(episode), "policy", dict(self.sampling))
+        if state.get("error") is None and not state.get("timed_out") and episode.replies and not self.scores_groups:
             await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
             await self.env.rubric.cleanup(state)
         return state
@@ -180,6 +189,17 @@ class VerifiersEnvironment:
         )
 
 
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls, run at once. Cancelled, it returns when all of them have cleaned up."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _abandon(task: asyncio.Task) -> None:
     """Cancel a task and let it clean up, but not for ever."""
     task.cancel()
@@ -188,13 +208,17 @@ async def _abandon(task: asyncio.Task) -> None:
         task.exception()  # retrieved, so that asyncio does not complain of it later
 
 
-def _failed(task: Task, member: int, client: EpisodeClient, timing: dict, status: Status, stop: str, error: str) -> Rollout:
+def _unscored(rollout: Rollout) -> Rollout:
+    return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
+
+
+def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Status, stop: str, error: str) -> Rollout:
     return Rollout(
         task=task,
         member=member,
-        turns=client.finished_turns(),
+        turns=episode.turns,
         prompt=task.row.get("prompt"),
-        completion=[messages[-1] for messages, _ in client.history],
+        completion=list(episode.replies),
         reward=0.0,
         rewards={},
         metrics={},

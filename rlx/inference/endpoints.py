@@ -44,6 +44,21 @@ class Endpoint:
     api_key: str
     file: Path | None = None
 
+    @property
+    def key(self) -> str:
+        """What stays the same when the server is started again: its file, or its address where there is no file."""
+        return str(self.file or self.url)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"inference server {self.url}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        return {"Authorization": f"Bearer {self.api_key}"}
+
     def refreshed(self) -> Endpoint:
         """The endpoint as its file says now; itself where there is no file, or none at this moment."""
         return (self.file is not None and read_endpoint(self.file)) or self

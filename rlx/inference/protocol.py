@@ -15,6 +15,8 @@ import numpy as np
 from msgspec import Meta
 
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
+PAUSE = 0.25  # seconds between two attempts at a server that does not answer
+RESTART = 60.0  # seconds a server may be away before what is asked of it fails
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
@@ -115,7 +117,23 @@ class UpdateRefused(RequestRefused):
 
 
 class StaleServer(InferenceError):
-    """A server has an older version than the run, and the weights that would bring it up to date are not known or gone."""
+    """A server has an older version than the run, and could not be brought up to date."""
+
+
+_failure = msgspec.json.Decoder(Failure)
+
+
+def error_of(server: str, status: int, answer: bytes | str) -> InferenceError:
+    """What an answer other than 200 means for the caller. `server` is its name in messages, `answer` a body or what it says."""
+    if isinstance(answer, str):
+        text = answer
+    else:
+        try:
+            text = _failure.decode(answer).error
+        except msgspec.MsgspecError:
+            text = answer[:500].decode(errors="replace")
+    kind = ContextTooLong if status == 413 else RequestRefused if 400 <= status < 500 else InferenceError
+    return kind(f"{server} ({status}): {text}")
 
 
 def pack_ids(ids: object) -> bytes:

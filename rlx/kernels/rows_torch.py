@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlx.kernels.tiles import Form, Sums
+from rlx.kernels.tiles import Form, Softmax, Sums
 
 
 def absorb(
@@ -32,8 +32,7 @@ def absorb(
 
 def to_gradient(
     x: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
+    softmax: Softmax,
     c: Tensor,
     e: Tensor | None,
     labels: Tensor,
@@ -44,14 +43,15 @@ def to_gradient(
 ) -> Tensor:
     """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x. See `Rows`."""
     z, slope = _logits(x, inverse_temperature, bias, form)
-    z -= lse[:, None]  # log p
-    p = z.exp()
+    z -= softmax.maximum[:, None]
+    p = z.exp()  # times the total
     plain = form.softcap is None  # then ∂z/∂x is one number a token, and goes into the numbers of the token
     per_token = slope[:, 0] if plain else torch.ones_like(c)
+    share = per_token / softmax.total
     if e is None:
-        p *= -(c * per_token)[:, None]
+        p *= -(c * share)[:, None]
     else:
-        p *= z.mul_(-(e * per_token)[:, None]).add_(-((c + e * entropy) * per_token)[:, None])
+        p *= z.mul_(-(e * share)[:, None]).add_(((e * softmax.mean - c) * share)[:, None])
     inside, at = _inside(labels, p.shape[1])
     p.scatter_add_(1, at, torch.where(inside, c * per_token, 0)[:, None])
     if not plain:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlx.kernels.tiles import Form, Sums
+from rlx.kernels.tiles import Form, Softmax, Sums
 
 BLOCK = 2048  # columns that one program holds at a time
 NUM_WARPS = 8
@@ -81,7 +81,8 @@ def absorb_kernel(
 
 @triton.jit
 def gradient_kernel(
-    x_ptr, out_ptr, lse_ptr, entropy_ptr, c_ptr, e_ptr, labels_ptr, inverse_temperature_ptr, bias_ptr, num_columns, scale, softcap,
+    x_ptr, out_ptr, maximum_ptr, total_ptr, mean_ptr, c_ptr, e_ptr, labels_ptr, inverse_temperature_ptr, bias_ptr,
+    num_columns, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row and block of columns: raw products in, ∂L/∂x out."""
@@ -91,12 +92,12 @@ def gradient_kernel(
     x = tl.load(x_ptr + row * num_columns + columns, mask=inside, other=0.0)
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
     z, slope = _logits(x, inverse_temperature, bias_ptr, columns, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    log_p = z - tl.load(lse_ptr + row)
+    z -= tl.load(maximum_ptr + row)
     c = tl.load(c_ptr + row)
     factor = tl.full(x.shape, 0.0, tl.float32) + c
     if HAS_E:
-        factor += tl.load(e_ptr + row) * (log_p + tl.load(entropy_ptr + row))
-    gradient = tl.where(columns == tl.load(labels_ptr + row), c, 0.0) - tl.exp(log_p) * factor
+        factor += tl.load(e_ptr + row) * (z - tl.load(mean_ptr + row))
+    gradient = tl.where(columns == tl.load(labels_ptr + row), c, 0.0) - tl.exp(z) * factor / tl.load(total_ptr + row)
     tl.store(out_ptr + row * num_columns + columns, (gradient * slope).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -118,8 +119,7 @@ def absorb(
 
 def to_gradient(
     x: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
+    softmax: Softmax,
     c: Tensor,
     e: Tensor | None,
     labels: Tensor,
@@ -134,7 +134,8 @@ def to_gradient(
     out = x if x.dtype == dtype else torch.empty(n, v, dtype=dtype, device=x.device)
     block = block_for(v)
     gradient_kernel[(n, triton.cdiv(v, block))](
-        x, out, lse, entropy, c.contiguous(), None if e is None else e.contiguous(), labels, inverse_temperature, bias,
+        x, out, softmax.maximum, softmax.total, softmax.mean, c.contiguous(), None if e is None else e.contiguous(),
+        labels, inverse_temperature, bias,
         v, form.scale, form.softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=form.softcap is not None, HAS_E=e is not None, BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -2,8 +2,11 @@
 
 With raw product x = hWᵀ + b, logits z = softcap(scale·x)/τ, p = softmax(z), H the entropy, c = ∂L/∂logp, e = ∂L/∂H:
     ∂L/∂z = c (onehot(y) − p) − e p (log p + H),    dh = (∂L/∂z · ∂z/∂x) W,    dW = (∂L/∂z · ∂z/∂x)ᵀ h
-Forward keeps the log-sum-exp and the entropy of each token, backward makes each tile again. The vocabulary is the outer loop: a slice of
-the head and its gradient stay near the cores while the tokens pass by, and the head's gradient needs no buffer beside itself.
+Forward keeps of each token m = max z, s = Σ exp(z − m) and the mean of z − m, backward makes each tile again: p = exp(z − m) / s and
+log p + H = z − m − mean. The log-sum-exp itself would not do: logits that share an offset of −1000 round it to 3e-5 in float32, the
+probabilities would sum to as much more or less than 1, and the common part of the head's rows would count that often. The vocabulary is
+the outer loop: a slice of the head and its gradient stay near the cores while the tokens pass by, and the head's gradient needs no buffer
+beside itself.
 
 A frozen head (LoRA) needs ∂logp/∂h = ∂z_y/∂x W[y] − Σ p ∂z/∂x W alone. Forward gathers it, rescaling as the maximum moves, and backward
 is one product with c. An entropy gradient is not in it; then backward makes the tiles again.
@@ -54,6 +57,19 @@ class Sums:
         return Sums(self.maximum[rows], self.total[rows], self.weighted[rows], self.target[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What makes probabilities of logits, [n] each: p = exp(z − maximum) / total, and log p + H = z − maximum − mean."""
+
+    maximum: Tensor  # max z
+    total: Tensor  # Σ exp(z − max), at least 1
+    mean: Tensor  # Σ p (z − max)
+
+    def part(self, rows: slice) -> Softmax:
+        """Views of some tokens."""
+        return Softmax(self.maximum[rows], self.total[rows], self.mean[rows])
+
+
 class Rows(Protocol):
     """What happens inside a tile x [n, v] of raw products (without bias), which is overwritten. `labels` [n] count from the tile's
     first column and may lie outside it; `inverse_temperature` [n]; `bias` [v] or null."""
@@ -67,8 +83,7 @@ class Rows(Protocol):
     def to_gradient(
         self,
         x: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
+        softmax: Softmax,
         c: Tensor,
         e: Tensor | None,
         labels: Tensor,
@@ -134,23 +149,23 @@ class _Logprob(torch.autograd.Function):
                 if d_logp is not None and weights is not None and shrink is not None:
                     d_logp[block] *= shrink[:, None]
                     _add_product(d_logp[block], weights, w)
-        log_total = sums.total.log()
-        lse = sums.maximum + log_total
+        log_total, mean = sums.total.log(), sums.weighted / sums.total
         logp = sums.target - sums.maximum - log_total  # in this order: exact where one token has all the mass
-        entropy = log_total - sums.weighted / sums.total
+        entropy = log_total - mean
         if d_logp is not None:
             d_logp.div_(sums.total[:, None]).neg_()
             d_logp.addcmul_(head[labels].to(dtype), _slope(sums.target, inverse_temperature, form)[:, None])
-        ctx.save_for_backward(hidden, head, bias, labels, inverse_temperature, lse, entropy, d_logp)
+        ctx.save_for_backward(hidden, head, bias, labels, inverse_temperature, sums.maximum, sums.total, mean, d_logp)
         ctx.form, ctx.rows, ctx.tile = form, rows, tile
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, c: Tensor | None, e: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, bias, labels, inverse_temperature, lse, entropy, d_logp = ctx.saved_tensors
+        hidden, head, bias, labels, inverse_temperature, maximum, total, mean, d_logp = ctx.saved_tensors
+        softmax = Softmax(maximum, total, mean)
         need_hidden, need_head, need_bias = ctx.needs_input_grad[:3]
-        dtype = lse.dtype
-        c = torch.zeros_like(lse) if c is None else c.to(dtype)
+        dtype = total.dtype
+        c = torch.zeros_like(total) if c is None else c.to(dtype)
         e = None if e is None else e.to(dtype)
         if d_logp is not None and e is None:
             return (d_logp * c[:, None]).to(hidden.dtype), *[None] * 8
@@ -165,7 +180,7 @@ class _Logprob(torch.autograd.Function):
             for block in _slices(len(hidden), ctx.tile[0]):
                 h = _operand(hidden[block])
                 dx = ctx.rows.to_gradient(
-                    _product(h, w.T), lse[block], entropy[block], c[block], None if e is None else e[block],
+                    _product(h, w.T), softmax.part(block), c[block], None if e is None else e[block],
                     labels[block] - columns.start, inverse_temperature[block], b, ctx.form, h.dtype,
                 )  # fmt: skip
                 if d_hidden is not None:

@@ -1,6 +1,6 @@
-"""One run of a local sweep, in a process of its own: `python -m rlx.launch.element RUN_DIR GPUS`.
+"""One run of a local sweep, in a process of its own: `python -m rlx.launch.element RUN_DIR`.
 
-The directory is made already; GPUS, as `2,3`, are those of the pool that are this run's. Shows nothing: the pool does.
+The directory is made already, and CUDA_VISIBLE_DEVICES names those of the pool's GPUs that are this run's. Shows nothing: the pool does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from rlx.config.load import load_run
 from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
-from rlx.plan.record import write_plan
-from rlx.plan.rl import make_plan
 from rlx.runs.claim import RunLock
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import read_status
 
 
-def main(run_dir: str, gpus: str) -> int:
+def main(run_dir: str) -> int:
     paths = RunPaths(Path(run_dir))
     cfg = load_run(paths.root)
     lock = RunLock(paths)
@@ -32,11 +30,9 @@ def main(run_dir: str, gpus: str) -> int:
         return 0
     if has_begun(paths):
         rewind(paths)
-    if gpus:
-        write_plan(paths.plan, make_plan(cfg, paths.root, gpus.split(",")))
     lock.share()
     return launch(paths, Limits.of(cfg), lock)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1]))

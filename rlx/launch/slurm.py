@@ -27,6 +27,7 @@ from rlx.config.schema import Config
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
+from rlx.plan.environment import DEVICES
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ask, is_ending, job_of, note_job, restarts_of
@@ -37,8 +38,8 @@ from rlx.runs.status import Cause, Status, read_status
 
 FOLDER = ".submitit"  # of a run or a sweep: what submitit writes for its jobs
 OLD_ATTEMPT = 60.0  # seconds for what is left of an earlier attempt to go
-QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-"""Variables of a run, and of the array that it is one of, that a job submitted from inside one must not inherit."""
+QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
+"""What a job must not inherit: of a run, and of the array that it is one of, from inside which it is submitted; this host's GPUs."""
 
 
 class _Executor(SlurmExecutor):

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from rlx.plan.environment import DEVICES, environment_of, inherited
 from rlx.process import HOST, SUPERVISOR
 from rlx.runs.jobs import ask
 from rlx.types import ProcessSpec
@@ -29,7 +30,7 @@ class Starter(Protocol):
         """Name of the host a process runs on."""
 
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """`(argv, environment)` of the child process that the supervisor starts."""
+        """`(argv, environment)` of the child process that the supervisor starts; `environment`: what there is here to inherit."""
 
     def returncode(self, code: int) -> int:
         """The role's return code from the child's: negative for the signal that killed it."""
@@ -50,7 +51,7 @@ class LocalStarter:
         return socket.gethostname()
 
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        return list(spec.argv), {**environment, SUPERVISOR: str(os.getpid())}
+        return list(spec.argv), {**environment_of(spec, environment), SUPERVISOR: str(os.getpid())}
 
     def returncode(self, code: int) -> int:
         return code
@@ -91,16 +92,20 @@ class SrunStarter:
             "--unbuffered",
             "--export=ALL",
         ]
-        kept = {name: value for name, value in environment.items() if name not in (*NOT_FOR_STEPS, SUPERVISOR)}
+        given = inherited(environment) | spec.env
+        kept = {name: value for name, value in given.items() if name not in (*NOT_FOR_STEPS, SUPERVISOR)}
         return [*step, *self._choose_gpus(spec), *self.prefix, *spec.argv], {**kept, HOST: self.host(spec)}
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
-        """SLURM names the job's GPUs on the host in CUDA_VISIBLE_DEVICES; the role sees those of them that the plan gives it."""
+        """SLURM names the job's GPUs on the host in CUDA_VISIBLE_DEVICES; the role sees those of them that the plan gives it.
+
+        That value is known on the host where the step runs, so a shell there reads it.
+        """
         if not spec.gpus:
-            return ("env", "CUDA_VISIBLE_DEVICES=")
+            return ("env", f"{DEVICES}=")
         all_of_them = ",".join(map(str, range(self.gpus_per_node)))
         fields = ",".join(str(gpu + 1) for gpu in spec.gpus)
-        script = f'CUDA_VISIBLE_DEVICES=$(echo "${{CUDA_VISIBLE_DEVICES:-{all_of_them}}}" | cut -d, -f{fields}) exec "$@"'
+        script = f'{DEVICES}=$(echo "${{{DEVICES}:-{all_of_them}}}" | cut -d, -f{fields}) exec "$@"'
         return ("sh", "-c", script, spec.name)
 
     def returncode(self, code: int) -> int:

@@ -24,12 +24,14 @@ from rlx.config.schema import Config
 from rlx.launch.processes import die_with
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.paths import RunPaths
+from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.place import require_one_host
 from rlx.plan.rl import make_plan
 from rlx.runs.claim import RunLock, create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
+from rlx.runs.run import Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
@@ -97,20 +99,13 @@ def find_states(elements: Sequence[Element]) -> None:
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
-        element.state = "done" if completed else "alive" if _is_held(paths) else "again"
+        element.state = "done" if completed else "alive" if Run(paths).lives() else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
             + "\n  ".join(others[:8])
             + "\n  fix: give another run.name= for this sweep; or clean=true, which deletes them"
         )
-
-
-def _is_held(paths: RunPaths) -> bool:
-    lock = RunLock(paths)
-    held = not lock.exclusive()
-    lock.close()
-    return held
 
 
 def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
@@ -206,12 +201,17 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             while waiting and slots:
                 element, slot = waiting.pop(0), slots.pop(0)
                 gpus = element.cfg.num_gpus
-                mine = ",".join(visible[slot * gpus : (slot + 1) * gpus]) if gpus else ""
-                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root), mine]
+                mine = {DEVICES: ",".join(visible[slot * gpus : (slot + 1) * gpus])} if gpus else {}
+                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
                 say(f"{element.name}: starting")
                 # A session of its own: a Ctrl-C reaches the pool alone, which passes it on once.
                 child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
+                    command,
+                    env=os.environ | mine,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=die_with(os.getpid()),
                 )
                 running[child] = (element, slot)
             for child in [child for child in running if child.poll() is not None]:
@@ -263,6 +263,6 @@ def failed(elements: Sequence[Element]) -> list[Element]:
     return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
 
 
-def plan_of(cfg: Config, visible: Sequence[str] | None) -> list[ProcessSpec]:
+def plan_of(cfg: Config) -> list[ProcessSpec]:
     assert cfg.run.dir is not None
-    return make_plan(cfg, Path(cfg.run.dir), visible)
+    return make_plan(cfg, Path(cfg.run.dir))

@@ -1,4 +1,4 @@
-"""How per-token losses become the one number that is minimised: an objective with its aggregation and the terms it may have added.
+"""How the losses of tokens or sequences become the one number that is minimised: an objective, its aggregation, the terms added to it.
 
 An objective is one function `f(tokens: TokenBatch, **its own keys) -> TokenLoss` of per-token tensors of the *trainable* tokens of one
 micro-batch: no masks, no padding, no model. To add one: a file with such a function and a YAML whose `_target_` is its dotted name
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlx.config.schema import LossTerms
 from rlx.losses.diagnostics import Stats, diagnostics
-from rlx.losses.terms import KlController, corrected, dual_clip_holds, dual_clipped, kl_estimate
-from rlx.losses.tokens import TokenBatch, TokenLoss
+from rlx.losses.terms import KlController, correction, dual_clip_holds, dual_clipped, kl_estimate
+from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 AGGREGATES = ("token_mean", "seq_mean", "seq_sum", "fixed_length")
 
@@ -43,43 +43,56 @@ class Objective:
     def __call__(self, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the global loss (a scalar; shares add up), and its diagnostics.
 
-        `num_loss_tokens` is N_tok and `num_sequences` N_seq of the global batch. Raises ValueError for a KL term without a reference.
+        `num_loss_tokens` is N_tok and `num_sequences` N_seq of the global batch. Raises ValueError for a KL term without a reference,
+        shapes, ids, lengths and counts that do not agree, and a correction by token of a loss by sequence.
         """
-        tokens = tokens.in_float32()
+        tokens.check(num_loss_tokens, num_sequences)
+        tokens = tokens.in_float64()
         result = self._policy_loss(tokens)
 
-        def share(loss: Tensor) -> Tensor:
-            return self.aggregate(loss, tokens, num_loss_tokens, num_sequences)
+        def share(per_token: Tensor) -> Tensor:
+            return self.aggregate(tokens.rollout_sum(per_token), tokens, num_loss_tokens, num_sequences)
 
-        parts = {"policy": share(result.loss)}
+        if result.unit == "sequence":
+            parts = {"policy": self.aggregate(result.loss * tokens.rollout_lengths, tokens, num_loss_tokens, num_sequences)}
+        else:
+            parts = {"policy": share(result.loss)}
+        if result.penalty is not None:
+            parts["policy"] = parts["policy"] + share(result.penalty)
         if self.terms.entropy_coef != 0:
             parts["entropy"] = share(-self.terms.entropy_coef * tokens.entropy)
         if self.controller.beta != 0:
             if tokens.ref_logp is None:
                 raise ValueError(f"loss.kl.beta is {self.controller.beta} and there is no reference model to compare with")
             parts["kl"] = share(self.controller.beta * kl_estimate(self.terms.kl.estimator, tokens.logp, tokens.ref_logp))
-        total = sum(parts.values(), tokens.logp.new_zeros(()))
+        total = torch.stack(list(parts.values())).sum()
         stats = diagnostics(tokens, result, num_loss_tokens, num_sequences)
         for name in ("policy", "kl", "entropy"):
-            stats.sums[f"loss/{name}"] = parts[name].detach().double() if name in parts else torch.zeros_like(stats.sums["mismatch/kl"])
-        stats.sums["loss/total"] = total.detach().double()
+            stats.sums[f"loss/{name}"] = parts[name].detach() if name in parts else torch.zeros_like(total)
+        stats.sums["loss/total"] = total.detach()
         return total, stats
 
     def _policy_loss(self, tokens: TokenBatch) -> TokenLoss:
-        """The objective's own loss with dual clip and correction, then its penalty."""
+        """The objective's own loss with dual clip and correction."""
         result = self.function(tokens)
-        assert result.loss.shape == tokens.logp.shape, (result.loss.shape, tokens.logp.shape)
-        loss, dropped = result.loss, result.dropped
-        weight = (tokens.ratio() if result.weight is None else result.weight).detach()
+        sequence = result.unit == "sequence"
+        expected = tokens.rollout_lengths.shape if sequence else tokens.logp.shape
+        assert result.loss.shape == expected, (result.unit, result.loss.shape, expected)
+        loss, dropped, weight = result.loss, result.dropped, result.weight
+        if weight is None:
+            log_ratio = tokens.logp - tokens.old_logp
+            weight = ratio_weight(tokens.rollout_mean(log_ratio) if sequence else log_ratio)
+        weight = weight.detach()
         if self.terms.dual_clip is not None:
-            weight = torch.where(dual_clip_holds(loss, tokens.advantages, self.terms.dual_clip), torch.zeros_like(weight), weight)
-            loss = dual_clipped(loss, tokens.advantages, self.terms.dual_clip)
-        loss, more = corrected(loss, tokens, self.terms.correction, self.terms.correction_cap)
-        weight, _ = corrected(weight, tokens, self.terms.correction, self.terms.correction_cap)
+            advantages = tokens.rollout_mean(tokens.advantages) if sequence else tokens.advantages
+            weight = torch.where(dual_clip_holds(loss, advantages, self.terms.dual_clip), torch.zeros_like(weight), weight)
+            loss = dual_clipped(loss, advantages, self.terms.dual_clip)
+        factor, more = correction(tokens, self.terms.correction, self.terms.correction_cap, result.unit)
+        if factor is not None:
+            loss, weight = loss * factor, weight * factor
         if more is not None:
+            loss, weight = (torch.where(more, torch.zeros_like(x), x) for x in (loss, weight))
             dropped = more if dropped is None else dropped | more
-        if result.penalty is not None:
-            loss = loss + result.penalty
         return replace(result, loss=loss, weight=weight, dropped=dropped)
 
     def after_update(self, metrics: dict[str, float], *, changed: bool = True) -> None:
@@ -96,14 +109,15 @@ class Objective:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.controller.beta = state["beta"]
 
-    def aggregate(self, loss: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int) -> Tensor:
-        """[N] → scalar: Σ ℓ_t · w_t with the weights that `loss.aggregate` names (OBJECTIVES.md, aggregation over tokens)."""
+    def aggregate(self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int) -> Tensor:
+        """[R] sums of ℓ_t over each rollout's tokens → scalar, by `loss.aggregate` (docs/objectives.md). None weighs tokens of one rollout
+        differently."""
         sequences = max(num_sequences, 1)
         if self.terms.aggregate == "token_mean":
-            return loss.sum() / max(num_loss_tokens, 1)
+            return sums.sum() / max(num_loss_tokens, 1)
         if self.terms.aggregate == "seq_mean":
-            return tokens.rollout_mean(loss).sum() / sequences
+            return (sums / tokens.rollout_lengths.clamp(min=1)).sum() / sequences
         if self.terms.aggregate == "seq_sum":
-            return loss.sum() / sequences
+            return sums.sum() / sequences
         assert self.max_length is not None
-        return loss.sum() / (sequences * self.max_length)
+        return sums.sum() / (sequences * self.max_length)

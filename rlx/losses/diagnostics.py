@@ -27,15 +27,17 @@ class Stats:
 
 @torch.no_grad()
 def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num_sequences: int) -> Stats:
-    """The diagnostics that every objective has; `result` is with the terms that were added, so its weights are known.
+    """The diagnostics that every objective has, of float64 `tokens`; `result` is with the terms that were added, so its weights are known.
 
     Means are shares of the global batch already; `policy/ess` is completed by `finish`.
     """
     assert result.weight is not None
     per_token = 1.0 / max(num_loss_tokens, 1)
     per_unit = per_token if result.unit == "token" else 1.0 / max(num_sequences, 1)
-    ratio, weight = tokens.ratio().double(), result.weight.double()
-    difference = (tokens.logp - tokens.inference_logp).double()
+    ratio, difference = tokens.ratio(), tokens.logp - tokens.inference_logp
+    weight, dropped = result.weight, result.dropped
+    if result.unit == "sequence":  # what each token carries
+        weight, dropped = weight[tokens.rollout_ids], None if dropped is None else dropped[tokens.rollout_ids]
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = log_ratio.expm1() - log_ratio  # of KL(inference ‖ trainer): the tokens were sampled by inference
     zero = ratio.new_zeros(())
@@ -45,19 +47,21 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
 
     stats = Stats(
         sums={
-            "policy/entropy": tokens.entropy.double().sum() * per_token,
+            "policy/entropy": tokens.entropy.sum() * per_token,
             "policy/clip_frac_low": count(result.clipped_low) * per_unit,
             "policy/clip_frac_high": count(result.clipped_high) * per_unit,
-            "policy/masked_frac": count(result.dropped) * per_token,
+            "policy/masked_frac": count(dropped) * per_token,
             "policy/ratio_mean": ratio.sum() * per_token,
             "weight": weight.sum() * per_token,
             "weight_squared": weight.square().sum() * per_token,
+            "tokens": zero + len(ratio),
+            "sequences": count(tokens.rollout_lengths > 0),
             "mismatch/kl": k3.sum() * per_token,
             "mismatch/abs_logp_diff_mean": difference.abs().sum() * per_token,
         }
     )
     if tokens.ref_logp is not None:
-        stats.sums["ref/kl"] = kl_estimate("k3", tokens.logp, tokens.ref_logp).double().sum() * per_token
+        stats.sums["ref/kl"] = kl_estimate("k3", tokens.logp, tokens.ref_logp).sum() * per_token
     if len(ratio):
         stats.maxima = {
             "policy/ratio_max": ratio.max(),
@@ -70,9 +74,19 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
     return stats
 
 
+def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: int) -> None:
+    """Raise ValueError unless the reduced stats of a mini-batch are of as many tokens and sequences as its losses were divided by."""
+    for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences)):
+        if sums[name] != expected:
+            raise ValueError(
+                f"the mini-batch has {sums[name]:.0f} trainable {name} over all ranks and micro-batches, and losses were divided by "
+                f"{expected}; the packing counted wrongly"
+            )
+
+
 def finish(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
     """Metrics of a whole mini-batch from its reduced stats; without a trainable token, extremes are 0."""
-    metrics = dict(sums)
+    metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences")}
     mean, square = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/ess"] = mean**2 / square if square > 0 else 0.0
     for name, value in maxima.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlx.config.declared import declares
-from rlx.losses.tokens import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
 @declares(ranges={"d_low": "above 0", "d_high": "above 0", "kl_tau": "at least 0"})
@@ -21,7 +21,7 @@ def dppo(tokens: TokenBatch, *, d_low: float = 0.2, d_high: float = 0.2, kl_tau:
     dropped = low | high
     return TokenLoss(
         loss=torch.where(dropped, torch.zeros_like(ratio), -ratio * advantages),
-        weight=torch.where(dropped, torch.zeros_like(ratio), ratio),
+        weight=torch.where(dropped, torch.zeros_like(ratio), ratio_weight(tokens.logp - tokens.old_logp)),
         penalty=kl_tau * (tokens.logp - tokens.inference_logp).square(),
         clipped_low=low,
         clipped_high=high,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlx.config.declared import declares
-from rlx.losses.tokens import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
 @declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
@@ -19,7 +19,7 @@ def grpo(tokens: TokenBatch, *, eps_low: float = 0.2, eps_high: float = 0.2) -> 
     low = (advantages < 0) & (ratio < 1 - eps_low)
     return TokenLoss(
         loss=-torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages),
-        weight=torch.where(low | high, torch.zeros_like(ratio), ratio),
+        weight=torch.where(low | high, torch.zeros_like(ratio), ratio_weight(tokens.logp - tokens.old_logp)),
         clipped_low=low,
         clipped_high=high,
     )

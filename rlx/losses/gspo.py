@@ -5,23 +5,24 @@ from __future__ import annotations
 import torch
 
 from rlx.config.declared import declares
-from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
+from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight, safe_exp
 
 
-@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
+@declares(by_sequence=True, ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
     """ℓ_i = −min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i), s_i = exp(mean_t(logp_t − old_t)) (GSPO, arXiv 2507.18071 eq. 5 and 7).
 
     Every token of rollout i carries ℓ_i, so `aggregate: seq_mean` is the paper's mean over sequences.
     A_i is the mean advantage of the rollout's tokens. `eps_high` is a distance: the upper bound is 1 + eps_high.
     """
-    ratio = safe_exp(tokens.rollout_mean(tokens.logp - tokens.old_logp))  # [R]
+    log_ratio = tokens.rollout_mean(tokens.logp - tokens.old_logp)  # [R]
+    ratio = safe_exp(log_ratio)
     advantages = tokens.rollout_mean(tokens.advantages)  # [R]
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
     low, high = (advantages < 0) & (ratio < 1 - eps_low), (advantages > 0) & (ratio > 1 + eps_high)
     return TokenLoss(
-        loss=loss[tokens.rollout_ids],
-        weight=torch.where(low | high, torch.zeros_like(ratio), ratio)[tokens.rollout_ids],
+        loss=loss,
+        weight=torch.where(low | high, torch.zeros_like(ratio), ratio_weight(log_ratio)),
         clipped_low=low,
         clipped_high=high,
         unit="sequence",

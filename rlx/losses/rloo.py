@@ -8,20 +8,20 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
 
 
-@declares(ranges={"cap": "above 0"})
+@declares(by_sequence=True, ranges={"cap": "above 0"})
 def rloo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
-    """ℓ_t = −sg[min(ρ_i, cap)] · A_t · logp_t, ρ_i = exp(Σ_t(logp_t − old_t)) the product over the sequence (RLOO, arXiv 2402.14740).
+    """ℓ_i = −sg[min(ρ_i, cap)] · mean_t(A_t · logp_t), ρ_i = exp(Σ_t(logp_t − old_t)), the product over the sequence (arXiv 2402.14740).
 
     The paper is on-policy; the capped ratio is for rollouts of older versions. It is exactly 1 where `tokens.on_policy` says that the
     policy being trained sampled the rollout, because trainer and engine then differ by nothing but rounding.
-    `aggregate: seq_sum` makes it the paper's mean over sequences of A_i · log π(y_i).
+    Each token carries ℓ_i, so `aggregate: seq_sum` makes it the paper's mean over sequences of A_i · log π(y_i).
     """
     ratio = safe_exp(tokens.rollout_sum(tokens.logp.detach() - tokens.old_logp))  # [R]
     if tokens.on_policy is not None:
         ratio = torch.where(tokens.on_policy, torch.ones_like(ratio), ratio)
-    weight = ratio.clamp(max=cap)[tokens.rollout_ids]  # [N]
+    weight = ratio.clamp(max=cap)
     return TokenLoss(
-        loss=-weight * tokens.advantages * tokens.logp,
+        loss=-weight * tokens.rollout_mean(tokens.advantages * tokens.logp),
         weight=weight,
         clipped_high=ratio > cap,
         unit="sequence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlx.config.declared import declares
-from rlx.losses.tokens import TokenBatch, TokenLoss
+from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
 @declares(ranges={"tau_pos": "above 0", "tau_neg": "above 0"})
@@ -19,4 +19,5 @@ def sapo(tokens: TokenBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
     ratio = tokens.ratio()
     tau = torch.where(tokens.advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1))
-    return TokenLoss(loss=-gate * (4 / tau) * tokens.advantages, weight=4 * gate * (1 - gate) * ratio)
+    weight = 4 * gate * (1 - gate) * ratio_weight(tokens.logp - tokens.old_logp)
+    return TokenLoss(loss=-gate * (4 / tau) * tokens.advantages, weight=weight)

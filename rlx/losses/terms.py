@@ -41,33 +41,38 @@ class KlController:
             self.beta *= 1 + self.gain * min(max(kl / self.target - 1, -0.2), 0.2)
 
 
-def corrected(loss: Tensor, tokens: TokenBatch, kind: str, cap: float) -> tuple[Tensor, Tensor | None]:
-    """([N] loss, [N] bool what was left out or None) with the mismatch r_t = exp(old_t − inf_t) corrected, for `loss.proximal=recompute`.
+def correction(tokens: TokenBatch, kind: str, cap: float, unit: str) -> tuple[Tensor | None, Tensor | None]:
+    """(weights, bool what is left out) of the mismatch r_t = exp(old_t − inf_t), for `loss.proximal=recompute`; None where nothing is done.
 
-    `tis` multiplies by sg[min(r_t, cap)] (truncated importance sampling); `mis` leaves out tokens with r_t outside [1/cap, cap];
-    `seq_tis` and `seq_mis` do so with the product of r_t over the rollout, for all of its tokens.
+    [N] for losses by token, [R] for losses by `unit` "sequence". `tis` weighs with sg[min(r_t, cap)] (truncated importance sampling);
+    `mis` leaves out tokens with r_t outside [1/cap, cap]; `seq_tis` and `seq_mis` do so with the product of r_t over the rollout, for all
+    of its tokens. Raises ValueError for a kind by token where losses are by sequence: there is no token to weigh or to leave out.
     """
     if kind == "none":
-        return loss, None
+        return None, None
     difference = (tokens.old_logp - tokens.inference_logp).detach()
-    ratio = safe_exp(tokens.rollout_sum(difference))[tokens.rollout_ids] if kind.startswith("seq_") else safe_exp(difference)
+    if kind.startswith("seq_"):
+        ratio = safe_exp(tokens.rollout_sum(difference))
+        ratio = ratio if unit == "sequence" else ratio[tokens.rollout_ids]
+    elif unit == "sequence":
+        raise ValueError(f"loss.correction is {kind}, which goes by token, and all tokens carry their sequence's loss; set seq_{kind}")
+    else:
+        ratio = safe_exp(difference)
     if kind.endswith("tis"):
-        return loss * ratio.clamp(max=cap), None
+        return ratio.clamp(max=cap), None
     assert kind.endswith("mis"), kind
-    dropped = (ratio < 1 / cap) | (ratio > cap)
-    return torch.where(dropped, torch.zeros_like(loss), loss), dropped
+    return None, (ratio < 1 / cap) | (ratio > cap)
 
 
 def dual_clipped(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
-    """[N] loss, held below −bound · A_t where A_t < 0 (dual-clip PPO, arXiv 1912.09729 eq. 5).
+    """[N] (or [R]) loss, held below −bound · A_t where A_t < 0 (dual-clip PPO, arXiv 1912.09729 eq. 5).
 
-    There it reads max(·, bound · A), because there the surrogate is maximised.
-
-    It acts on objectives whose loss is −ratio · A; those that weigh log-probabilities never come near the bound.
+    There it reads max(·, bound · A), because there the surrogate is maximised. It acts on objectives whose loss is −ratio · A;
+    those that weigh log-probabilities never come near the bound.
     """
     return torch.where(dual_clip_holds(loss, advantages, bound), -bound * advantages, loss)
 
 
 def dual_clip_holds(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
-    """bool [N] where the dual clip holds the loss, which has no gradient there."""
+    """bool, shaped alike: where the dual clip holds the loss, which has no gradient there."""
     return (advantages < 0) & (loss > -bound * advantages)

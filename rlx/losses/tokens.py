@@ -1,5 +1,6 @@
 """What an objective sees and what it returns: per-token tensors of the trainable tokens of one micro-batch.
 
+Everything is float64: these are N numbers beside N × V logits, and a float32 sum over a rollout of 50,000 tokens is wrong by 1e-3.
 Knows nothing of aggregation, models, packing or processes. Shapes: N trainable tokens, R rollouts of the micro-batch.
 """
 
@@ -29,37 +30,70 @@ class TokenBatch:
     on_policy: Tensor | None = None  # bool [R]: every token was sampled by exactly the policy being trained; None: nobody knows
 
     def rollout_sum(self, values: Tensor) -> Tensor:
-        """[N] → [R] sum over the tokens of each rollout."""
-        return values.new_zeros(len(self.rollout_lengths)).index_add(0, self.rollout_ids, values)
+        """[N] → [R] float64, sum over the tokens of each rollout."""
+        zeros = values.new_zeros(len(self.rollout_lengths), dtype=torch.float64)
+        return zeros.index_add(0, self.rollout_ids, values.double())
 
     def rollout_mean(self, values: Tensor) -> Tensor:
-        """[N] → [R] mean over the tokens of each rollout; 0 for a rollout without tokens."""
+        """[N] → [R] float64, mean over the tokens of each rollout; 0 for a rollout without tokens."""
         return self.rollout_sum(values) / self.rollout_lengths.clamp(min=1)
 
     def ratio(self) -> Tensor:
         """[N] ρ_t = exp(logp_t − old_t), with gradient, the log clamped to ±20."""
         return safe_exp(self.logp - self.old_logp)
 
-    def in_float32(self) -> TokenBatch:
-        """The same with every 16-bit tensor widened: means of many tokens and bounds of a thousandth do not survive 8 bits of mantissa."""
+    def in_float64(self) -> TokenBatch:
+        """The same with every floating-point tensor widened; gradients arrive in the dtype that the tensors had."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        narrow = (torch.bfloat16, torch.float16)
-        return TokenBatch(**{k: v.float() if isinstance(v, Tensor) and v.dtype in narrow else v for k, v in values.items()})
+        return TokenBatch(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()})
+
+    def check(self, num_loss_tokens: int, num_sequences: int) -> None:
+        """Raise ValueError unless shapes, ids and lengths agree with one another, and are not more than the global batch has."""
+        n, r = len(self.logp), len(self.rollout_lengths)
+        for name in ("old_logp", "inference_logp", "entropy", "advantages", "rollout_ids", "ref_logp"):
+            value = getattr(self, name)
+            if value is not None and value.shape != self.logp.shape:
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)} and logp {list(self.logp.shape)}; both are one value a trainable token"
+                )
+        if self.on_policy is not None and self.on_policy.shape != self.rollout_lengths.shape:
+            raise ValueError(f"on_policy has shape {list(self.on_policy.shape)} and rollout_lengths [{r}]; both are one value a rollout")
+        ids, lengths = self.rollout_ids.cpu(), self.rollout_lengths.tolist()
+        if n and not 0 <= (lowest := int(ids.min())) <= (highest := int(ids.max())) < r:
+            raise ValueError(f"rollout_ids go from {lowest} to {highest}, and rollout_lengths names {r} rollouts, 0 to {r - 1}")
+        for rollout, (counted, named) in enumerate(zip(torch.bincount(ids, minlength=r).tolist(), lengths, strict=True)):
+            if counted != named:
+                raise ValueError(f"rollout_ids has {counted} tokens of rollout {rollout}, and rollout_lengths says {named}")
+        if n > num_loss_tokens:
+            raise ValueError(f"this micro-batch has {n} trainable tokens, and the global batch is said to have {num_loss_tokens}")
+        if (here := sum(map(bool, lengths))) > num_sequences:
+            raise ValueError(
+                f"this micro-batch has {here} rollouts with trainable tokens, and the global batch is said to have {num_sequences}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What an objective returns. Weights and clip marks are for the metrics only."""
+    """What an objective returns. Weights and clip marks are for the metrics only.
+
+    With unit "sequence", all but `penalty` is [R]: one value a rollout, which each of its tokens carries when losses are aggregated.
+    """
 
     loss: Tensor  # [N] to be minimised, before aggregation; exactly 0 where `dropped`
     penalty: Tensor | None = None  # [N] added to it after correction and dual clip, also where `dropped`
     weight: Tensor | None = None  # [N] what multiplies A_t ∇log π_t, 0 where nothing does (clipped, dropped); None: the ratio ρ_t
-    clipped_low: Tensor | None = None  # bool, [N] (or [R] with unit "sequence"): held at the lower bound, so without gradient
-    clipped_high: Tensor | None = None  # bool, likewise at the upper bound
-    dropped: Tensor | None = None  # bool, [N]: the objective left the token out
-    unit: Literal["token", "sequence"] = "token"  # what the clip marks count
+    clipped_low: Tensor | None = None  # bool [N]: held at the lower bound, so without gradient
+    clipped_high: Tensor | None = None  # bool [N], likewise at the upper bound
+    dropped: Tensor | None = None  # bool [N]: the objective left the token out
+    unit: Literal["token", "sequence"] = "token"  # what the values are of
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
     """exp with the argument clamped to ±20. Outside the clamp the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def ratio_weight(log_ratio: Tensor) -> Tensor:
+    """What `safe_exp(log_ratio)` multiplies its argument's gradient with: its value inside the clamp, 0 outside. Without gradient."""
+    ratio = safe_exp(log_ratio.detach())
+    return torch.where(log_ratio.detach().abs() <= MAX_LOG_RATIO, ratio, torch.zeros_like(ratio))

@@ -33,6 +33,11 @@ def apply_liger(hf: Any, wanted: bool | str, device: torch.device) -> str:
     return f"off: {reason}"
 
 
+def may_patch(wanted: bool | str) -> bool:
+    """Whether `apply_liger` puts Triton kernels into a model on CUDA, if Liger knows its family."""
+    return wanted is not False and find_spec("liger_kernel") is not None
+
+
 def _why_not(hf: Any, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"its kernels need CUDA, and this is {device.type}"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.kernels.logprob import choose_backend
+from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
-from rlx.models.liger import apply_liger
+from rlx.models.liger import apply_liger, may_patch
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations, shard
 from rlx.parallel.mesh import Mesh
@@ -55,7 +56,10 @@ def load_policy(
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
         )
-    choose_backend(logprob_backend, device, compute)  # says now what does not apply
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # says now what does not apply
+    if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
+        check_triton()
 
     def finished(model: PolicyModel) -> PolicyModel:
         model.attention, model.compute_dtype = attention, compute

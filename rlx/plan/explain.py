@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlx.config.rows import why
 from rlx.config.schema import Config
-from rlx.plan.memory import engine_memory, trainer_memory
+from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
@@ -67,7 +68,7 @@ def _command(cfg: Config, spec: ProcessSpec) -> str:
 def _batch(cfg: Config) -> list[str]:
     group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
     ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
-    sampled, trained = rollouts * cfg.sampling.max_tokens, rollouts * cfg.seq_len
+    trained = rollouts * cfg.seq_len
     rows = math.ceil(trained / (row * ranks * mini))
     versions = "version" if lag == 1 else "versions"
     stale = (
@@ -83,17 +84,33 @@ def _batch(cfg: Config) -> list[str]:
         [
             ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
             ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts of each"],
-            ["new tokens", f"at most {sampled:,} = {rollouts:,} × sampling.max_tokens {cfg.sampling.max_tokens:,} (a turn)"],
+            ["new tokens", _new_tokens(cfg)],
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
             [
                 "micro-batches",
                 f"at most {rows:,} a rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
             ],
+            ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
         ],
     )[1:]
+
+
+def _new_tokens(cfg: Config) -> str:
+    """Most tokens that are sampled for a batch. An environment may have a bound of its own; each plays its share of the groups."""
+    rollouts, default = cfg.orchestrator.batch_size, cfg.sampling.max_tokens
+    bounds = {name: env.sampling.max_tokens or default for name, env in cfg.envs.items() if env.weight > 0}
+    if set(bounds.values()) <= {default}:
+        return f"at most {rollouts * default:,} = {rollouts:,} × sampling.max_tokens {default:,} (a turn)"
+    if len(bounds) == 1:
+        ((name, bound),) = bounds.items()
+        return f"at most {rollouts * bound:,} = {rollouts:,} × envs.{name}.sampling.max_tokens {bound:,} (a turn)"
+    total = sum(cfg.envs[name].weight for name in bounds)
+    mean = sum(cfg.envs[name].weight * bound for name, bound in bounds.items()) / total
+    each = ", ".join(f"{name} {bound:,}" for name, bound in bounds.items())
+    return f"about {rollouts * mean:,.0f} at most = {rollouts:,} × {mean:,.0f}, the mean of the environments' max_tokens ({each}; a turn)"
 
 
 def _more_prompts(cfg: Config) -> str:
@@ -106,17 +123,37 @@ def _more_prompts(cfg: Config) -> str:
     return text
 
 
+def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
+    """Where the trainer's memory goes, line by line, with the arithmetic."""
+    ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
+    numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
+    where = "in host memory, " if memory.on_host else ""
+    tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
+    peak = max(memory.moments, key=lambda name: memory.moments[name])
+    lines = [
+        (memory.parameters + memory.gradients + memory.optimizer, f"{where}parameters {size(memory.parameters)}, gradients "
+         f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}: {numbers}"),
+        (memory.reference, f"{where}reference model, frozen"),
+        (memory.context, "the process on the GPU: context, workspaces, NCCL"),
+        (memory.layers, "two layers, gathered while they compute"),
+        (memory.root, f"embedding and head, gathered: 2 × {tables} × {cfg.model.dtype}"),
+        (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
+        (memory.head, "the head op: tiles of logits, gradients of hidden states and of a slice of the head"),
+        (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
+        (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and the {cfg.trainer.reduce_dtype} buffer that is reduced"),
+        (memory.root_gradients, "at the end of backward, the same of embedding and head, when the activations are gone"),
+        (0.0 if memory.on_host else memory.update, "in the optimizer's step, one more number for each of its parameters"),
+    ]  # fmt: skip
+    others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
+    shown = [f"{size(value).rjust(9)}  {what}" for value, what in lines if value]
+    less = f" ({others})" if others else ""
+    return [*shown, f"the peak: {size(memory.states)} all the time, and +{size(memory.moments[peak])} when {peak}{less}"]
+
+
 def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     trainer, engine = trainer_memory(cfg), engine_memory(cfg)
     cpu = cfg.hardware.device == "cpu"
-    where = "in host memory" if trainer.on_host else f"over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else ""
-    reference = f", reference {size(trainer.reference)}" if trainer.reference else ""
-    lines = [
-        f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}",
-        f"  parameters {size(trainer.parameters)}, gradients {size(trainer.gradients)}, "
-        f"optimizer {size(trainer.optimizer)}{reference} {where}".rstrip(),
-        f"  layers while they compute {size(trainer.gathered)}, activations of one row {size(trainer.activations)}",
-    ]
+    lines = [f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
     if not any(spec.role == "inference" for spec in plan):
         return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
     lines.append(

@@ -5,12 +5,9 @@ Pure: the same configuration gives the same plan, on any machine; nothing is sta
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.plan.place import place
 from rlx.types import ProcessSpec
@@ -18,10 +15,9 @@ from rlx.types import ProcessSpec
 LOOPBACK = "127.0.0.1"
 
 
-def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = None, python: str = sys.executable) -> list[ProcessSpec]:
-    """The processes of a run, in the order in which they are started.
+def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
+    """The processes of a run, in the order in which they are started. Hosts, and the GPUs of each, are counted from 0.
 
-    `visible_gpus` is what `CUDA_VISIBLE_DEVICES` of the launcher named; GPU i of a host is its i-th entry, or device i when it is None.
     Raises ConfigError when the layout needs more GPUs than the hosts have.
     """
     hardware = cfg.hardware
@@ -32,6 +28,7 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
         "OMP_NUM_THREADS": str(hardware.cpu_threads),
         "MKL_NUM_THREADS": str(hardware.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",
+        **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # as nvidia-smi and SLURM count them
     }
 
     def spec(
@@ -52,7 +49,7 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
             node=node,
             gpus=gpus,
             ports=ports or {},
-            env=common | {"CUDA_VISIBLE_DEVICES": ",".join(_device(gpu, visible_gpus) for gpu in gpus)} | (env or {}),
+            env=common | (env or {}),
             argv=(python, *_torchrun(ranks), *module, *(("--replica", str(replica)) if service else ())),
             service=service,
         )
@@ -82,26 +79,9 @@ def make_plan(cfg: Config, run_dir: Path, visible_gpus: Sequence[str] | None = N
     return plan
 
 
-def _device(gpu: int, visible: Sequence[str] | None) -> str:
-    if visible is None:
-        return str(gpu)
-    if gpu >= len(visible):
-        raise ConfigError(
-            f"the plan needs GPU {gpu} (counted from 0), but CUDA_VISIBLE_DEVICES={','.join(visible)} names {len(visible)}.\n"
-            "  fix: name more devices, or choose a smaller hardware="
-        )
-    return visible[gpu]
-
-
 def _torchrun(ranks: int) -> tuple[str, ...]:
     """The launcher of several trainer processes on one host; its rendezvous binds a free port."""
     if ranks == 1:
         return ()
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--local-addr={LOOPBACK}", "--max-restarts=0")
     return ("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *rendezvous)
-
-
-def visible_gpus() -> list[str] | None:
-    """What this process's `CUDA_VISIBLE_DEVICES` names; None when it is not set."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if value is None else [device for device in value.split(",") if device]

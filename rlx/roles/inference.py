@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, NoReturn
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork, Heartbeat
-from rlx.inference.arguments import engine_arguments, environment, runs_in_process
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
+from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
-from rlx.process import die_with_parent
+from rlx.process import die_with_parent, say_full_disk
 from rlx.waiting import wait_for
 from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
-    from rlx.inference.engine import PolicyEngine
+    from rlx.inference.server.engine import PolicyEngine
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 2.0  # seconds between two heartbeats while serving
@@ -61,7 +61,7 @@ def main() -> int:
     os.environ |= environment(config, os.environ)
     import uvloop
 
-    import rlx.inference.server  # noqa: F401  (the heavy imports)
+    import rlx.inference.server.app  # noqa: F401  (the heavy imports)
 
     heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
@@ -88,8 +88,8 @@ def listen(config: Config, replica: int) -> socket.socket:
 
 async def serve(config: Config, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
     """Start the engine, publish the endpoint, serve until a signal or a broken engine; returns the exit code."""
-    from rlx.inference.engine import PolicyEngine
-    from rlx.inference.server import PolicyApp, Server
+    from rlx.inference.server.app import PolicyApp, Server
+    from rlx.inference.server.engine import PolicyEngine
 
     heartbeat.beat(f"loading {model}")
     arguments = engine_arguments(config, str(model), replica)
@@ -136,7 +136,7 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
 
 def run() -> NoReturn:
     """`main`, then the end of the process at once: vLLM's threads do not end by themselves, and taking it apart takes seconds."""
-    code = main()
+    code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

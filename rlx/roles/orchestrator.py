@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,16 +32,17 @@ from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
-from rlx.envs.base import Environment, Policy
-from rlx.envs.chat import Chat
-from rlx.envs.load import load_environments, load_tokenizer
+from rlx.envs.base import Environment, Local
+from rlx.envs.load import give_policy, load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import find_servers
+from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
+from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
+from rlx.policy.chat import Chat
+from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
@@ -70,23 +70,24 @@ class Orchestrator:
         config: Config,
         paths: RunPaths,
         envs: Mapping[str, Environment],
-        chat: Chat,
-        client: InferenceClient,
+        sampler: Sampler,
+        fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
-        self.client = client
+        self.sampler = sampler
+        self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
         self.envs = envs
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
-        self.collector = self._make_collector(chat)
+        self.collector = self._make_collector()
         self.reward_errors = RewardErrors(config.orchestrator.max_retries)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
-        self.updates = WeightUpdates(paths, client, config.weight_broadcast.timeout, config.max_steps, self.collector.set_version)
+        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
@@ -97,18 +98,11 @@ class Orchestrator:
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
 
-    def _make_collector(self, chat: Chat) -> Collector:
+    def _make_collector(self) -> Collector:
         config, orchestrator = self.config, self.config.orchestrator
         return Collector(
             envs=self.envs,
             tasks=TaskSequence(self.envs, {name: env.weight for name, env in config.envs.items()}, config.seed),
-            policy=Policy(
-                generator=self.client,
-                chat=chat,
-                context_length=min(config.seq_len, config.max_model_len),
-                seed=config.seed,
-                label=uuid.uuid4().hex[:6] + "-",
-            ),
             num_groups=config.num_groups,
             group_size=orchestrator.rollouts_per_example,
             max_steps=config.max_steps,
@@ -119,6 +113,11 @@ class Orchestrator:
             max_rounds=orchestrator.difficulty_filter.max_rounds,
             oversampling_factor=orchestrator.oversampling_factor,
         )
+
+    def _reached(self, version: int) -> None:
+        """All servers have this policy version now."""
+        self.sampler.version = version
+        self.collector.set_version(version)
 
     def _go_on_from(self, start: Start) -> None:
         """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
@@ -221,7 +220,7 @@ class Orchestrator:
     async def _inference_state(self) -> dict[str, float]:
         """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""
         try:
-            return await self.client.stats()
+            return await self.fleet.stats()
         except InferenceError as error:
             log.warning("no figures of the servers at step %d: %s", self.step, error)
             return {}
@@ -260,7 +259,7 @@ class Orchestrator:
             await asyncio.sleep(1.0)
 
 
-async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Environment], chat: Chat, heartbeat: Heartbeat) -> None:
+async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
     """Run to the end against the run's servers."""
 
     def tick() -> None:
@@ -268,10 +267,11 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Enviro
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    drain_tokens = config.weight_broadcast.drain_tokens
-    async with InferenceClient(endpoints, config.inference.request_timeout, drain_tokens=drain_tokens) as client:
-        await client.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, chat, client, heartbeat, tracker).run()
+    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens)
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+        give_policy(envs, config, chat, sampler)
+        await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
+        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
 
 
 def main() -> int:
@@ -317,6 +317,8 @@ def main() -> int:
     except Preempted:
         return LEFT
     except Exception as error:
+        if full_disk(error, paths.root):
+            raise
         log.exception("the orchestrator failed")
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line
         return 1
@@ -324,7 +326,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -31,7 +31,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
-from rlx.process import die_with_parent
+from rlx.process import die_with_parent, say_full_disk
 from rlx.waiting import wait_for
 
 log = logging.getLogger("rlx.prepare")
@@ -192,4 +192,4 @@ def environment_rows(config: Config) -> dict[str, tuple[list[Mapping[str, Any]],
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(say_full_disk(main))

@@ -27,7 +27,7 @@ from rlx.config.schema import Config
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
-from rlx.process import die_with_parent, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import Preempted, wait_for
@@ -88,9 +88,7 @@ class Trainer:
 
         path = self.paths.initial_model
         self.watch.beat("waiting for the initial model")
-        tick = (
-            self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on
-        )  # torchrun's ranks leave with a checkpoint, or are stopped
+        tick = self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on  # ranks leave together, with a checkpoint
 
         def read() -> bytes:
             what = f"the initial model ({path})"
@@ -272,4 +270,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(say_full_disk(main))

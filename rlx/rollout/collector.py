@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlx.envs.base import Environment, Policy
+from rlx.envs.base import Environment
 from rlx.rollout.groups import GroupFailed, Tally, play_group
 from rlx.rollout.state import BegunGroup, CollectorState, OwedGroup, PlayedGroup, played_group
 from rlx.rollout.tasks import TaskSequence, mixed
@@ -61,7 +61,6 @@ class Collector:
         *,
         envs: Mapping[str, Environment],
         tasks: TaskSequence,
-        policy: Policy,
         num_groups: int,
         group_size: int,
         max_steps: int,
@@ -79,7 +78,6 @@ class Collector:
         """
         self.envs = envs
         self.tasks = tasks
-        self.policy = policy
         self.num_groups = num_groups
         self.group_size = group_size
         self.max_steps = max_steps
@@ -262,7 +260,7 @@ class Collector:
             env = self.envs[task.env]
             on_policy = self.max_async_level == 0
             pending.rollouts = await play_group(
-                env, task, self.group_size, self.policy, self.max_retries, self.tally, member_ended, to_the_end=on_policy
+                env, task, self.group_size, self.max_retries, self.tally, member_ended, to_the_end=on_policy
             )
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:

@@ -1,7 +1,8 @@
 """Playing the rollouts of one task, and what happened to rollouts since the run began.
 
-A member that fails is played again, with other sampling seeds, up to `max_retries` times. A member that ran out of time is not:
-its group has waited long enough and is given up. Knows nothing of batches and policy versions (`rlx.rollout.collector`).
+What fails is played again, with other sampling seeds, up to `max_retries` times: a member, or a whole group where rewards compare its
+members. What ran out of time is not: its group has waited long enough and is given up.
+Knows nothing of batches and policy versions (`rlx.rollout.collector`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlx.envs.base import Environment, Policy
+import numpy as np
+
+from rlx.envs.base import Environment
 from rlx.rollout.state import Counts, readable
 from rlx.types import Rollout, Task
 
@@ -65,58 +68,74 @@ async def play_group(
     env: Environment,
     task: Task,
     size: int,
-    policy: Policy,
     max_retries: int,
     tally: Tally,
     on_end: Callable[[], None] = lambda: None,
     to_the_end: bool = False,
 ) -> list[Rollout]:
-    """The scored rollouts of `task`, by member; `on_end` is called whenever one of them has ended.
+    """The scored rollouts of `task`, by member; `on_end` is called for each of them when it has ended.
 
-    When one of them fails, the others are cancelled. With `to_the_end` they are played on, so that what is counted, and as what, does not
-    depend on which of them was the first to end.
+    Where rewards compare the group it is asked for as a whole. Elsewhere its members are asked for one by one; when one of them fails, the
+    others are cancelled. With `to_the_end` they are played on, so that what is counted, and as what, does not depend on which of them was
+    the first to end.
     Raises GroupFailed; cancelled or failed, it leaves nothing running.
     """
-    members = [asyncio.create_task(_play_member(env, task, member, policy, max_retries, tally)) for member in range(size)]
+    if env.scores_groups:
+        try:
+            return await _play(env, task, range(size), max_retries, tally)
+        finally:
+            for _ in range(size):
+                on_end()
+    members = [asyncio.create_task(_play(env, task, [member], max_retries, tally)) for member in range(size)]
     for member in members:
         member.add_done_callback(lambda _: on_end())
     try:
         if to_the_end:
             await asyncio.wait(members)
-        rollouts = await asyncio.gather(*members)
-        if env.scores_groups:
-            rollouts = [refuse_infinite(rollout) for rollout in await env.score_group(rollouts)]
-            failed = [rollout for rollout in rollouts if rollout.status != "ok"]
-            for rollout in failed:
-                tally.add_failure(rollout)
-            if failed:
-                raise GroupFailed(failed[0])
-        return list(rollouts)
+        return [rollout for (rollout,) in await asyncio.gather(*members)]
     except BaseException:
         for member in members:
             member.cancel()
         await asyncio.gather(*members, return_exceptions=True)
-        env.forget(task)
         raise
 
 
-def refuse_infinite(rollout: Rollout) -> Rollout:
-    """The rollout, as a failed one when its reward is NaN or infinite as a float32: one such number would spoil the whole batch."""
-    if rollout.status != "ok" or abs(rollout.reward) <= LARGEST:  # false for NaN
-        return rollout
-    error = f"the reward of rollout {rollout.member} of group {rollout.task.index} is {rollout.reward}; rewards must be finite in float32"
-    return replace(rollout, status="error", stop="reward_not_finite", error=error)
-
-
-async def _play_member(env: Environment, task: Task, member: int, policy: Policy, max_retries: int, tally: Tally) -> Rollout:
+async def _play(env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally) -> list[Rollout]:
+    """These members, played until all of them succeed in one attempt. Raises GroupFailed."""
     for attempt in range(max_retries + 1):
-        rollout = refuse_infinite(await env.rollout(task, member, attempt, policy))
-        if rollout.status == "ok":
-            rollout = replace(rollout, arrival=tally.finished)
-            tally.finished += 1
-            tally.tokens += rollout.num_completion_tokens
-            return rollout
-        tally.add_failure(rollout)
-        if rollout.status == "timeout":
-            break
-    raise GroupFailed(rollout)
+        rollouts = [checked(rollout) for rollout in await env.play(task, members, attempt)]
+        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
+        if not failed:
+            return [_count(rollout, tally) for rollout in rollouts]
+        for rollout in failed:
+            tally.add_failure(rollout)
+        if late := [rollout for rollout in failed if rollout.status == "timeout"]:
+            raise GroupFailed(late[0])
+    raise GroupFailed(failed[0])
+
+
+def _count(rollout: Rollout, tally: Tally) -> Rollout:
+    rollout = replace(rollout, arrival=tally.finished)
+    tally.finished += 1
+    tally.tokens += rollout.num_completion_tokens
+    return rollout
+
+
+def checked(rollout: Rollout) -> Rollout:
+    """The rollout, as a failed one when a number in it would spoil the whole batch.
+
+    Such are a reward that is NaN or infinite as a float32, and a log-probability that is not finite.
+    """
+    if rollout.status != "ok":
+        return rollout
+    which = f"rollout {rollout.member} of group {rollout.task.index}"
+    if not abs(rollout.reward) <= LARGEST:  # also for NaN
+        error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
+        return replace(rollout, status="error", stop="reward_not_finite", error=error)
+    for number, turn in enumerate(rollout.turns):
+        if not np.isfinite(turn.logprobs).all():
+            place = int(np.argmin(np.isfinite(turn.logprobs)))
+            token = f"sampled token {int(turn.completion_ids[place])}, number {place} of turn {number} of {which},"
+            error = f"{token} has the log-probability {turn.logprobs[place]}, says the inference server"
+            return replace(rollout, status="error", stop="logprob_not_finite", error=error)
+    return rollout

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from rlx.paths import RunPaths
+from rlx.types import WeightVersion
 from rlx.waiting import Pause
 from rlx.weights.publish import Subscriber
 
@@ -16,9 +16,9 @@ POLL = 0.01  # seconds between two looks for a new version, at first
 
 
 class Updatable(Protocol):
-    """Whatever serves the policy: the inference client, or a stand-in."""
+    """Whatever serves the policy: the fleet of inference servers, or a stand-in."""
 
-    async def update_weights(self, path: Path, version: int, timeout: float) -> None:
+    async def update(self, weights: WeightVersion, timeout: float) -> None:
         """Returns when every server has the version; raises when that takes longer than `timeout` seconds."""
         ...
 
@@ -26,10 +26,10 @@ class Updatable(Protocol):
 class WeightUpdates:
     """Brings every server to the newest version as soon as it is complete."""
 
-    def __init__(self, paths: RunPaths, client: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
+    def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
         """`timeout`: seconds for one update; `last`: the version after which there are no more; `reached` is told each version."""
         self.published = Subscriber(paths)
-        self.client = client
+        self.fleet = fleet
         self.timeout = timeout
         self.last = last
         self.reached = reached
@@ -37,7 +37,7 @@ class WeightUpdates:
         self.seconds = 0.0  # of the latest update
 
     async def reach(self, version: int) -> None:
-        """Returns when the servers have `version` or a newer one. Raises what the client raises."""
+        """Returns when the servers have `version` or a newer one. Raises what the fleet raises."""
         pause = Pause(POLL)
         while self.version < version:
             newest = self.published.latest()
@@ -45,12 +45,12 @@ class WeightUpdates:
                 await asyncio.sleep(pause.seconds())
                 continue
             began = time.monotonic()
-            await self.client.update_weights(Path(newest.where), newest.version, self.timeout)
+            await self.fleet.update(newest, self.timeout)
             self.seconds = time.monotonic() - began
             self.version = newest.version
             self.reached(newest.version)
 
     async def follow(self) -> None:
-        """Runs until the last version is served. Raises what the client raises."""
+        """Runs until the last version is served. Raises what the fleet raises."""
         while self.version < self.last:
             await self.reach(self.version + 1)

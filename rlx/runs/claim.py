@@ -24,6 +24,8 @@ from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
+from rlx.config.secret import hide_lines, secrets_of
+from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import write_plan
 from rlx.runs.jobs import is_alive, job_of
@@ -174,6 +176,7 @@ def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Se
     start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.max_steps)
     say(f"{paths.root}: going on after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     write_provenance(paths, cfg, again=True)
+    _keep_secrets(paths, cfg)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
 
 
@@ -338,6 +341,7 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
 
 def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
+    _keep_secrets(paths, cfg)
     if cfg.model.warm_start is None and not paths.initial_model.exists():
         # A folder is named absolutely: the roles need not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
@@ -345,11 +349,17 @@ def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence
     _describe(paths, cfg, overrides, plan)
 
 
+def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
+    """For the roles, which find them with `load_run`."""
+    paths.secrets.unlink(missing_ok=True)
+    if kept := secrets_of(cfg):
+        write_text(paths.secrets, yaml.safe_dump(kept), 0o600)
+
+
 def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
-    mode = 0o600 if cfg.inference.api_key else 0o644  # these two hold it
-    write_text(paths.overrides, yaml.safe_dump(list(overrides), allow_unicode=True), mode)
+    write_text(paths.overrides, yaml.safe_dump(hide_lines(overrides, cfg), allow_unicode=True))
     write_plan(paths.plan, plan)
-    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)), mode)  # last: who joins waits for it
+    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last: who joins waits for it
 
 
 def _paths(cfg: Config) -> RunPaths:
@@ -362,4 +372,4 @@ def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
         for name in dict.fromkeys([*there, *here]):
             yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
     elif there != here:
-        yield f"{key}: {there} ≠ {here}"
+        yield f"{key}: another one (secret)" if key in secret_keys(Config) else f"{key}: {there} ≠ {here}"

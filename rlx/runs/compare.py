@@ -6,16 +6,15 @@ Reads two run directories; nothing is started, imported or written. Knows the fi
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run
+from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.runs.run import Run
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they say where a run is, not what it computes
 SHOWN = 12  # metrics of the last common step, the largest relative differences first
@@ -31,12 +30,15 @@ class Section:
     note: str = ""  # said where nothing differs, or beside the lines
 
 
-def compare(a: RunPaths, b: RunPaths) -> list[Section]:
-    """All sections, with or without differences. Raises ConfigError for a directory that holds no run."""
-    for paths in (a, b):
-        if not (paths.config.is_file() and paths.provenance.is_file()):
-            raise ConfigError(f"{paths.root} is no run directory: it has no {paths.config.name} with {paths.provenance.name}.")
-    before, after = (json.loads(paths.provenance.read_text()) for paths in (a, b))
+def compare(a: Run, b: Run) -> list[Section]:
+    """All sections, with or without differences. Raises ConfigError for a directory that holds no whole run."""
+    for run in (a, b):
+        if run.config is None or run.provenance is None:
+            raise ConfigError(
+                f"{run.root} is no run directory that can be compared: it has no {run.paths.config.name} with {run.paths.provenance.name}."
+            )
+    assert a.provenance is not None and b.provenance is not None  # noqa: PT018
+    before, after = a.provenance, b.provenance
     return [
         Section("configuration", list(_config(a, b))),
         Section("code", list(_differences(_code(a, before), _code(b, after)))),
@@ -46,8 +48,8 @@ def compare(a: RunPaths, b: RunPaths) -> list[Section]:
     ]
 
 
-def _config(a: RunPaths, b: RunPaths) -> Iterator[str]:
-    configs = [asdict(load_run(paths.root)) for paths in (a, b)]
+def _config(a: Run, b: Run) -> Iterator[str]:
+    configs = [asdict(hidden(run.config)) for run in (a, b) if run.config is not None]
     for config in configs:
         for name in NOT_COMPARED:
             config.pop(name)
@@ -65,9 +67,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _code(paths: RunPaths, provenance: Mapping[str, Any]) -> dict[str, Any]:
+def _code(run: Run, provenance: Mapping[str, Any]) -> dict[str, Any]:
     source = provenance["source"]
-    diff = paths.root / source["diff"] if source["diff"] else None
+    diff = run.root / source["diff"] if source["diff"] else None
     changes = f"digest {hashlib.sha256(diff.read_bytes()).hexdigest()[:12]}" if diff is not None and diff.exists() else "none"
     return {"rlx": provenance["rlx"], "commit": source["commit"], "uncommitted changes": changes}
 
@@ -76,10 +78,10 @@ def _packages(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {"python": provenance["python"]["version"], **provenance["packages"]}
 
 
-def _data(a: RunPaths, b: RunPaths) -> Section:
-    there, here = (json.loads(paths.data.read_text())["envs"] if paths.data.exists() else None for paths in (a, b))
+def _data(a: Run, b: Run) -> Section:
+    there, here = a.data, b.data
     if there is None or here is None:
-        who = " and ".join(paths.root.name for paths, found in ((a, there), (b, here)) if found is None)
+        who = " and ".join(run.name for run, found in ((a, there), (b, here)) if found is None)
         return Section("data", [] if there is here else ["recorded for one run only"], f"{who} did not get so far, or was a replay")
     return Section("data", list(_differences(_flat(there), _flat(here))))
 
@@ -94,9 +96,9 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
             yield f"{name}: {there[name]} → {here[name]}"
 
 
-def _metrics(a: RunPaths, b: RunPaths) -> Section:
+def _metrics(a: Run, b: Run) -> Section:
     """Where the two files part, and how far apart the last common step is. Wall-clock fields are left out."""
-    there, here = (_records(paths) for paths in (a, b))
+    there, here = (_records(run) for run in (a, b))
     if there == here:
         return Section("metrics", [], f"{len(here)} records, equal bit for bit but for the wall clock")
     lines = []
@@ -122,10 +124,10 @@ def _metrics(a: RunPaths, b: RunPaths) -> Section:
 SOURCES = ("orchestrator", "trainer", "eval")
 
 
-def _records(paths: RunPaths) -> list[dict[str, Any]]:
+def _records(run: Run) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in record.items() if name != "time" and not name.startswith(("time/", "perf/"))}
-        for record, _ in read_metrics(paths.metrics)
+        for record, _ in read_metrics(run.paths.metrics)
     ]
 
 

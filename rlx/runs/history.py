@@ -1,19 +1,79 @@
-"""What a run has come to: its reward at the end, for tables, sweepers and listings. Reads the run directory only."""
+"""The metrics of a run as they grow: by source and step, and what they come to. Reads `metrics.jsonl` and `start.json` only."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
+from rlx.checkpoints.folders import read_start
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
 LAST_STEPS = 5  # the reward of one batch is noisy
 
 
+class History:
+    """The metrics of a run read so far. Where the run goes back to a checkpoint, the records that are taken back go here too."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._forget()
+
+    def _forget(self) -> None:
+        self.records: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # source -> step -> record
+        self._offset = 0  # bytes read
+        self._inode: int | None = None
+        self.first = 0  # the step that this attempt began with
+
+    def read(self) -> None:
+        """Take in what was appended since the last call; all anew where the file was replaced."""
+        try:
+            stat = self.paths.metrics.stat()
+        except FileNotFoundError:
+            self._forget()
+            stat = None
+        if stat is not None and (stat.st_size < self._offset or self._inode not in (None, stat.st_ino)):
+            self._forget()
+        self._inode = stat.st_ino if stat is not None else None
+        start = read_start(self.paths)
+        self.first = start.step if start is not None else 0
+        for record, offset in read_metrics(self.paths.metrics, self._offset):
+            self.records[record["source"]][record["step"]] = record
+            self._offset = offset
+
+    @property
+    def steps(self) -> int:
+        """Steps the trainer has finished, in all attempts."""
+        return max(self.records["trainer"], default=-1) + 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether this attempt has left a record: before that, the newest values are those of an earlier one."""
+        return any(step >= self.first for source in ("trainer", "orchestrator") for step in self.records[source])
+
+    def series(self, name: str, source: str, first: int = 0) -> list[float]:
+        """All values of one metric in the order of steps, from step `first` on."""
+        return [r[name] for step, r in sorted(self.records[source].items()) if name in r and step >= first]
+
+    def last(self, name: str, source: str, over: int = 1) -> float | None:
+        """Mean of this attempt's last `over` values; None when there are none."""
+        values = self.series(name, source, self.first)[-over:]
+        return sum(values) / len(values) if values else None
+
+    def steps_per_second(self, over: int = 10) -> float | None:
+        """Pace of the trainer over its last steps of this attempt."""
+        times = self.series("time", "trainer", self.first)[-over - 1 :]
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
+    @property
+    def final_reward(self) -> float | None:
+        """Mean of `reward/mean` over the last five steps; None where there is no step."""
+        last = self.series("reward/mean", "orchestrator")[-LAST_STEPS:]
+        return sum(last) / len(last) if last else None
+
+
 def final_reward(paths: RunPaths) -> float | None:
-    """Mean of `reward/mean` over the last five steps; None where there is no step."""
-    rewards = {
-        record["step"]: record["reward/mean"]
-        for record, _ in read_metrics(paths.metrics, 0)
-        if record["source"] == "orchestrator" and "reward/mean" in record
-    }
-    last = [rewards[step] for step in sorted(rewards)][-LAST_STEPS:]
-    return sum(last) / len(last) if last else None
+    """What the reward of a run has come to."""
+    history = History(paths)
+    history.read()
+    return history.final_reward

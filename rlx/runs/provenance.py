@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import rlx
 from rlx.config.schema import Config
+from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
@@ -42,7 +44,7 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
         write_text(paths.root / diff, source["diff"])
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": hide_lines(sys.argv, cfg),
         "cwd": os.getcwd(),
         "user": os.environ.get("USER"),
         "rlx": rlx.__version__,
@@ -59,11 +61,10 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
     }
     if again:
         record = {**earlier, "later_attempts": [*earlier.get("later_attempts", []), record]}
-    mode = 0o600 if cfg.inference.api_key else 0o644  # the command may name the key
-    write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n", mode)
+    write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     if again:
         return
-    write_text(paths.reproduce, reproduce_script(source["commit"]))
+    write_text(paths.reproduce, reproduce_script(source["commit"], list(secrets_of(cfg))))
     paths.reproduce.chmod(0o755)
 
 
@@ -105,13 +106,15 @@ def machine(*, gpus: bool) -> dict[str, Any]:
     return found
 
 
-def reproduce_script(commit: str | None) -> str:
+def reproduce_script(commit: str | None, secrets: Sequence[str] = ()) -> str:
     """`reproduce.sh`: the saved configuration, again, in a new directory.
 
     The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON name that directory, another checkout, another interpreter.
+    `secrets`: keys whose values are not in the saved configuration; each must be given again.
     """
+    given = "".join(f"\n# Secret, so not saved with it: add {key}=VALUE, or {key}=null where it is not needed." for key in secrets)
     return f"""#!/bin/sh
-# Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]
+# Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]{given}
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 source=${{RLX_SOURCE:-{shlex.quote(str(SOURCE))}}}

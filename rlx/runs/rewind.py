@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint, Start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
-from rlx.paths import RunPaths, atomic
+from rlx.paths import RunPaths, atomic, write_text
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
@@ -128,6 +128,8 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
         return
     lines = paths.metrics.read_bytes().splitlines(keepends=True)
     kept: list[bytes] = []
+    ends: list[int] = []  # of the kept lines, where they end in the old file
+    read = 0
     trained: set[int] = set()
     for number, line in enumerate(lines, 1):
         try:
@@ -136,16 +138,29 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
         except (ValueError, TypeError, KeyError):
             warn(f"{paths.metrics}, line {number} is no record: it and the {len(lines) - number} lines after it are removed")
             break
+        read += len(line)
         if step < steps:
             kept.append(line)
+            ends.append(read)
             if record.get("source") == "trainer":
                 trained.add(step)
     missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
     if missing:
         warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: the machine lost it")
     if len(kept) < len(lines):
+        _forget_forwarded(paths, kept, ends)
         with atomic(paths.metrics) as temporary:
             temporary.write_bytes(b"".join(kept))
+
+
+def _forget_forwarded(paths: RunPaths, kept: Sequence[bytes], ends: Sequence[int]) -> None:
+    """What the trackers have forwarded, counted in the file that only the kept lines will be in."""
+    if not paths.tracking.exists():
+        return
+    services = json.loads(paths.tracking.read_text())
+    for service in services.values():
+        service["forwarded"] = sum(len(line) for line, end in zip(kept, ends, strict=True) if end <= service.get("forwarded", 0))
+    write_text(paths.tracking, json.dumps(services) + "\n")
 
 
 def _whole(folder: Path, warn: Callable[[str], None]) -> bool:

@@ -1,4 +1,4 @@
-"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before a job waits for hours to find that one cannot be.
+"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before anything starts, to see that they can be.
 
 Knows how nodes are built; nothing of what they are.
 """
@@ -9,16 +9,16 @@ import torch
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import Config, split_terms
-from rlx.config.targets import TERMS, instantiate
+from rlx.config.targets import instantiate, nodes_of
 
 
 def check_built(cfg: Config) -> None:
-    """Build every open node once, as the roles will: a constructor that refuses a value says so before a job has waited for hours.
+    """Build every open node once, as the roles will: a constructor that refuses a value says so before anything has started.
 
     Raises ConfigError naming the nodes and what their targets say.
     """
     problems = []
-    for name, terms in TERMS.items():
+    for name, terms in nodes_of(cfg).items():
         node = dict(getattr(cfg, name)) if terms is None else split_terms(dict(getattr(cfg, name)), terms)[1]
         try:
             instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
-from rlx.losses.diagnostics import Stats, finish
+from rlx.losses.diagnostics import Stats, check_counts, finish
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
@@ -135,12 +135,13 @@ class PolicyTrainer:
         `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
         `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
         Without a trainable token on any rank nothing is changed, neither by the optimizer's momentum nor by the KL controller.
-        Raises NotFiniteError for a NaN or infinite loss or gradient, before anything is changed.
+        Raises ValueError for counts that are not those of the mini-batch, and NotFiniteError for a NaN or infinite loss or gradient,
+        before anything is changed.
         """
         started = time.perf_counter()
         where = f"optimizer step {self.updates}"
         stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
-        metrics = self._reduce(stats)
+        metrics = self._reduce(stats, mini_batch)
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
         computed = time.perf_counter()
@@ -227,12 +228,14 @@ class PolicyTrainer:
         if micro_batch.adapters.any():
             raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, and this trainer trains the policy's own weights")
 
-    def _reduce(self, stats: Stats) -> dict[str, float]:
-        """Add the sums and take the largest of the maxima over all ranks."""
+    def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
+        """Add the sums and take the largest of the maxima over all ranks. Raises ValueError where they are not of the whole mini-batch."""
         sums, maxima = torch.stack(list(stats.sums.values())), torch.stack(list(stats.maxima.values()))
         self.mesh.sum(sums)
         self.mesh.max(maxima)
-        return finish(dict(zip(stats.sums, sums.tolist(), strict=True)), dict(zip(stats.maxima, maxima.tolist(), strict=True)))
+        totals = dict(zip(stats.sums, sums.tolist(), strict=True))
+        check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
+        return finish(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
 def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:

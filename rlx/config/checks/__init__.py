@@ -8,14 +8,15 @@ got one. Knows nothing of hydra or torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlx.config.checks import data, objective, run  # noqa: F401  (their rules are registered)
-from rlx.config.rules import RULES
-from rlx.config.schema import Config
+from rlx.config.rules import RULES, applies
 from rlx.config.tree import Origins, Problem
 
 
-def check(cfg: Config, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
-    """Every rule's problem. `wrong`: keys that have a problem already."""
+def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
+    """Every rule's problem with a configuration of any root. `wrong`: keys that have a problem already."""
     origins = origins or Origins()
 
     def show_key(key: str) -> str:
@@ -26,7 +27,7 @@ def check(cfg: Config, origins: Origins | None = None, wrong: tuple[str, ...] = 
 
     problems = []
     for keys, function in RULES:
-        if not any(_overlap(key, bad) for key in keys for bad in wrong):
+        if applies(keys, type(cfg)) and not any(_overlap(key, bad) for key in keys for bad in wrong):
             problems += [Problem(text, keys) for text in function(cfg, show_key)]
     return problems
 

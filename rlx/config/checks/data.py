@@ -12,7 +12,7 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs", "env")
+@rule("envs")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
@@ -97,7 +97,7 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
     if tokens is not None and tokens < cfg.seq_len:
         yield (
             f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
-            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null means seq_len."
+            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null chooses."
         )
 
 
@@ -126,7 +126,7 @@ def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
         return
     from renderers.base import MODEL_RENDERER_MAP  # half a second: only where it is asked for
 
-    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.envs.chat)
+    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.policy.chat)
         yield (
             f"the chat template removes earlier reasoning, so turns do not extend each other: {of('model.strips_thinking')} with "
             f"{of('orchestrator.trajectory_strategy')}.\nThe package `renderers`, which could keep it, does not know {of('model.name')}. "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlx.config.declared import RANGES
+from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
 from rlx.config.tree import show
@@ -69,6 +69,17 @@ def corrected_twice(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("loss")
+def correction_by_token_of_a_sequence(cfg: Config, of: Show) -> Iterator[str]:
+    correction = cfg.loss.get("correction", "none")
+    if declared(cfg.loss).by_sequence and correction in ("tis", "mis"):
+        yield (
+            f"all tokens of a rollout carry one weight in {target_name(cfg.loss)}, so none can be weighed or left out by itself: "
+            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which goes by rollout, or take an objective whose "
+            "tokens have losses of their own, as loss=gspo_token."
+        )
+
+
+@rule("loss")
 def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
     if cfg.loss.get("dual_clip") is None:
@@ -103,6 +114,16 @@ def own_keys_in_range(cfg: Config, of: Show) -> Iterator[str]:
         for key, words in declared(node).ranges.items():
             if isinstance(value := node.get(key), int | float) and not RANGES[words](value):
                 yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
+
+
+@rule("optim")
+def optimizer_in_range(cfg: Config, of: Show) -> Iterator[str]:
+    for key, words in OPTIM_RANGES.items():
+        value = cfg.optim.get(key)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int | float) and not RANGES[words](each):
+                yield f"`optim.{key}` must be {words}: {of(f'optim.{key}')}."
+                break
 
 
 @rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")

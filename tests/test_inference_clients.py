@@ -1,10 +1,11 @@
-"""The inference client against small HTTP servers that keep the protocol and fail on demand."""
+"""Sampler and fleet against small HTTP servers that keep the protocol and fail on demand."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from run_servers import Servers, files
 
-from rlx.inference.client import InferenceClient
 from rlx.inference.endpoints import Endpoint
+from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import (
     Answer,
     Asked,
@@ -28,6 +30,8 @@ from rlx.inference.protocol import (
     StaleServer,
     UpdateRefused,
 )
+from rlx.inference.sampler import Sampler
+from rlx.types import WeightVersion
 
 SAMPLING = {"max_tokens": 3}
 
@@ -136,7 +140,7 @@ def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) 
         for stand in stands:
             await stand.__aenter__()
         try:
-            async with InferenceClient([stand.endpoint for stand in stands], **({"request_timeout": 10} | options)) as client:
+            async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 10} | options)) as client:
                 await scene(client, *stands)
         finally:
             for stand in stands:
@@ -146,7 +150,7 @@ def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) 
 
 
 def test_an_answer_becomes_a_turn_with_a_version_for_every_token():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         turn = await client.generate([1, 2, 3], {"max_tokens": 3, "seed": 5, "temperature": 0.5}, "a")
         assert turn.prompt_ids.tolist() == [1, 2, 3]
         assert turn.completion_ids.tolist() == [3, 2, 1]
@@ -159,7 +163,7 @@ def test_an_answer_becomes_a_turn_with_a_version_for_every_token():
 
 
 def test_requests_go_to_the_least_loaded_server_and_equal_affinity_to_one():
-    async def scene(client: InferenceClient, *stands: Stand) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(30)])
         assert [len(stand.requests) for stand in stands] == [10, 10, 10]
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", 99) for _ in range(12)])
@@ -169,38 +173,38 @@ def test_requests_go_to_the_least_loaded_server_and_equal_affinity_to_one():
 
 
 def test_an_update_reaches_all_servers_at_once_and_statistics_are_of_all():
-    async def scene(client: InferenceClient, *stands: Stand) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
         started = time.monotonic()
-        await client.update_weights(Path("weights"), 3)
+        await client.update(Path("weights"), 3)
         assert time.monotonic() - started < 0.35
-        assert client.version == 3
-        assert await client.versions() == [3, 3]
-        assert await client.stats() == {"perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6}
+        assert client.fleet.version == 3
+        assert await client.fleet.versions() == [3, 3]
+        assert await client.fleet.stats() == {"perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6}
 
     play(scene, Stand(0.2), Stand(0.2))
 
 
 def test_an_update_that_one_server_refuses_is_an_error_and_no_new_version():
-    async def scene(client: InferenceClient, first: Stand, second: Stand) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
         second.refuse = "checksum"
         with pytest.raises(UpdateRefused, match=f"{second.port}: checksum"):
-            await client.update_weights(Path("weights"), 1)
-        assert client.version == 0
+            await client.update(Path("weights"), 1)
+        assert client.fleet.version == 0
 
     play(scene, Stand(), Stand())
 
 
 def test_an_update_that_takes_too_long_names_the_key():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout"):
-            await client.update_weights(Path("weights"), 1, timeout=0.1)
+            await client.update(Path("weights"), 1, timeout=0.1)
 
     play(scene, Stand(5))
 
 
 def test_a_server_that_starts_again_is_given_the_version_before_it_serves():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
-        await client.update_weights(Path("weights"), 2)
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(Path("weights"), 2)
         await stand.__aexit__()
         waiting = [asyncio.create_task(client.generate([1, 2], SAMPLING, "a", affinity)) for affinity in range(5)]
         await asyncio.sleep(0.3)
@@ -213,8 +217,8 @@ def test_a_server_that_starts_again_is_given_the_version_before_it_serves():
 
 
 def test_a_server_that_starts_again_when_the_weights_are_gone_is_an_error():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
-        await client.update_weights(Path("weights"), 2)
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(Path("weights"), 2)
         stand.version, stand.refuse = 0, "no such folder"
         with pytest.raises(StaleServer, match=r"version 2: .*no such folder"):
             await client.generate([1], SAMPLING, "a")
@@ -223,14 +227,14 @@ def test_a_server_that_starts_again_when_the_weights_are_gone_is_an_error():
 
 
 def test_a_server_that_starts_again_elsewhere_is_found_by_its_file(tmp_path: Path):
-    async def scene(client: InferenceClient, first: Stand, second: Stand) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
         file = tmp_path / "inference_0.json"
 
         def publish(stand: Stand) -> None:
             file.write_text(json.dumps({"url": stand.endpoint.url, "api_key": "key"}))
 
         publish(first)
-        async with InferenceClient([Endpoint(first.endpoint.url, "key", file)], request_timeout=10) as alone:
+        async with Servers([Endpoint(first.endpoint.url, "key", file)], request_timeout=10) as alone:
             await alone.generate([1], SAMPLING, "a")
             await first.__aexit__()
             publish(second)
@@ -242,7 +246,7 @@ def test_a_server_that_starts_again_elsewhere_is_found_by_its_file(tmp_path: Pat
 
 
 def test_requests_move_away_from_a_server_that_does_not_answer():
-    async def scene(client: InferenceClient, first: Stand, second: Stand) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
         await first.__aexit__()
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
@@ -253,21 +257,21 @@ def test_requests_move_away_from_a_server_that_does_not_answer():
 
 
 def test_a_server_that_stays_away_is_an_error_in_bounded_time():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         await stand.__aexit__()
         started = time.monotonic()
         with pytest.raises(ServerUnreachable, match=f"{stand.port} does not answer"):
             await client.generate([1], SAMPLING, "a")
         assert 0.4 < time.monotonic() - started < 3
         with pytest.raises(ServerUnreachable, match=r"not ready after 0\.3 s"):
-            await client.wait_ready(0.3)
+            await client.fleet.wait_ready(0.3)
         await stand.__aenter__()
 
     play(scene, Stand(), restart_timeout=0.5)
 
 
 def test_a_request_that_takes_too_long_names_the_key_and_is_aborted():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         with pytest.raises(ServerUnreachable, match=r"inference\.request_timeout"):
             await client.generate([1], SAMPLING, "a")
         await asyncio.sleep(0.1)
@@ -277,9 +281,9 @@ def test_a_request_that_takes_too_long_names_the_key_and_is_aborted():
 
 
 def test_waiting_takes_servers_of_an_earlier_run_back_to_the_initial_model():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         stand.version = 17
-        await client.wait_ready(5)
+        await client.fleet.wait_ready(5)
         assert stand.version == 0
 
     play(scene, Stand())
@@ -287,12 +291,12 @@ def test_waiting_takes_servers_of_an_earlier_run_back_to_the_initial_model():
 
 def test_no_server_at_all_is_refused():
     with pytest.raises(ValueError, match=r"inference\.base_url"):
-        InferenceClient([], 1)
+        Sampler([], 1)
     assert issubclass(StaleServer, InferenceError)
 
 
 def test_requests_of_one_moment_share_a_message_and_one_connection():
-    async def scene(client: InferenceClient, stand: Stand) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
         await client.generate([1], SAMPLING, "a")  # the connection is there
         turns = await asyncio.gather(*[client.generate([n, n + 1], SAMPLING, "a") for n in range(64)])
         assert [turn.completion_ids.tolist() for turn in turns] == [[n + 1, n] for n in range(64)]
@@ -303,8 +307,77 @@ def test_requests_of_one_moment_share_a_message_and_one_connection():
 
 def test_a_wrong_key_is_said_at_once():
     async def whole() -> None:
-        async with Stand() as stand, InferenceClient([Endpoint(stand.endpoint.url, "guess")], request_timeout=10) as client:
+        async with Stand() as stand, Servers([Endpoint(stand.endpoint.url, "guess")], request_timeout=10) as client:
             with pytest.raises(RequestRefused, match="is the key right"):
                 await client.generate([1], SAMPLING, "a")
 
     asyncio.run(whole())
+
+
+def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itself(tmp_path: Path):
+    """It has nothing but endpoint files. The server comes back with version 0, at another address; no token of that version is taken."""
+
+    async def whole() -> None:
+        file = tmp_path / "inference_0.json"
+
+        def publish(stand: Stand) -> Endpoint:
+            file.write_text(json.dumps({"url": stand.endpoint.url, "api_key": "key"}))
+            return Endpoint(stand.endpoint.url, "key", file)
+
+        async with Stand() as first, Stand() as second:
+            endpoint = publish(first)
+            async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=10) as elsewhere:
+                await fleet.update(files(Path("weights"), 5))
+                elsewhere.version = 5
+                await first.__aexit__()
+                publish(second)
+                turn = await elsewhere.generate([1, 2], SAMPLING, "a")
+                assert turn.versions[0] == 5
+                assert second.served == [5]
+            await first.__aenter__()
+
+    asyncio.run(whole())
+
+
+def test_a_sampler_whose_server_nobody_brings_up_to_date_says_so_in_bounded_time():
+    async def whole() -> None:
+        async with Stand() as stand, Sampler([stand.endpoint], request_timeout=10, restart_timeout=0.5) as elsewhere:
+            elsewhere.version = 2
+            started = time.monotonic()
+            with pytest.raises(StaleServer, match="older version than 2, and nobody brought it up to date"):
+                await elsewhere.generate([1], SAMPLING, "a")
+            assert 0.4 < time.monotonic() - started < 3
+            assert stand.served == []
+
+    asyncio.run(whole())
+
+
+def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pytest.LogCaptureFixture):
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(Path("weights"), 2)
+        stand.version, stand.refuse = 0, "no such folder"
+        await asyncio.sleep(0.5)
+        assert [record.getMessage().count("no such folder") for record in caplog.records].count(1) == 1, "said once"
+        stand.refuse = None
+        await asyncio.sleep(0.3)
+        assert stand.version == 2
+
+    play(scene, Stand(), look=0.1)
+
+
+def test_weights_of_a_kind_that_servers_cannot_load_are_refused():
+    async def scene(client: Servers, stand: Stand) -> None:
+        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files'"):
+            await client.fleet.update(WeightVersion(version=1, kind="memory", where="x"))
+
+    play(scene, Stand())
+
+
+def test_of_several_servers_that_fail_at_once_one_failure_is_raised_and_no_group_of_exceptions():
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.refuse = second.refuse = "no space left on device"
+        with pytest.raises(UpdateRefused, match="no space left on device") as raised:
+            await client.update(Path("weights"), 1)
+        assert "ExceptionGroup" not in "".join(traceback.format_exception(raised.value))
+
+    play(scene, Stand(), Stand())

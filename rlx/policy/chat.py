@@ -12,34 +12,13 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rlx.policy.base import Call, Message, Reply
 from rlx.types import Turn
-
-Message = dict[str, Any]
-"""`role`, `content`, and as needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; calls as chat templates want them."""
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _CACHED_PROMPTS = 4096  # first prompts kept; the members of a group share theirs
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call of the model."""
-
-    id: str
-    name: str
-    arguments: str  # JSON
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the sampled tokens say."""
-
-    content: str
-    reasoning: str | None = None
-    calls: tuple[Call, ...] = ()
 
 
 class Chat:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.config.schema import Config
 
-WORKER_EXTENSION = "rlx.inference.worker.PolicyWorker"
+WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
 CPU_BLOCK = 32  # tokens of a cache block: prompts shorter than a block are not shared between rollouts, and vLLM's CPU default is 128
 
 

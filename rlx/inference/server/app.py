@@ -19,8 +19,8 @@ import msgspec
 import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlx.inference.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
 from rlx.inference.protocol import Answer, Asked, Failure, GenerateRequest, UpdateRequest
+from rlx.inference.server.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
 
 log = logging.getLogger(__name__)
 Send = Callable[[dict[str, Any]], Awaitable[None]]

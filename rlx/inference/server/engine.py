@@ -25,10 +25,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rlx.inference.core import InProcessCore, SeparateCore, Sink
-from rlx.inference.cpu_ops import NORMS, use_quick_ops
-from rlx.inference.policy_files import Shapes, check_policy, tensor_shapes
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
+from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
+from rlx.inference.server.cpu_ops import NORMS, use_quick_ops
+from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes
 
 log = logging.getLogger(__name__)
 

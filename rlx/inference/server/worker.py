@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rlx.inference.cpu_ops import kept_weights
-from rlx.inference.policy_files import tensor_shapes
-from rlx.inference.served import compare, faithful
+from rlx.inference.server.cpu_ops import kept_weights
+from rlx.inference.server.policy_files import tensor_shapes
+from rlx.inference.server.served import compare, faithful
 from rlx.paths import COMPLETE
 from rlx.weights.files import weight_files
 from rlx.weights.hub import fetch

@@ -1,0 +1,62 @@
+"""Secret keys (`key(…, secret=True)`): their values stay in memory and in one file of the run directory that only its owner can read.
+
+Whatever is shown, written or sent elsewhere goes through `hidden` or `hide_lines`. Knows which keys are marked; nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rlx.config.keys import HIDDEN
+from rlx.config.roots import ROOTS
+from rlx.config.tree import secret_keys
+
+T = TypeVar("T")
+FILE = "secrets.yaml"  # in the run directory, mode 0600: dotted key -> value
+
+
+def secrets_of(cfg: Any) -> dict[str, Any]:
+    """The secrets that a configuration holds, by dotted key; without those that are null."""
+    found = {}
+    for key in secret_keys(type(cfg)):
+        value = cfg
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            found[key] = value
+    return found
+
+
+def hidden(cfg: T) -> T:
+    """A copy of a configuration without its secrets: `<secret>` stands for each."""
+    return _hide(cfg, list(secrets_of(cfg)))
+
+
+def _hide(section: Any, keys: list[str]) -> Any:
+    inner = {key.partition(".")[0] for key in keys}
+    below = {name: [key.partition(".")[2] for key in keys if key.startswith(f"{name}.")] for name in inner}
+    return replace(section, **{name: _hide(getattr(section, name), rest) if rest else HIDDEN for name, rest in below.items()})
+
+
+def conceal(line: str) -> str:
+    """A command-line argument as it may be shown: without the value of a secret key."""
+    name = line.partition("=")[0].strip().lstrip("+")
+    return f"{name}={HIDDEN}" if any(name in secret_keys(root.schema) for root in ROOTS) else line
+
+
+def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:
+    """Command-line arguments without the secrets in them. What refers to an environment variable, `${oc.env:…}`, stays."""
+    return [hide_line(line, secrets_of(cfg)) for line in lines]
+
+
+def hide_line(line: str, secrets: dict[str, Any]) -> str:
+    """One argument without the values of `secrets`, also where it sets a whole section: `inference={api_key: …}`."""
+    name, equals, value = line.partition("=")
+    for key, secret in secrets.items():
+        if name.lstrip("+") == key:  # whatever quotes and escapes the value is written with
+            return line if value.startswith("${") else f"{name}{equals}{HIDDEN}"
+        if key.rpartition(".")[2] in line:
+            line = line.replace(str(secret), HIDDEN)
+    return line

@@ -1,0 +1,188 @@
+"""Tokens in, tokens with log-probabilities and versions out, over any number of servers.
+
+A request goes to the least loaded server. Requests of equal `affinity` go to one server, where the keys and values of the earlier turns
+are. A server that does not answer is tried again, at the address that its endpoint file says by then.
+There may be many samplers, also in processes that know nothing but the endpoint files. Knows the protocol. Does not update weights
+(`rlx.inference.fleet`), and knows neither vLLM nor environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from rlx.inference.channel import Channel
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import (
+    FLOAT,
+    INT,
+    PAUSE,
+    RESTART,
+    Answer,
+    Completion,
+    GenerateRequest,
+    RequestRefused,
+    Sampling,
+    ServerUnreachable,
+    StaleServer,
+    error_of,
+    pack_ids,
+)
+from rlx.types import Turn
+
+REMEMBERED = 16384  # affinities kept; the least recently used is forgotten
+
+Restore = Callable[[Endpoint], Awaitable[None]]
+"""Brings the server at an endpoint up to the run's version. Raises StaleServer when that cannot be done."""
+
+
+class _Server:
+    """One replica, and what this sampler has under way on it."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.load = 0  # requests in flight
+        self.away_until = 0.0  # monotonic time before which other servers are preferred: it did not answer
+        self.channel: Channel | None = None
+        self.connecting = asyncio.Lock()
+
+
+class Sampler:
+    """Samples on the servers of one run. An async context manager. Belongs to one event loop.
+
+    `version` is what its owner was told that all servers have. No token of an older version is ever sampled.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], request_timeout: float, restart_timeout: float = RESTART, restore: Restore | None = None
+    ) -> None:
+        """`request_timeout`: seconds for one request, retries included.
+
+        `restart_timeout`: seconds for which servers may be away, or have an older version, before a request on them fails.
+        `restore`: called for a server with an older version, where the fleet is in this process. Without it a request waits until the
+        fleet has noticed by itself.
+        """
+        if not endpoints:
+            raise ValueError("no inference server: give inference.base_url, or hardware.inference_replicas of at least 1")
+        self.version = 0
+        self._servers = [_Server(endpoint) for endpoint in endpoints]
+        self._affinity: OrderedDict[int, _Server] = OrderedDict()
+        self._request_timeout = request_timeout
+        self._restart_timeout = restart_timeout
+        self._restore = restore
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Sampler:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._session is not None
+        for server in self._servers:
+            if server.channel is not None:
+                await server.channel.close()
+        await self._session.close()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, affinity: int = 0) -> Turn:
+        """Sample one completion of `prompt_ids` [P] under the newest policy or, where it changes meanwhile, under several in turn.
+
+        `sampling`: the fields of `protocol.Sampling`. The same seed gives the same tokens as long as the policy is the same.
+        Requests of equal `affinity` go to one server. Cancelling the call aborts the request on the server.
+        Raises ContextTooLong, RequestRefused, ServerUnreachable or StaleServer.
+        """
+        prompt = pack_ids(prompt_ids)
+        try:
+            parameters = msgspec.convert(sampling, Sampling)
+        except msgspec.ValidationError as error:
+            raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
+        troubled_since: float | None = None  # since when no server could take the request
+        try:
+            async with asyncio.timeout(self._request_timeout):
+                while True:
+                    server = self._choose(affinity)
+                    server.load += 1
+                    version = self.version
+                    try:
+                        answer = await self._sample(server, GenerateRequest(request_id, prompt, parameters, version))
+                        if answer.completion is not None:
+                            return _turn(prompt, answer.completion)
+                        if answer.status != 409:
+                            raise error_of(server.endpoint.name, answer.status, answer.error)
+                        if self._restore is not None:
+                            await self._restore(server.endpoint)
+                            continue
+                        raise StaleServer(
+                            f"{server.endpoint.name} has an older version than {version}, and nobody brought it up to date: {answer.error}"
+                        )
+                    except (ServerUnreachable, StaleServer) as error:
+                        troubled_since = troubled_since or time.monotonic()
+                        restored = isinstance(error, StaleServer) and self._restore is not None  # it was tried, and cannot be done
+                        if restored or time.monotonic() - troubled_since > self._restart_timeout:
+                            raise
+                    finally:
+                        server.load -= 1
+                    await asyncio.sleep(PAUSE)
+        except TimeoutError:
+            raise ServerUnreachable(
+                f"{server.endpoint.name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
+            ) from None
+
+    async def _sample(self, server: _Server, request: GenerateRequest) -> Answer:
+        """The server's answer. Raises ServerUnreachable for none, or when the engine behind it is dead; RequestRefused for a wrong key."""
+        endpoint = server.endpoint
+        try:
+            channel = server.channel
+            if channel is None or channel.ended:
+                channel = await self._connect(server)
+            answer = await channel.ask(request)
+            if answer.status != 503:
+                return answer
+            cause = f"{endpoint.name}: {answer.error}"
+        except aiohttp.WSServerHandshakeError as error:
+            if 400 <= error.status < 500:
+                raise RequestRefused(f"{endpoint.name} ({error.status}): it refused the connection; is the key right?") from None
+            cause = f"{endpoint.name} ({error.status}): {error.message}"
+        except (aiohttp.ClientError, OSError) as error:
+            cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
+        server.away_until = time.monotonic() + 4 * PAUSE
+        server.endpoint = endpoint.refreshed()
+        raise ServerUnreachable(cause)
+
+    async def _connect(self, server: _Server) -> Channel:
+        """The connection to a server; a new one where there is none."""
+        assert self._session is not None, "use the sampler as `async with Sampler(…) as sampler`"
+        async with server.connecting:
+            if server.channel is None or server.channel.ended:
+                server.channel = await Channel.connect(self._session, server.endpoint.url + "/generate", server.endpoint.headers)
+            return server.channel
+
+    def _choose(self, affinity: int) -> _Server:
+        """The server of this affinity while it answers; else the least loaded of those that answer."""
+        server = self._affinity.get(affinity)
+        now = time.monotonic()
+        if server is None or server.away_until > now:
+            server = min(self._servers, key=lambda server: (server.away_until > now, server.load))
+            self._affinity[affinity] = server
+            if len(self._affinity) > REMEMBERED:
+                self._affinity.popitem(last=False)
+        self._affinity.move_to_end(affinity)
+        return server
+
+
+def _turn(prompt: bytes, completion: Completion) -> Turn:
+    runs = np.array(completion.versions, dtype=np.int32).reshape(-1, 2)
+    return Turn(
+        prompt_ids=np.frombuffer(prompt, INT),
+        completion_ids=np.frombuffer(completion.token_ids, INT),
+        logprobs=np.frombuffer(completion.logprobs, FLOAT),
+        versions=np.repeat(runs[:, 0], runs[:, 1]),
+        finish_reason=completion.finish_reason,
+    )

@@ -1,0 +1,139 @@
+"""The processes that a supervisor has started: starting them, knowing of their ends, ending them, and the reaper that outlives us.
+
+Each has its own process group and a log file, and dies with the supervisor. Ends are seen through pidfds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlx.launch.processes import die_with, kill_all
+from rlx.launch.starters import Starter
+from rlx.launch.verdict import Process
+from rlx.types import ProcessSpec
+
+
+@dataclass(slots=True)
+class Child:
+    """One started process."""
+
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    pidfd: int  # -1 once it has done its work and is forgotten
+    started: float = field(default_factory=time.time)
+    look: int = 0  # the look at which its end was first seen; 0: none yet
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+
+class Children:
+    """All processes of one attempt."""
+
+    def __init__(self, starter: Starter, token: str, reaper: Callable[[], subprocess.Popen[bytes]]) -> None:
+        """`token`: the value of the run's mark in their environment. `reaper` starts one."""
+        self.all: list[Child] = []
+        self.starter, self.token = starter, token
+        self._new_reaper = reaper
+        self._looks = 0
+
+    # -- the reaper
+
+    def start_reaper(self) -> None:
+        """Start the process that kills what is left if we are killed; it is told of every process group."""
+        self.reaper = self._new_reaper()
+        for child in self.all:
+            self._tell_reaper(f"+{child.process.pid}")
+
+    def keep_reaper(self) -> None:
+        """Start another one where somebody has killed it."""
+        if self.reaper.poll() is not None:
+            self.start_reaper()
+
+    def release_reaper(self) -> None:
+        assert self.reaper.stdin is not None
+        self.reaper.stdin.close()
+        self.reaper.wait()
+
+    def _tell_reaper(self, line: str) -> None:
+        assert self.reaper.stdin is not None
+        try:
+            self.reaper.stdin.write(f"{line}\n".encode())
+            self.reaper.stdin.flush()
+        except BrokenPipeError:  # it was killed; `keep_reaper` starts another
+            pass
+
+    # -- starting and seeing
+
+    def start(self, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> Child:
+        """Start a process with its output in `log`. Raises OSError or ValueError (MissingGPU) when it cannot be started."""
+        argv, its_environment = self.starter.command(spec, environment)
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                argv,
+                env=its_environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
+            )
+        self._tell_reaper(f"+{process.pid}")
+        child = Child(spec, process, os.pidfd_open(process.pid))
+        self.all.append(child)
+        return child
+
+    def look(self) -> tuple[Process, ...]:
+        """All processes as they are now."""
+        self._looks += 1
+        seen = []
+        for child in self.all:
+            code = None
+            if not child.running:
+                child.look = child.look or self._looks
+                code = self.starter.returncode(child.process.returncode)
+            seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look))
+        return tuple(seen)
+
+    # -- ending
+
+    def forget(self, child: Child) -> None:
+        """One has done its work: its number may soon be another's. What it left running ends now."""
+        kill_all([child.process.pid], token=None)
+        os.close(child.pidfd)
+        child.pidfd = -1
+        self._tell_reaper(f"-{child.process.pid}")
+
+    def stop(self, grace: float, say: Callable[[str], None]) -> None:
+        """End everything that was started: SIGTERM, `grace` seconds, SIGKILL; then whatever escaped its group."""
+        running = [child for child in self.all if child.running]
+        if running and not self.starter.terminate():
+            for child in running:
+                os.killpg(child.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while any(child.running for child in self.all) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        survivors = [child.spec.name for child in self.all if child.running]
+        if survivors:
+            say(f"killing {', '.join(survivors)}: still there {grace:g} s after SIGTERM")
+            self.starter.kill(survivors)
+        left = kill_all([child.process.pid for child in self.all if child.pidfd >= 0], self.token)
+        if left:
+            say(f"processes {left} do not end even on SIGKILL")
+        for child in self.all:
+            if child.process.pid not in left:
+                child.process.wait()
+
+
+def start_reaper(run_dir: Path, token: str, num_lines: int, lock_fd: int) -> subprocess.Popen[bytes]:
+    """Start a reaper. It inherits the run's lock: the directory is free only when nothing of the run is left."""
+    command = [sys.executable, "-m", "rlx.launch.reaper", str(run_dir), token, str(num_lines)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock_fd,))

@@ -1,0 +1,153 @@
+"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are not known, so there is nothing to train on.
+
+For evaluation and synthesis, and for judges and teachers. Knows the `openai` package, which repeats a request that met a full or a failing
+server, with growing waits. Knows nothing of environments or of our own servers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.types import Task
+
+log = logging.getLogger(__name__)
+
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # values that say nothing are not sent
+OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # vLLM's and SGLang's, outside OpenAI's list
+TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # how endpoints say it
+
+
+class OpenAIPolicy:
+    """See `rlx.policy.base.Policy`. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        model: str,
+        *,
+        seed: int = 0,
+        sampling: Mapping[str, Any] | None = None,
+        context_length: int = 0,
+        timeout: float = 600.0,
+        max_retries: int = 4,
+    ) -> None:
+        """`base_url` ends where `/chat/completions` begins, as `https://api.openai.com/v1`. `model`: its name there.
+
+        `sampling`: parameters of requests that do not say otherwise, by vLLM's names. `timeout`: seconds for one attempt at a request.
+        `max_retries`: further attempts when the endpoint does not answer, is full (429) or fails (5xx).
+        """
+        from openai import AsyncOpenAI  # a second
+
+        self.base_url, self.model, self.seed = base_url, model, seed
+        self.sampling = dict(sampling or {})
+        self.context_length = context_length
+        self.timeout, self.max_retries = timeout, max_retries
+        self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
+
+    def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
+        return OpenAIEpisode(self, task, member, attempt)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.client.close()
+
+
+class OpenAIEpisode:
+    """See `rlx.policy.base.Episode`."""
+
+    turns: tuple[()] = ()
+
+    def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:
+        self.policy = policy
+        self.task, self.member, self.attempt = task, member, attempt
+        self.replies: list[Message] = []
+        self._num_requests = 0
+
+    async def respond(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+    ) -> Reply:
+        """One request. Raises PromptTooLong where the endpoint says that, PolicyError for whatever else it does not answer."""
+        policy, number = self.policy, self._num_requests
+        self._num_requests += 1
+        asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
+        asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
+        parameters = parameters_of(asked)
+        if tools:
+            parameters["tools"] = [dict(tool) for tool in tools]
+        reply = reply_of(await self._ask([for_endpoint(message) for message in messages], parameters), policy.base_url)
+        if trained:
+            self.replies.append(reply.message)
+        return reply
+
+    async def _ask(self, messages: Any, parameters: dict[str, Any]) -> Any:
+        """The endpoint's answer, after its retries."""
+        import openai
+
+        policy = self.policy
+        tried = f"tried {policy.max_retries + 1} times"
+        try:
+            return await policy.client.chat.completions.create(model=policy.model, messages=messages, **parameters)
+        except openai.APIStatusError as error:
+            text = f"{policy.base_url} ({error.status_code}): {error.message}"
+            if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
+                raise PromptTooLong(text) from error
+            raise PolicyError(text if error.status_code < 500 else f"{text}; {tried}") from error
+        except openai.APITimeoutError as error:
+            raise PolicyError(f"{policy.base_url} did not answer in {policy.timeout:g} s, {tried}") from error
+        except openai.APIConnectionError as error:
+            raise PolicyError(f"{policy.base_url} cannot be reached, {tried}: {error.__cause__ or error}") from error
+        except openai.APIError as error:
+            raise PolicyError(f"{policy.base_url}: {error.message}") from error
+
+
+def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a chat completion for sampling parameters by vLLM's names."""
+    said = {name: value for name, value in sampling.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    for name in said.keys() - {*OWN, *EXTRA}:
+        _say_unknown(name)
+    if "max_completion_tokens" in said:
+        said.pop("max_tokens", None)
+    parameters = {name: said[name] for name in OWN if name in said}
+    if extra := {name: said[name] for name in EXTRA if name in said}:
+        parameters["extra_body"] = extra
+    return parameters
+
+
+def for_endpoint(message: Message) -> Message:
+    """A message with OpenAI's keys alone: what the model thought is not sent back, and a tool's result has no name."""
+    return {key: value for key, value in message.items() if key != "reasoning_content" and (key != "name" or message["role"] != "tool")}
+
+
+def reply_of(answer: Any, base_url: str) -> Reply:
+    """A chat completion as a reply. Raises PolicyError for an answer that is none."""
+    choices = getattr(answer, "choices", None)
+    if not choices or choices[0].message is None:
+        raise PolicyError(f"{base_url} gave an answer that is no chat completion: {str(answer)[:200]}")
+    choice, usage = choices[0], answer.usage
+    message = choice.message
+    calls = [call for call in message.tool_calls or () if call.type == "function" and call.function.name]
+    return Reply(
+        content=message.content or "",
+        reasoning=getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None),
+        calls=tuple(Call(call.id, call.function.name, call.function.arguments) for call in calls),
+        truncated=choice.finish_reason == "length",
+        request_id=answer.id or "",
+        num_prompt_tokens=usage.prompt_tokens if usage else 0,
+        num_tokens=usage.completion_tokens if usage else 0,
+    )
+
+
+@functools.cache
+def _say_unknown(name: str) -> None:
+    log.warning("an OpenAI-compatible endpoint has no sampling parameter %r; it is left out of the requests that ask for it", name)

@@ -1,0 +1,123 @@
+"""The policy on servers that speak tokens: every request becomes a `Turn`, and a conversation that goes on keeps its tokens.
+
+    messages → prompt ids (the earlier turn's, extended, where that can be proven) → room left → seed → sample → parse → Reply
+
+Knows chat formats and the sampling parameters of `rlx.inference.protocol`. Knows nothing of servers, environments or rewards.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rlx.inference.protocol import Sampling
+from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.chat import Chat
+from rlx.types import Task, Turn
+
+log = logging.getLogger(__name__)
+
+KNOWN = frozenset(Sampling.__struct_fields__)
+
+
+class Generator(Protocol):
+    """Whatever samples tokens: `rlx.inference.sampler.Sampler`, or a stand-in."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
+        """Sample one completion of `prompt_ids` [P]. `sampling` has vLLM's names; equal `affinity` goes to one server."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPolicy:
+    """See `rlx.policy.base.Policy`."""
+
+    generator: Generator
+    chat: Chat  # messages to tokens and back
+    context_length: int  # most tokens of prompt and completion together
+    seed: int  # the run's seed
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not say otherwise, by vLLM's names
+    label: str = ""  # begins every request id, so that two runs may share a server
+
+    def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
+        return TokenEpisode(self, task, member, attempt)
+
+
+class TokenEpisode:
+    """See `rlx.policy.base.Episode`."""
+
+    def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
+        self.policy = policy
+        self.task, self.member, self.attempt = task, member, attempt
+        self.replies: list[Message] = []
+        self._num_requests = 0
+        self._turns: dict[int, Turn] = {}  # those that are trained on, by number of the request
+        self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(self._turns[number] for number in sorted(self._turns))
+
+    async def respond(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+    ) -> Reply:
+        """One request. Raises PromptTooLong when nothing of the context is left, PolicyError, or what the generator raises."""
+        policy, number, prompt = self.policy, self._num_requests, list(messages)
+        functions = [dict(tool) for tool in tools] if tools else None
+        self._num_requests += 1
+        ids = self._extended(prompt, functions) or policy.chat.render(prompt, functions)
+        room = policy.context_length - len(ids)
+        if room <= 0:
+            raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
+        parameters = self._parameters(sampling, room) | {"seed": request_seed(policy.seed, self.task, self.member, self.attempt, number)}
+        request_id = f"{policy.label}{self.task.env}-{self.task.index}-{self.member}-{self.attempt}-{number}"
+        turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
+        if turn.finish_reason == "abort":
+            raise PolicyError("the server aborted the request")
+        reply = replace(
+            policy.chat.parse(turn, functions),
+            truncated=turn.finish_reason == "length",
+            request_id=request_id,
+            num_prompt_tokens=len(turn.prompt_ids),
+            num_tokens=len(turn.completion_ids),
+            turn=turn,
+        )
+        message = reply.message
+        self._history.append(([*prompt, message], turn))
+        if trained:
+            self._turns[number] = turn
+            self.replies.append(message)
+        return reply
+
+    def _parameters(self, own: Mapping[str, Any] | None, room: int) -> dict[str, Any]:
+        """The parameters of a request that may have `own` ones, with `room` tokens left in the context."""
+        asked = {**self.policy.sampling, **{name: value for name, value in (own or {}).items() if value is not None}}
+        limit = asked.pop("max_completion_tokens", None) or asked.get("max_tokens") or room
+        for name in asked.keys() - KNOWN:
+            _say_unknown(name)
+            del asked[name]
+        asked["max_tokens"] = min(limit, room)
+        asked["min_tokens"] = min(asked.get("min_tokens", 0), asked["max_tokens"])
+        asked["stop_token_ids"] = [*self.policy.chat.stop_token_ids, *(asked.get("stop_token_ids") or [])]
+        return asked
+
+    def _extended(self, prompt: list[Message], tools: list[dict] | None) -> list[int] | None:
+        """The prompt as an extension of an earlier turn, if it is one: its messages, then only what the environment said."""
+        for messages, turn in reversed(self._history):
+            new = prompt[len(messages) :]
+            if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
+                return self.policy.chat.extend(turn, new, tools)
+        return None
+
+
+@functools.cache
+def _say_unknown(name: str) -> None:
+    log.warning("the server has no sampling parameter %r; it is left out of the requests that ask for it", name)

@@ -1,0 +1,203 @@
+"""A run directory as an object, to be looked at: what was asked for, what came out, and what has become of it.
+
+Opened read only: nothing is written, and the lock is never taken, so that looking cannot be in anybody's way. It works on somebody
+else's run, and on a directory that is only half made: what is not there is None or empty, and what may not be read is a ConfigError with
+the file's name. Who takes a directory uses `rlx.runs.claim`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlx.checkpoints import folders
+from rlx.config.errors import ConfigError
+from rlx.config.load import load_run
+from rlx.config.schema import Config
+from rlx.paths import RunPaths
+from rlx.plan.record import read_plan
+from rlx.runs.history import History
+from rlx.runs.jobs import ENDED, GONE, job_of
+from rlx.runs.status import FINAL, Status, read_status
+from rlx.types import ProcessSpec
+
+STALE = 60.0  # seconds: a run on another host whose status is older is not taken to live; it is written twice a second
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # SLURM's words for a job in the queue
+
+
+class Run:
+    """One run directory. Every property reads what is there at that moment, but `config`, `plan` and `provenance` are read once."""
+
+    def __init__(self, root: Path | RunPaths) -> None:
+        self.paths = root if isinstance(root, RunPaths) else RunPaths(Path(root).expanduser())
+        self._read: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, root: Path) -> Run:
+        """The run of a directory. Raises ConfigError where there is none."""
+        run = cls(root)
+        if not run.root.is_dir():
+            raise ConfigError(f"there is no directory {run.root}.\n  fix: name a run directory; rlx runs lists them")
+        if not (run._exists(run.paths.config) or run._exists(run.paths.status)):
+            raise ConfigError(
+                f"{run.root} is no run directory: it has neither {run.paths.config.name} nor {run.paths.status.name}.\n"
+                "  fix: name a run directory; rlx runs lists them"
+            )
+        return run
+
+    @property
+    def root(self) -> Path:
+        return self.paths.root
+
+    @property
+    def name(self) -> str:
+        return self.root.absolute().name
+
+    # what was asked for
+
+    @property
+    def config(self) -> Config | None:
+        return self._once("config", self.paths.config, lambda path: load_run(path.parent))
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of the command line, as written."""
+        return self._once("overrides", self.paths.overrides, lambda path: yaml.safe_load(path.read_text())) or []
+
+    @property
+    def plan(self) -> list[ProcessSpec]:
+        return self._once("plan", self.paths.plan, read_plan) or []
+
+    @property
+    def provenance(self) -> Mapping[str, Any] | None:
+        return self._once("provenance", self.paths.provenance, lambda path: json.loads(path.read_text()))
+
+    @property
+    def data(self) -> Mapping[str, Any] | None:
+        """Digests of the environments' examples by environment; None where the run did not get so far."""
+        return self._once("data", self.paths.data, lambda path: json.loads(path.read_text())["envs"])
+
+    # what came out
+
+    @property
+    def status(self) -> Status | None:
+        return self._file(self.paths.status, lambda _: read_status(self.paths))
+
+    @property
+    def job(self) -> str | None:
+        """Id of the SLURM job that it was last given to."""
+        return self._file(self.paths.job, lambda _: job_of(self.paths))
+
+    @property
+    def history(self) -> History:
+        """The metrics so far."""
+        history = History(self.paths)
+        self._file(self.paths.metrics, lambda _: history.read())
+        return history
+
+    @property
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that left logs, in order."""
+        folders_of = self.paths.latest_logs.parent.glob("attempt_*")
+        return sorted(int(number) for path in folders_of if (number := path.name.removeprefix("attempt_")).isdecimal())
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        return folders.steps(self.paths)
+
+    @property
+    def rollouts(self) -> list[int]:
+        """Steps whose rollouts were kept, in order."""
+        return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
+
+    # what has become of it
+
+    def state(self, jobs: Mapping[str, str] | None = None) -> str:
+        """In a word or two: that of the status; or `waiting (…)`, `lost`, `not started`. `jobs`: SLURM's states; None: nobody can tell."""
+        status, job = self.status, self.job
+        if status is None:
+            return "not started"
+        if job is not None and jobs is not None and jobs.get(job) in WAITS:
+            return f"waiting ({jobs[job].lower()})"
+        if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
+            return "interrupted"  # nobody was there to write it
+        if status.state in FINAL:
+            return status.state
+        if job is not None:
+            return status.state if jobs is None else "lost" if jobs.get(job, GONE) in ENDED else status.state
+        return status.state if self.lives(status) else "lost"
+
+    def lives(self, status: Status | None = None) -> bool:
+        """Whether a process of the run lives: one that its status names, or, of a run on another host, who wrote it a moment ago."""
+        status = status or self.status
+        if status is None:
+            return False
+        named = [each for each in (status.launcher, status.supervisor, *status.processes) if each is not None]
+        here = [each["pid"] for each in named if each["host"] == socket.gethostname() and each["pid"] is not None]
+        if any(_started_before(pid, status.updated) for pid in here):
+            return True
+        elsewhere = any(each["host"] != socket.gethostname() for each in named)
+        return elsewhere and time.time() - status.updated < STALE
+
+    # reading
+
+    def _once(self, name: str, path: Path, read: Any) -> Any:
+        if name not in self._read:
+            self._read[name] = self._file(path, read)
+        return self._read[name]
+
+    def _file(self, path: Path, read: Any) -> Any:
+        """What `read` makes of a file; None where it does not exist."""
+        try:
+            return read(path) if path.exists() else None
+        except FileNotFoundError:
+            return None
+        except PermissionError as error:
+            raise ConfigError(f"{path} may not be read by you ({error.strerror}).\n  fix: ask its owner") from error
+        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} is not what this version of rlx writes ({type(error).__name__}: {error})") from error
+
+    def _exists(self, path: Path) -> bool:
+        try:
+            return path.is_file()
+        except PermissionError as error:
+            raise ConfigError(f"{path} may not be read by you ({error.strerror}).\n  fix: ask its owner") from error
+
+
+def find(root: Path, depth: int = 3) -> Iterator[Run]:
+    """The runs below a folder, themselves not searched: `outputs/<name>` and `outputs/<sweep>/<element>`.
+
+    Folders that may not be read are left out.
+    """
+    try:
+        if RunPaths(root).status.is_file():
+            yield Run(root)
+        elif depth:
+            for folder in sorted(root.iterdir()):
+                if folder.is_dir() and not folder.is_symlink() and not folder.name.startswith("."):
+                    yield from find(folder, depth - 1)
+    except PermissionError:
+        return
+
+
+def _started_before(pid: int, then: float) -> bool:
+    """Whether a process of this number lives that was there at a time (seconds since the epoch): a later one has the number by chance."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    if fields[0] in "ZX":
+        return False
+    age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age <= then + 1.0

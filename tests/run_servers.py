@@ -1,0 +1,48 @@
+"""The servers of a run as its orchestrator has them: a fleet, and a sampler that is told what the fleet has reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.fleet import LOOK, Fleet
+from rlx.inference.protocol import RESTART
+from rlx.inference.sampler import Sampler
+from rlx.types import Turn, WeightVersion
+
+
+def files(folder: Path, version: int) -> WeightVersion:
+    return WeightVersion(version=version, kind="files", where=str(folder))
+
+
+class Servers:
+    """An async context manager."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        request_timeout: float = 120,
+        restart_timeout: float = RESTART,
+        drain_tokens: int = 0,
+        look: float = LOOK,
+    ) -> None:
+        self.fleet = Fleet(endpoints, restart_timeout, drain_tokens, look)
+        self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore)
+
+    async def __aenter__(self) -> Servers:
+        await self.fleet.__aenter__()
+        await self.sampler.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.sampler.__aexit__(*exception)
+        await self.fleet.__aexit__(*exception)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int = 0) -> Turn:
+        return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
+
+    async def update(self, folder: Path, version: int, timeout: float = 600.0) -> None:
+        await self.fleet.update(files(folder, version), timeout)
+        self.sampler.version = version

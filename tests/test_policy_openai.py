@@ -1,0 +1,158 @@
+"""`OpenAIPolicy` against a small HTTP server that keeps OpenAI's protocol and fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from policy_stand_in import load, task_of
+
+from rlx.policy.base import PolicyError, PromptTooLong
+from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
+from rlx.types import Task
+
+TASK = Task(env="e", example_id=0, index=0, row={})
+TOOL = {"type": "function", "function": {"name": "reverse", "description": "", "parameters": {"type": "object", "properties": {}}}}
+
+
+def completion(content: str | None, finish: str = "stop", **message: Any) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content, **message}}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    return {"id": "c1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+
+
+class Endpoint:
+    """Gives `answers` in turn, each `(status, body)` or seconds to sleep before an ordinary answer; then it repeats the last message."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer key"
+        self.asked.append(await request.json())
+        said = self.answers.pop(0) if self.answers else 0.0
+        if isinstance(said, float):
+            await asyncio.sleep(said)
+            return web.json_response(completion(self.asked[-1]["messages"][-1]["content"][::-1]))
+        status, body = said
+        if isinstance(body, str):
+            return web.Response(status=status, text=body)
+        return web.json_response(body, status=status, headers={"retry-after-ms": "1"})
+
+
+def play(endpoint: Endpoint, scene: Callable[[OpenAIPolicy], Awaitable[Any]], **keys: Any) -> Any:
+    async def whole() -> Any:
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", endpoint.answer)
+        runner = web.AppRunner(application, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        policy = OpenAIPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "key", "m", **keys)
+        try:
+            return await scene(policy)
+        finally:
+            await policy.close()
+            await runner.cleanup()
+
+    return asyncio.run(whole())
+
+
+def ask(endpoint: Endpoint, messages: list[dict] | None = None, tools: Any = None, sampling: Any = None, **keys: Any) -> Any:
+    async def scene(policy: OpenAIPolicy) -> Any:
+        return await policy.episode(TASK, 0, 0).respond(messages or [{"role": "user", "content": "abc"}], tools, sampling)
+
+    return play(endpoint, scene, **keys)
+
+
+def test_a_message_comes_back_without_tokens_and_the_seed_is_that_of_the_request() -> None:
+    endpoint = Endpoint()
+
+    async def scene(policy: OpenAIPolicy) -> OpenAIEpisode:
+        episode = policy.episode(TASK, 0, 0)
+        for trained in (True, False):
+            reply = await episode.respond([{"role": "user", "content": "abc"}], trained=trained)
+            assert (reply.content, reply.turn, reply.truncated, reply.num_prompt_tokens, reply.num_tokens) == ("cba", None, False, 7, 3)
+        return episode
+
+    episode = play(endpoint, scene, sampling={"temperature": 0.5, "max_tokens": 9})
+    assert (episode.turns, episode.replies) == ((), [{"role": "assistant", "content": "cba"}])
+    assert [(asked["temperature"], asked["max_tokens"], asked["model"]) for asked in endpoint.asked] == [(0.5, 9, "m")] * 2
+    assert endpoint.asked[0]["seed"] != endpoint.asked[1]["seed"]
+    again = Endpoint()
+    ask(again)
+    assert again.asked[0]["seed"] == endpoint.asked[0]["seed"]
+
+
+def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> None:
+    endpoint = Endpoint()
+    run = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}
+    ask(endpoint, sampling={"temperature": 0.2, "stop": ["."], "top_k": 5, "max_tokens": None})
+    assert endpoint.asked[0].keys() == {"model", "messages", "seed", "temperature", "stop", "top_k"}
+    assert parameters_of(run) == {"max_tokens": 16, "temperature": 1.0}
+    assert parameters_of({"max_tokens": 16, "max_completion_tokens": 4}) == {"max_completion_tokens": 4}
+
+
+def test_tools_are_offered_and_calls_read() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "reverse", "arguments": '{"text": "ab"}'}}
+    endpoint = Endpoint((200, completion(None, "tool_calls", tool_calls=[call], reasoning_content="hm")))
+    before = {"role": "assistant", "content": "", "reasoning_content": "earlier", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "x", "name": "reverse", "content": "ba"}
+    reply = ask(endpoint, [{"role": "user", "content": "q"}, before, result], [TOOL])
+    assert (reply.content, reply.reasoning, reply.calls[0].name, reply.calls[0].arguments) == ("", "hm", "reverse", '{"text": "ab"}')
+    assert reply.message["tool_calls"] == [call]
+    assert endpoint.asked[0]["tools"] == [TOOL]
+    assert endpoint.asked[0]["messages"][1].keys() == {"role", "content", "tool_calls"}
+    assert endpoint.asked[0]["messages"][2].keys() == {"role", "tool_call_id", "content"}
+
+
+def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:
+    endpoint = Endpoint((429, {"error": {"message": "slow down"}}), (500, {"error": {"message": "oops"}}))
+    assert ask(endpoint).content == "cba"
+    assert len(endpoint.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        ((500, {"error": {"message": "oops"}}), PolicyError, r"/v1 \(500\): .*oops.*tried 2 times"),
+        ((401, {"error": {"message": "bad key"}}), PolicyError, r"\(401\): .*bad key"),
+        ((400, {"error": {"message": "This model's maximum context length is 8 tokens"}}), PromptTooLong, "maximum context length is 8"),
+        ((400, {"error": {"message": "no", "code": "context_length_exceeded"}}), PromptTooLong, r"\(400\)"),
+        ((400, {"error": {"message": "temperature is wrong"}}), PolicyError, "temperature is wrong"),
+        ((200, "<html>hello</html>"), PolicyError, "no chat completion: <html>hello"),
+        ((200, {"id": "c1", "choices": []}), PolicyError, "no chat completion"),
+        (5.0, PolicyError, r"did not answer in 0\.2 s, tried 2 times"),
+    ],
+)
+def test_what_an_endpoint_does_not_answer_is_an_error_that_names_it(answer: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as raised:
+        ask(Endpoint(answer, answer), max_retries=1, timeout=0.2 if answer == 5.0 else 10)
+    assert type(raised.value) is error
+
+
+def test_an_endpoint_that_is_not_there_is_said_so() -> None:
+    async def scene() -> None:
+        policy = OpenAIPolicy("http://127.0.0.1:9/v1", "key", "m", max_retries=0)
+        await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
+
+    with pytest.raises(PolicyError, match=r"127\.0\.0\.1:9/v1 cannot be reached, tried 1 times: "):
+        asyncio.run(scene())
+
+
+def test_an_environment_is_played_and_scored_without_tokens() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    endpoint = Endpoint((200, completion(env.rows[0]["answer"])), (401, {"error": {"message": "bad key"}}))
+
+    async def scene(policy: OpenAIPolicy) -> Any:
+        env.policy = policy
+        return [(await env.play(task_of(env), [0], 0))[0] for _ in range(2)]
+
+    good, bad = play(endpoint, scene)
+    assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
+    assert good.completion == [{"role": "assistant", "content": env.rows[0]["answer"]}]
+    assert (bad.status, bad.stop) == ("error", "model_error")
+    assert "bad key" in bad.error
