@@ -95,7 +95,7 @@ def main() -> None:
         start = time.perf_counter()
         bare_step(bare, bare_optimizer, samples)
         middle = time.perf_counter()
-        trainer.train_minibatch(pack(step, [samples], ranks=1, tokens=args.row).mini_batches[0], step=0)
+        trainer.train_minibatch(pack(step_batch(step, [samples]), rank=0, ranks=1, tokens=args.row).mini_batches[0], step=0)
         end = time.perf_counter()
         if step >= 2:  # the first two warm caches
             for name, value in zip(seconds, (middle - start, end - middle), strict=True):
