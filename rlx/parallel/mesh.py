@@ -133,6 +133,11 @@ class Mesh:
         if self.loss_group is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.loss_group)
 
+    def synchronize(self) -> None:
+        """Returns when this process's device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def peak_memory(self) -> float:
         """Largest memory of this process's device since the last call, GiB; 0 on CPU."""
         if self.device.type != "cuda":
