@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rlx.transport.files import BatchReader, BatchWriter, record
 from test_checkpoint_run import orchestrator_of
 from test_train_role import STEPS, finish, make_run, records, reproducible, start
 
