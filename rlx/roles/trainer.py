@@ -81,8 +81,10 @@ class Trainer:
             fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
         self.step_trainer = build(cfg, source, self.mesh, self.beat)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        if rank == 0:  # for the run's summary: `auto` chose it, and nobody reads this role's log
-            write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
+        # For the run's summary: `auto` chose it, and nobody reads this role's log.
+        self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
+        if rank == 0:
+            write_text(paths.kernels, json.dumps(self.summary) + "\n")
         self.device = device
         self.source: Source = (
             OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
@@ -195,6 +197,10 @@ class Trainer:
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
+        if self.rank == 0 and self.step_trainer.warning is not None and "warning" not in self.summary:
+            self.summary["warning"] = self.step_trainer.warning
+            log.warning("step %d: %s", batch.step, self.step_trainer.warning)
+            write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
         seconds = values["time/forward_backward"] + values["time/optimizer"]
         return values | {"perf/tokens_per_second": iterations * batch.num_tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, finish
+from rlx.losses.mismatch import too_tight
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
@@ -72,6 +73,7 @@ class PolicyTrainer:
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
+        self.warning: str | None = None  # what the user must be told of the objective, once it was measured
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
         self.device = self.mesh.device
@@ -100,6 +102,8 @@ class PolicyTrainer:
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
                 metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
+                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # all else is what updates changed
+                    self.warning = too_tight(self.objective.function, self.objective.terms, metrics)
                 (records if mini_batch.num_loss_tokens else empty).append(metrics)
         values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
