@@ -1,6 +1,6 @@
 """CPU time of the orchestrator per rollout, against a mock server that answers at once: `python benchmarks/orchestrator.py`.
 
-Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, packing, metrics.
+Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, encoding, metrics.
 Mock: the policy, in another process, whose time does not count; it repeats the prompt's word and stops.
 Prints milliseconds of CPU per rollout of the whole main loop, and rollouts a second.
 """

@@ -13,12 +13,13 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from rlx.config.schema import LossTerms, WarmStartConfig
 from rlx.data.packing import pack
+from rlx.data.source import FakeSource
 from rlx.losses.base import Objective
 from rlx.losses.reinforce import reinforce
 from rlx.models.policy import PolicyModel
@@ -29,32 +30,7 @@ from rlx.types import TrainingSample
 PROMPTS, ROLLOUTS, VOCABULARY = 32, 8, 100
 
 
-def make_samples(rng: np.random.Generator) -> list[TrainingSample]:
-    """Rollouts with the default run's lengths: prompts of 20 to 24 tokens, completions of 4 to 12."""
-    samples = []
-    for group in range(PROMPTS):
-        prompt = rng.integers(5, VOCABULARY, rng.integers(20, 25))
-        for rollout in range(ROLLOUTS):
-            completion = rng.integers(5, VOCABULARY, rng.integers(4, 13))
-            length, mask = len(prompt) + len(completion), np.zeros(len(prompt) + len(completion), dtype=bool)
-            mask[len(prompt) :] = True
-            samples.append(
-                TrainingSample(
-                    group=group,
-                    rollout=rollout,
-                    env="bench",
-                    token_ids=np.concatenate([prompt, completion]).astype(np.int32),
-                    loss_mask=mask,
-                    inference_logprobs=np.where(mask, -4.6, 0).astype(np.float32),
-                    advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
-                    temperature=1.0,
-                    versions=np.where(mask, 0, -1).astype(np.int32) * np.ones(length, dtype=np.int32),
-                )
-            )
-    return samples
-
-
-def bare_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: list[TrainingSample]) -> None:
+def bare_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[TrainingSample]) -> None:
     """What a short script does: padded rectangles, one per prompt group, log_softmax, REINFORCE, token mean."""
     total = sum(int(s.loss_mask.sum()) for s in samples)
     for start in range(0, len(samples), 64):
@@ -82,7 +58,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples = make_samples(np.random.default_rng(0))
+    batch = FakeSource(groups=PROMPTS, members=ROLLOUTS, prompt_tokens=(20, 24), completion_tokens=(4, 12), vocab_size=VOCABULARY).receive(
+        0
+    )  # the default run's lengths
+    samples = batch.mini_batches[0]
     bare = build_model(WarmStartConfig(), context_length=256).train()
     ours = PolicyModel(copy.deepcopy(bare))
     adam = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -95,7 +74,7 @@ def main() -> None:
         start = time.perf_counter()
         bare_step(bare, bare_optimizer, samples)
         middle = time.perf_counter()
-        trainer.train_minibatch(pack(step, [samples], ranks=1, tokens=args.row).mini_batches[0], step=0)
+        trainer.train_minibatch(pack(batch, rank=0, ranks=1, tokens=args.row).mini_batches[0], step=0)
         end = time.perf_counter()
         if step >= 2:  # the first two warm caches
             for name, value in zip(seconds, (middle - start, end - middle), strict=True):

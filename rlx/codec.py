@@ -1,7 +1,7 @@
 """Any frozen record as bytes and back: typed by the dataclass's own annotations, versioned by a schema name, without pickle.
 
     prefix (32 bytes)    magic with the container's version · header length · whole length · CRC-32 of what follows the prefix
-    header               JSON: {"schema": "rlx.StepBatch/2", "record": its columns}, padded to 64 bytes
+    header               JSON: {"schema": "rlx.StepBatch/1", "record": its columns}, padded to 64 bytes
     arrays               raw little-endian memory in the order in which the header names them, each padded to 64 bytes
 
 Records lie in columns: of the 256 samples of a batch the header has one list of members, one of environments, and so on, and there is one

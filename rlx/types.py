@@ -139,7 +139,7 @@ class StepBatch:
     It says nothing of ranks and rows: every rank packs it for itself (`rlx.data.packing`).
     """
 
-    SCHEMA: ClassVar[str] = "rlx.StepBatch/2"
+    SCHEMA: ClassVar[str] = "rlx.StepBatch/1"
 
     step: int
     mini_batches: tuple[tuple[TrainingSample, ...], ...]  # the samples of each optimizer step, whole groups in their order

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from trainer_examples import make_samples
+from trainer_examples import make_samples, step_batch
 
 from rlx.config.schema import LossTerms, SchedulerConfig
 from rlx.data.packing import pack
@@ -53,7 +53,6 @@ def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None)
 
 
 def run(job: Job, mesh: Mesh) -> None:
-    rank, ranks = mesh.rank, mesh.world_size
     trainer = make_trainer(job.model, job.optimizer, mesh)
     step = 0
     if job.load is not None:
@@ -62,7 +61,7 @@ def run(job: Job, mesh: Mesh) -> None:
     records: list[dict[str, Any]] = []
     saver = Saver(trainer, xxhash.xxh3_64, in_background=job.in_background)
     for step in range(job.first, job.last):
-        batch = pack(step, [make_samples(seed=step)], ranks=ranks, tokens=60)
+        batch = pack(step_batch(step, [make_samples(seed=step)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
         values = trainer.train_minibatch(batch.mini_batches[0], step=step)
         records.append({name: value for name, value in values.items() if not name.startswith("time/")})
     weights = {name: full(tensor) for name, tensor in trainer.model.named_weights()}
@@ -75,10 +74,10 @@ def run(job: Job, mesh: Mesh) -> None:
                 for parameter in trainer.model.parameters():
                     parameter.zero_()
         files = saving.files()
-        if rank == 0:
+        if mesh.first:
             (out.with_suffix(".files.json")).write_text(json.dumps(files))
     saver.close()
-    if rank == 0:
+    if mesh.first:
         torch.save({"records": records, "weights": weights}, out)
 
 

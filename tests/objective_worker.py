@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from test_train_step import LOSSES
-from trainer_examples import make_samples
+from trainer_examples import make_samples, step_batch
 
 from rlx.config.schema import KlTerms, LossTerms
 from rlx.data.packing import pack
@@ -38,9 +38,9 @@ CASES = PLAIN | {f"{name}_with_everything": EVERYTHING for name in ("grpo", "gsp
 
 def train(folder: Path, mesh: Mesh) -> dict[str, Any]:
     """By case: the gradients of one optimizer step, and the metrics of a batch of two mini-batches gone over twice."""
-    world_size, samples = mesh.world_size, make_samples(groups=5)
-    (mini_batch,) = pack(2, [samples], ranks=world_size, tokens=120).mini_batches
-    batch = pack(2, [samples[:9], samples[9:]], ranks=world_size, tokens=120)
+    samples = make_samples(groups=5)
+    (mini_batch,) = pack(step_batch(2, [samples]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=120).mini_batches
+    batch = pack(step_batch(2, [samples[:9], samples[9:]]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=120)
     results = {}
     model = load_policy(str(folder / "model"), mesh, dtype="float32")
     frozen = Reference(load_policy(str(folder / "teacher"), mesh, dtype="float32"))

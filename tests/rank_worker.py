@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trainer_examples import make_samples
+from trainer_examples import make_samples, step_batch
 
 from rlx.config.schema import LossTerms
 from rlx.data.packing import pack
@@ -34,7 +34,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])
-    batch = pack(0, [samples, samples[::-1]], ranks=world_size, tokens=settings["tokens"])
+    batch = pack(step_batch(0, [samples, samples[::-1]]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=settings["tokens"])
     trainer.accumulate_gradients(batch.mini_batches[0])
     gradients = {}
     for name, parameter in model.named_parameters():

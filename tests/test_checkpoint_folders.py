@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import xxhash
@@ -11,6 +15,15 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint
 from rlx.checkpoints.orchestrator import STATE, Snapshots, read_state
 from rlx.paths import COMPLETE, RunPaths
+from rlx.rollout.state import OrchestratorState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A state like any other."""
+
+    SCHEMA: ClassVar[str] = "tests.Number/1"
+    number: int
 
 
 def write(paths: RunPaths, step: int, content: bytes = b"weights") -> Path:
@@ -88,16 +101,38 @@ def test_the_orchestrator_writes_the_state_of_the_step_that_is_asked_for(tmp_pat
     paths = RunPaths(tmp_path)
     snapshots = Snapshots(paths, keep=3)
     for step in range(1, 7):
-        snapshots.take(step, {"number": step})
+        snapshots.take(step, Number(number=step))
     assert snapshots.answer() == []
     folder = folders.begin(paths, 5)
     assert snapshots.answer() == [5]
     assert snapshots.answer() == []
-    assert read_state(folder) == {"number": 5}
+    assert read_state(folder, Number) == Number(number=5)
     folders.begin(paths, 3)
     with pytest.raises(RuntimeError, match=r"after step 3; remembered are those of \[4, 5, 6\]"):
         snapshots.answer()
     folders.abandon(paths, 3)
     (folder / "orchestrator" / STATE).unlink()
-    with pytest.raises(ValueError, match="written by a replay"):
-        read_state(folder)
+    with pytest.raises(ValueError, match=r"no part of an orchestrator \(orchestrator/state.rlx\): it was written by a replay"):
+        read_state(folder, Number)
+
+
+def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    folder = folders.begin(paths, 1)
+    snapshots = Snapshots(paths, keep=3)
+    snapshots.take(1, Number(number=1))
+    snapshots.answer()
+    file = folder / "orchestrator" / STATE
+    content = file.read_bytes()
+    for damaged, why in (
+        (content[:-9], "the file was cut short"),
+        (content[:-1] + b"x", "they were damaged after they were written"),
+        (pickle.dumps({"number": 1}), "bytes are no tests.Number/1: the file was cut short"),
+        (pickle.dumps({"number": list(range(99))}), "a record of rlx begins with b'RLXREC'"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ") + ".*" + re.escape(why)):
+            read_state(folder, Number)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, and a rlx\.OrchestratorState/\d was asked for"):
+        read_state(folder, OrchestratorState)

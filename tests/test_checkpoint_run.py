@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 from checkpoint_worker import make_trainer
 from policy_stand_in import load, tiny_chat
-from rlx.transport.files import RecordedBatches
+from test_checkpoint_folders import Number
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, reproducible
 from trainer_examples import make_model
 
 from rlx.checkpoints import folders
-from rlx.checkpoints.orchestrator import Snapshots
+from rlx.checkpoints.orchestrator import STATE, Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
+from rlx.codec import encode
 from rlx.config.schema import CkptConfig, Config
+from rlx.data.source import OrchestratorSource, RecordedSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
 from rlx.rollout.record import read_rollouts
@@ -49,12 +52,12 @@ class CheckpointingTrainer(StandInTrainer):
         for step in range(self.first, self.last):
             while not self.paths.batch_of(step).exists():
                 await asyncio.sleep(0.002)
-            self.batches.append(RecordedOrSent(self.paths, step).batch)
+            self.batches.append(OrchestratorSource(self.paths, one_process("cpu"), timeout=1).receive(step, lambda: None))
             self.paths.batch_of(step).unlink()
             self.publish(step + 1)
             if step + 1 in self.at:
                 folder = folders.begin(self.paths, step + 1)
-                while not (folder / "orchestrator").exists() or not list((folder / "orchestrator").glob("state.pkl")):
+                while not (folder / "orchestrator").exists() or not list((folder / "orchestrator").glob(STATE)):
                     await asyncio.sleep(0.002)
                 folders.finish(self.paths, step + 1, {}, {})
         if self.last < self.config.max_steps:
@@ -65,13 +68,6 @@ class CheckpointingTrainer(StandInTrainer):
         folder = self.paths.weights_of(version)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / COMPLETE).write_text('{"version": 0, "files": {}}')
-
-
-class RecordedOrSent:
-    def __init__(self, paths: RunPaths, step: int) -> None:
-        from rlx.transport.files import BatchReader
-
-        self.batch = BatchReader(paths).receive(step, timeout=1)
 
 
 def play(
@@ -166,17 +162,10 @@ def test_recorded_batches_are_those_that_were_sent_and_arrivals_are_numbered(tmp
     trainer = CheckpointingTrainer(paths, config)
     play(paths, config, trainer, jitter=0.02)
     for step, sent in enumerate(trainer.batches):
-        again = RecordedBatches(paths).receive(step)
-        assert again.step == step
-        for one, other in zip(rows(sent), rows(again), strict=True):
-            for name in one.__slots__:
-                assert (getattr(one, name) == getattr(other, name)).all(), name
+        again = RecordedSource(paths, one_process("cpu")).receive(step, lambda: None)
+        assert b"".join(encode(sent)) == b"".join(encode(again))
     arrivals = [line["arrival"] for step in range(3) for line in read_rollouts(paths.rollouts_of(step))]
     assert sorted(arrivals) == list(range(24))
-
-
-def rows(batch: Any) -> list[Any]:
-    return [row for mini in batch.mini_batches for rank in mini.micro_batches for row in rank]
 
 
 # the whole of a checkpoint
@@ -193,7 +182,7 @@ def orchestrator_of(paths: RunPaths, last: int) -> Iterator[None]:
     """A thread that answers like the orchestrator."""
     snapshots, stopped = Snapshots(paths, keep=100), threading.Event()
     for step in range(last + 1):
-        snapshots.take(step, {"step": step})
+        snapshots.take(step, Number(number=step))
 
     def answer() -> None:
         while not stopped.wait(0.005):

@@ -289,6 +289,7 @@ def test_diagnostics_equal_plain_loops():
         "mismatch/kl": sum(math.exp(g) - 1 - g for g in gaps) / n,
         "mismatch/abs_logp_diff_mean": sum(map(abs, gaps)) / n,
         "mismatch/abs_logp_diff_max": max(map(abs, gaps)),
+        "mismatch/seq_abs_logp_diff_mean": sum(abs(sum(g) / len(g)) for g in (gaps[:3], gaps[3:8], gaps[8:10], gaps[10:])) / 4,
         "loss/kl": 0.0,
         "ref/kl": sum(math.exp(d) - 1 - d for d in to_ref) / n,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_examples import make_model, make_samples, make_trainer
+from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt2 import GPT2Config
 from transformers.models.granite import GraniteConfig
@@ -83,7 +83,7 @@ def test_kernels_give_the_gradients_of_the_plain_model(config_class):
         trainer = make_trainer(make_model(config_class).to(CUDA), entropy_coef=0.1)
         if with_kernels:
             patch(trainer.model.hf)
-        trainer.accumulate_gradients(pack(0, [make_samples(longest=20)], ranks=1, tokens=10_000).mini_batches[0])
+        trainer.accumulate_gradients(pack(step_batch(0, [make_samples(longest=20)]), rank=0, ranks=1, tokens=10_000).mini_batches[0])
         found.append({name: p.grad for name, p in trainer.model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name], rtol=2e-3, atol=1e-5, msg=name)

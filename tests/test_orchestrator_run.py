@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
-from rlx.transport.files import BatchReader
 
 from rlx.checkpoints.folders import begin, writing
+from rlx.checkpoints.orchestrator import STATE
+from rlx.codec import encode
 from rlx.config.schema import Config, EnvConfig
+from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
-from rlx.types import StepBatch, WeightVersion
+from rlx.types import StepBatch, TrainingSample, WeightVersion
 from rlx.waiting import first_failure
 
 assert OUTSIDE
@@ -84,12 +87,12 @@ class StandInTrainer:
         self.batches: list[StepBatch] = []
 
     async def run(self) -> None:
-        reader = BatchReader(self.paths)
+        source = OrchestratorSource(self.paths, one_process("cpu"), timeout=1)
         for step in range(self.config.max_steps):
             while not self.paths.batch_of(step).exists():
                 await asyncio.sleep(0.002)
-            self.batches.append(reader.receive(step, timeout=1))
-            reader.done(step)
+            self.batches.append(source.receive(step, lambda: None))
+            source.done(step)
             await asyncio.sleep(self.seconds)
             folder = self.paths.weights_of(step + 1)
             folder.mkdir(parents=True)
@@ -101,11 +104,11 @@ class StandInTrainer:
         """The last version is out for a while when the run's last checkpoint begins."""
         await asyncio.sleep(0.3)
         folder = begin(self.paths, step)
-        while not (folder / "orchestrator" / "state.pkl").exists():
+        while not (folder / "orchestrator" / STATE).exists():
             await asyncio.sleep(0.01)
 
-    def rows(self, step: int) -> list[Any]:
-        return [row for mini in self.batches[step].mini_batches for rank in mini.micro_batches for row in rank]
+    def samples(self, step: int) -> list[TrainingSample]:
+        return [sample for mini_batch in self.batches[step].mini_batches for sample in mini_batch]
 
 
 def play(root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0) -> tuple[RunPaths, StandInTrainer]:
@@ -164,15 +167,15 @@ def test_a_batch_holds_exactly_the_sampled_tokens_with_their_logprobs_and_advant
     paths, trainer = play(tmp_path, config_of(max_steps=2))
     for step in range(2):
         lines = list(read_rollouts(paths.rollouts_of(step)))
-        rows = trainer.rows(step)
-        mask = np.concatenate([row.loss_mask for row in rows])
+        samples = trainer.samples(step)
+        mask = np.concatenate([sample.loss_mask for sample in samples])
         assert mask.sum() == sum(line["num_tokens"] for line in lines) == metrics(paths)[step]["batch/loss_tokens"]
-        assert set(np.concatenate([row.versions for row in rows])[mask]) == {step}
-        assert (np.concatenate([row.inference_logprobs for row in rows])[mask] < 0).all()
+        assert set(np.concatenate([sample.versions for sample in samples])[mask]) == {step}
+        assert (np.concatenate([sample.inference_logprobs for sample in samples])[mask] < 0).all()
         expected = sorted(round(line["advantage"], 5) for line in lines for _ in range(line["num_tokens"]))
-        assert sorted(round(float(a), 5) for a in np.concatenate([row.advantages for row in rows])[mask]) == expected
-        labels = np.concatenate([row.labels for row in rows])[mask]
-        texts = "".join(sorted(tiny_chat().tokenizer.decode(labels).split("<|im_end|>")))
+        assert sorted(round(float(a), 5) for a in np.concatenate([sample.advantages for sample in samples])[mask]) == expected
+        tokens = np.concatenate([sample.token_ids for sample in samples])[mask]
+        texts = "".join(sorted(tiny_chat().tokenizer.decode(tokens).split("<|im_end|>")))
         assert texts == "".join(sorted(line["completion"][0]["content"] for line in lines))
 
 
@@ -221,8 +224,8 @@ def test_no_token_is_older_than_the_bound_with_a_slow_trainer_and_uneven_rollout
     _, trainer = play(tmp_path, config_of(max_steps=10, max_async_level=level), servers, seconds=0.02)
     lags = []
     for step in range(10):
-        for row in trainer.rows(step):
-            lags += (step - row.versions[row.loss_mask]).tolist()
+        for sample in trainer.samples(step):
+            lags += (step - sample.versions[sample.loss_mask]).tolist()
     assert min(lags) >= 0
     assert max(lags) <= level
     assert (max(lags) > 0) == (level > 0), "the schedule uses the slack it has"
@@ -236,13 +239,14 @@ def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
     assert metrics(paths)[-1]["rollouts/dropped_off_policy"] == 0
 
 
-def test_mini_batches_and_ranks_divide_the_batch(tmp_path: Path) -> None:
-    _, trainer = play(tmp_path, config_of(max_steps=1, trainer__num_minibatches=2, hardware__trainer_processes=2))
+def test_mini_batches_are_whole_groups_and_know_nothing_of_the_trainers_layout(tmp_path: Path) -> None:
+    keys = {"max_steps": 1, "trainer__num_minibatches": 2}
+    _, trainer = play(tmp_path / "one", config_of(**keys))
+    _, other = play(tmp_path / "two", config_of(**keys, hardware__trainer_processes=2, trainer__micro_batch_tokens=64))
     (batch,) = trainer.batches
-    assert len(batch.mini_batches) == 2
-    for mini in batch.mini_batches:
-        assert len(mini.micro_batches) == 2
-        assert mini.num_sequences == 4
+    members = [[(sample.group, sample.member) for sample in mini_batch] for mini_batch in batch.mini_batches]
+    assert members == [[(group, member) for member in range(4)] for group in range(2)]
+    assert [b"".join(encode(one)) for one in trainer.batches] == [b"".join(encode(one)) for one in other.batches]
 
 
 def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path) -> None:
@@ -309,7 +313,7 @@ def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_last_checkpoint_gets_its_part_however_late_it_begins(tmp_path: Path) -> None:
     paths, _ = play(tmp_path, config_of(max_steps=2))
-    assert (writing(paths, 2) / "orchestrator" / "state.pkl").is_file()
+    assert (writing(paths, 2) / "orchestrator" / STATE).is_file()
     assert config_of().ckpt.interval is not None
 
 

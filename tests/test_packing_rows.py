@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from trainer_examples import make_sample, make_samples
+from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx.data.packing import pack
-from rlx.types import MicroBatch, MiniBatch, TrainingSample
+from rlx.rollout.samples import samples_of
+from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, Rollout, Task, TrainingSample, Turn
 
 
-def rows_of(mini_batch: MiniBatch) -> list[MicroBatch]:
-    return [row for rank in mini_batch.micro_batches for row in rank]
+@dataclass
+class Everybody:
+    """One mini-batch as all ranks pack it, each for itself."""
+
+    ranks: list[MiniBatch]
+
+    @property
+    def rows(self) -> list[MicroBatch]:
+        return [row for mini_batch in self.ranks for row in mini_batch.micro_batches]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(num_sequences, num_loss_tokens), on which the ranks agree."""
+        (counts,) = {(mini_batch.num_sequences, mini_batch.num_loss_tokens) for mini_batch in self.ranks}
+        return counts
+
+
+def pack_all(mini_batches: Sequence[Sequence[TrainingSample]], *, ranks: int, tokens: int) -> list[Everybody]:
+    batches = [pack(step_batch(3, mini_batches), rank=rank, ranks=ranks, tokens=tokens) for rank in range(ranks)]
+    assert {batch.step for batch in batches} == {3}
+    return [Everybody(list(mini)) for mini in zip(*(batch.mini_batches for batch in batches), strict=True)]
 
 
 def tokens_of(samples: list[TrainingSample]) -> list[tuple]:
@@ -25,9 +48,9 @@ def tokens_of(samples: list[TrainingSample]) -> list[tuple]:
     )  # fmt: skip
 
 
-def packed_tokens(mini_batch: MiniBatch) -> list[tuple]:
+def packed_tokens(mini_batch: Everybody) -> list[tuple]:
     found = []
-    for row in rows_of(mini_batch):
+    for row in mini_batch.rows:
         starts = np.repeat(row.cu_seqlens[:-1], np.diff(row.cu_seqlens))
         for t in np.flatnonzero(row.loss_mask):
             prefix = tuple(row.token_ids[starts[t] : t + 1].tolist())
@@ -40,24 +63,22 @@ def packed_tokens(mini_batch: MiniBatch) -> list[tuple]:
 @pytest.mark.parametrize("tokens", [25, 60, 1000])
 def test_every_trainable_token_appears_once_with_its_own_values(ranks, tokens):
     samples = make_samples()
-    (mini_batch,) = pack(3, [samples], ranks=ranks, tokens=tokens).mini_batches
+    (mini_batch,) = pack_all([samples], ranks=ranks, tokens=tokens)
     assert packed_tokens(mini_batch) == tokens_of(samples)
-    assert mini_batch.num_loss_tokens == sum(int(s.loss_mask.sum()) for s in samples)
-    assert mini_batch.num_sequences == len({(s.group, s.rollout) for s in samples})
+    assert mini_batch.counts == (len({(s.group, s.member) for s in samples}), sum(int(s.loss_mask.sum()) for s in samples))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [30, 60, 1000])
 def test_rollouts_stay_whole_and_rows_short_and_ranks_equally_busy(ranks, tokens):
     samples = make_samples(groups=7)
-    (mini_batch,) = pack(0, [samples], ranks=ranks, tokens=tokens).mini_batches
-    assert len({len(rank) for rank in mini_batch.micro_batches}) == 1
-    assert len(mini_batch.micro_batches) == ranks
+    (mini_batch,) = pack_all([samples], ranks=ranks, tokens=tokens)
+    assert len({len(rank.micro_batches) for rank in mini_batch.ranks}) == 1
     lengths = sorted(
-        sum(int(s.loss_mask.sum()) for s in samples if (s.group, s.rollout) == key) for key in {(s.group, s.rollout) for s in samples}
+        sum(int(s.loss_mask.sum()) for s in samples if (s.group, s.member) == key) for key in {(s.group, s.member) for s in samples}
     )
-    assert sorted(int(n) for row in rows_of(mini_batch) for n in row.rollout_lengths if n) == lengths
-    for row in rows_of(mini_batch):
+    assert sorted(int(n) for row in mini_batch.rows for n in row.rollout_lengths if n) == lengths
+    for row in mini_batch.rows:
         size = len(row.token_ids)
         assert size <= tokens
         assert row.cu_seqlens[0] == 0
@@ -72,19 +93,19 @@ def test_rollouts_stay_whole_and_rows_short_and_ranks_equally_busy(ranks, tokens
 
 
 def test_rows_are_balanced_over_ranks():
-    samples = make_samples(groups=40, rollouts=4)
-    (mini_batch,) = pack(0, [samples], ranks=4, tokens=200).mini_batches
-    sizes = [sum(len(row.token_ids) for row in rank) for rank in mini_batch.micro_batches]
+    samples = make_samples(groups=40, members=4)
+    (mini_batch,) = pack_all([samples], ranks=4, tokens=200)
+    sizes = [sum(len(row.token_ids) for row in rank.micro_batches) for rank in mini_batch.ranks]
     assert max(sizes) <= 1.1 * min(sizes)
     total = sum(sizes)
-    assert len(mini_batch.micro_batches[0]) <= -(-total // (4 * 200)) + 1, "no more rows than needed, nearly"
+    assert len(mini_batch.ranks[0].micro_batches) <= -(-total // (4 * 200)) + 1, "no more rows than needed, nearly"
 
 
 def test_rollouts_of_one_prompt_lie_side_by_side():
     samples = make_samples(groups=6)
     shuffled = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
-    (mini_batch,) = pack(0, [shuffled], ranks=1, tokens=10_000).mini_batches
-    (row,) = rows_of(mini_batch)
+    (mini_batch,) = pack_all([shuffled], ranks=1, tokens=10_000)
+    (row,) = mini_batch.rows
     prompts = [
         tuple(row.token_ids[start : start + 4].tolist())
         for start, n in zip(row.cu_seqlens[:-1], np.diff(row.cu_seqlens), strict=True)
@@ -95,55 +116,133 @@ def test_rollouts_of_one_prompt_lie_side_by_side():
 
 
 def test_packing_is_deterministic():
-    one, two = (pack(0, [make_samples()], ranks=2, tokens=60) for _ in range(2))
-    for a, b in zip(rows_of(one.mini_batches[0]), rows_of(two.mini_batches[0]), strict=True):
+    one, two = (pack_all([make_samples()], ranks=2, tokens=60) for _ in range(2))
+    for a, b in zip(one[0].rows, two[0].rows, strict=True):
         for field in MicroBatch.__slots__:
             assert np.array_equal(getattr(a, field), getattr(b, field)), field
 
 
 def test_dtypes_are_those_of_the_record():
-    (mini_batch,) = pack(0, [make_samples()], ranks=3, tokens=1000).mini_batches
-    for row in rows_of(mini_batch):
-        for field, kind in MicroBatch.__annotations__.items():
-            assert getattr(row, field).dtype == {"Int": np.int32, "Float": np.float32, "Bool": np.bool_}[kind], field
+    for streams in ((), STREAMS):
+        (mini_batch,) = pack_all([with_streams(make_samples(), streams)], ranks=3, tokens=1000)
+        for row in mini_batch.rows:
+            for field, kind in get_type_hints(MicroBatch).items():
+                if field in STREAMS and field not in streams:
+                    assert getattr(row, field) is None
+                else:
+                    wanted = get_args(kind)[0] if field in STREAMS else kind
+                    assert getattr(row, field).dtype == get_args(get_args(wanted)[1])[0], field
+
+
+def with_streams(samples: Sequence[TrainingSample], streams: Iterable[str]) -> list[TrainingSample]:
+    """The samples; every other one has the streams, whose values are its token ids and a bit."""
+    return [
+        replace(s, **{name: (s.token_ids + k / 8).astype(np.float32) for k, name in enumerate(streams)}) if i % 2 else s
+        for i, s in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_streams_are_shifted_with_their_labels_and_filled_where_a_sample_has_none(ranks):
+    samples = with_streams(make_samples(), ["ce_weights", "teacher_logprobs"])
+    (mini_batch,) = pack_all([samples], ranks=ranks, tokens=60)
+    seen = set()
+    for row in mini_batch.rows:
+        assert row.policy_weights is None
+        for start, end in pairwise(row.cu_seqlens):
+            if end - start == 1:
+                continue  # the row of a rank without work
+            (own,) = {i for i, s in enumerate(samples) if np.array_equal(s.token_ids, row.token_ids[start:end])}
+            seen.add(own)
+            for k, name in enumerate(("ce_weights", "teacher_logprobs")):
+                wanted = row.labels[start : end - 1] + k / 8 if own % 2 else np.full(end - start - 1, STREAMS[name])
+                assert np.array_equal(getattr(row, name)[start : end - 1], wanted, equal_nan=True)
+                assert np.array_equal(getattr(row, name)[end - 1], STREAMS[name], equal_nan=True)
+    assert len(seen) == len(samples)
+
+
+def test_a_mini_batch_has_the_same_streams_on_every_rank():
+    """A rank that has only samples without the stream must refuse it, too, or the others wait for it."""
+    samples = [replace(s, ce_weights=np.ones(len(s.token_ids), np.float32)) if s.group == 0 else s for s in make_samples()]
+    (mini_batch,) = pack_all([samples], ranks=8, tokens=60)
+    assert all(row.ce_weights is not None for row in mini_batch.rows)
+
+
+def test_the_case_that_the_records_docstring_works_out():
+    turns = (
+        Turn(prompt_ids=ids(11, 12, 13), completion_ids=ids(21, 22), logprobs=floats(-1, -2), versions=ids(4, 4), finish_reason="stop"),
+        Turn(
+            prompt_ids=ids(11, 12, 13, 21, 22, 31, 32), completion_ids=ids(41), logprobs=floats(-3), versions=ids(5), finish_reason="stop"
+        ),
+    )
+    other = (Turn(prompt_ids=ids(51, 52), completion_ids=ids(61), logprobs=floats(-1), versions=ids(4), finish_reason="stop"),)
+    task = Task(env="e", example_id=0, index=0, row={})
+    rollouts = tuple(
+        Rollout(task=task, member=i, turns=t, prompt="", completion="", reward=0.0, rewards={}, metrics={}, status="ok", stop="")
+        for i, t in enumerate((turns, other))
+    )
+    group = Group(id=0, task=task, rollouts=rollouts, advantages=floats(0.5, -0.5))
+    samples = samples_of(group, strategy="interleaved", temperature=1.0)
+    assert samples[0].token_ids.tolist() == [11, 12, 13, 21, 22, 31, 32, 41]
+    assert samples[0].loss_mask.tolist() == [False, False, False, True, True, False, False, True]
+    assert samples[0].versions.tolist() == [-1, -1, -1, 4, 4, -1, -1, 5]
+    (row,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches[0].micro_batches
+    assert row.token_ids.tolist() == [11, 12, 13, 21, 22, 31, 32, 41, 51, 52, 61]
+    assert row.labels.tolist() == [12, 13, 21, 22, 31, 32, 41, 0, 52, 61, 0]
+    assert np.flatnonzero(row.loss_mask).tolist() == [2, 3, 6, 9]
+    assert row.versions.tolist() == [-1, -1, 4, 4, -1, -1, 5, -1, -1, 4, -1]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
+    assert row.rollout_ids.tolist() == [0] * 8 + [1] * 3
+    assert row.rollout_lengths.tolist() == [3, 1]
+    assert row.cu_seqlens.tolist() == [0, 8, 11]
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
 
 
 def test_ranks_without_work_get_a_row_that_contributes_nothing():
     rng = np.random.default_rng(0)
-    (mini_batch,) = pack(0, [[make_sample(0, 0, [3, 4, 5], [2], rng)]], ranks=3, tokens=10).mini_batches
-    rows = rows_of(mini_batch)
+    (mini_batch,) = pack_all([[make_sample(0, 0, [3, 4, 5], [2], rng)]], ranks=3, tokens=10)
+    rows = mini_batch.rows
     assert [int(row.loss_mask.sum()) for row in rows] == [1, 0, 0]
     assert [row.rollout_lengths.tolist() for row in rows] == [[1], [0], [0]]
-    assert mini_batch.num_sequences == 1
+    assert mini_batch.counts == (1, 1)
 
 
 def test_samples_without_trainable_tokens_are_left_out():
     rng = np.random.default_rng(0)
     samples = [make_sample(0, 0, [3, 4, 5], [2], rng), make_sample(0, 1, [3, 4, 5, 6], [], rng)]
-    (mini_batch,) = pack(0, [samples], ranks=1, tokens=10).mini_batches
-    assert (mini_batch.num_sequences, mini_batch.num_loss_tokens) == (1, 1)
-    assert len(rows_of(mini_batch)[0].token_ids) == 3
+    (mini_batch,) = pack_all([samples], ranks=1, tokens=10)
+    assert mini_batch.counts == (1, 1)
+    assert len(mini_batch.rows[0].token_ids) == 3
 
 
 def test_mini_batches_keep_their_own_samples():
     samples = make_samples()
-    batch = pack(5, [samples[:6], samples[6:], []], ranks=2, tokens=60)
-    assert batch.step == 5
-    assert [packed_tokens(mini_batch) for mini_batch in batch.mini_batches] == [tokens_of(samples[:6]), tokens_of(samples[6:]), []]
-    assert [mini_batch.num_loss_tokens for mini_batch in batch.mini_batches][2] == 0
+    parts = [samples[:6], samples[6:], []]
+    batch = pack_all(parts, ranks=2, tokens=60)
+    assert [packed_tokens(mini_batch) for mini_batch in batch] == [tokens_of(part) for part in parts]
+    assert batch[2].counts == (0, 0)
+    one = pack(step_batch(5, parts), rank=1, ranks=2, tokens=60)
+    assert (one.step, one.num_tokens) == (5, sum(len(s.token_ids) for s in samples))
 
 
 def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
     rng = np.random.default_rng(0)
     long = [make_sample(0, 0, range(3, 11), [4], rng), make_sample(0, 0, range(3, 11), [5], rng), make_sample(1, 0, [3, 4], [1], rng)]
-    (mini_batch,) = pack(0, [long], ranks=1, tokens=8).mini_batches
-    assert sorted(len(row.token_ids) for row in rows_of(mini_batch)) == [2, 16]
+    (mini_batch,) = pack_all([long], ranks=1, tokens=8)
+    assert sorted(len(row.token_ids) for row in mini_batch.rows) == [2, 16]
     with pytest.raises(
         ValueError, match=r"group 0, rollout 0, environment test: 8 tokens do not fit a packed row of 7; raise trainer\.micro_batch"
     ):
-        pack(0, [long], ranks=1, tokens=7)
+        pack(step_batch(0, [long]), rank=0, ranks=1, tokens=7)
 
 
 def test_a_trainable_first_token_is_refused():
     with pytest.raises(ValueError, match="first token is marked trainable"):
-        pack(0, [[make_sample(0, 0, [3, 4], [0, 1], np.random.default_rng(0))]], ranks=1, tokens=8)
+        pack(step_batch(0, [[make_sample(0, 0, [3, 4], [0, 1], np.random.default_rng(0))]]), rank=0, ranks=1, tokens=8)

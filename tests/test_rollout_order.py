@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 import zlib
 from pathlib import Path
@@ -14,11 +13,13 @@ from test_orchestrator_run import StandInServers, config_of, metrics, play, repr
 from test_rollout_collector import FakeEnv, run
 from test_rollout_filters import Scored
 
+from rlx.codec import decode, encode
 from rlx.config.schema import DifficultyFilter, EnvConfig
 from rlx.policy.base import request_seed
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.collector import Collector
 from rlx.rollout.record import read_rollouts
+from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -142,7 +143,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
         groups.left_out = lambda _: None
         groups.set_version(0)
         await asyncio.sleep(0.01)
-        state = pickle.dumps(groups.state_dict())
+        state = b"".join(encode(OrchestratorState(collector=groups.state())))
         await groups.close()
         return state
 
@@ -153,7 +154,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
     async def go_on() -> list[Any]:
         groups = make(second, even, group_size=1, num_groups=12)
         groups.left_out = lambda _: None
-        groups.load_state_dict(pickle.loads(state))
+        groups.restore(decode(state, OrchestratorState).collector)
         groups.set_version(0)
         return await groups.collect()
 

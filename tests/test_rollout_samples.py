@@ -12,7 +12,7 @@ from rlx.advantages.group import group_mean
 from rlx.rollout.batch import describe, scores_of
 from rlx.rollout.groups import Tally, checked
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, Task, TrainingSample, Turn
+from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample, Turn
 
 TASK = Task(env="e", example_id=0, index=5, row={})
 
@@ -47,7 +47,7 @@ def test_a_single_turn_is_prompt_and_completion() -> None:
     assert sample.inference_logprobs.tolist() == [0, 0, -1, -2, -3]
     assert sample.versions.tolist() == [-1, -1, 9, 9, 9]
     assert sample.advantages.tolist() == [0, 0, 1, 1, 1]
-    assert (sample.group, sample.rollout, sample.env, sample.temperature) == (5, 0, "e", 0.7)
+    assert (sample.group, sample.member, sample.env, sample.temperature) == (5, 0, "e", 0.7)
     assert [str(a.dtype) for a in (sample.token_ids, sample.advantages, sample.versions)] == ["int32", "float32", "int32"]
 
 
@@ -114,8 +114,8 @@ def test_every_sampled_token_is_trained_exactly_once(strategy: str) -> None:
 
 def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
     both = [rollout(turn([1], [2])), rollout(turn([1], [3]), member=1, truncated=True)]
-    assert [sample.rollout for sample in samples(*both)] == [0, 1]
-    assert [sample.rollout for sample in samples(*both, mask_overlong=True)] == [0]
+    assert [sample.member for sample in samples(*both)] == [0, 1]
+    assert [sample.member for sample in samples(*both, mask_overlong=True)] == [0]
 
 
 def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
@@ -124,7 +124,7 @@ def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
     ))  # fmt: skip
     group = Group(id=5, task=TASK, rollouts=both, advantages=np.ones(2, dtype=np.float32))
     for masked, share in ((True, 0.25), (False, 0.0)):
-        described = describe([group], [samples(*both, mask_overlong=masked)], Tally())
+        described = describe([group], StepBatch(step=0, mini_batches=(tuple(samples(*both, mask_overlong=masked)),)), Tally())
         assert described["batch/overlong_frac"] == share
         assert described["batch/loss_tokens"] == 4 * (1 - share)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from objective_worker import EVERYTHING
 from test_train_step import LOSSES
-from trainer_examples import gradients, make_model, make_samples, make_trainer
+from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
 
 from rlx.config.schema import KlTerms
 from rlx.data.packing import pack
@@ -18,13 +18,13 @@ from rlx.losses.grpo import grpo
 from rlx.losses.rloo import rloo
 from rlx.models.policy import PolicyModel
 from rlx.train.reference import Reference
-from rlx.types import StepBatch
+from rlx.types import RankBatch
 
 
-def make_batch(mini_batches: int = 2, tokens: int = 200, step: int = 2) -> StepBatch:
+def make_batch(mini_batches: int = 2, tokens: int = 200, step: int = 2) -> RankBatch:
     samples = make_samples()
     parts = np.array_split(np.arange(len(samples)), mini_batches)
-    return pack(step, [[samples[i] for i in part] for part in parts], ranks=1, tokens=tokens)
+    return pack(step_batch(step, [[samples[i] for i in part] for part in parts]), rank=0, ranks=1, tokens=tokens)
 
 
 def test_recomputed_ratios_are_against_the_start_of_the_step_and_leave_one_with_every_optimizer_step():
@@ -38,7 +38,7 @@ def test_recomputed_ratios_are_against_the_start_of_the_step_and_leave_one_with_
 
     trainer = make_trainer(make_model(), spy, proximal="recompute", correction="tis")
     batch = make_batch(mini_batches=2, tokens=1000)
-    before = [trainer.score(mini.micro_batches[0][0])[0] for mini in batch.mini_batches]
+    before = [trainer.score(mini.micro_batches[0])[0] for mini in batch.mini_batches]
     values = trainer.train_batch(batch, iterations=2, starts=lambda update, of: told.append((update, of)))
     assert told == [(i, 4) for i in range(4)]
     assert trainer.updates == 4
@@ -52,7 +52,7 @@ def test_one_optimizer_step_recomputes_for_nothing():
     trainer = make_trainer(make_model(), grpo, proximal="recompute")
     batch = make_batch(mini_batches=1)
     assert [scores.old_logp for scores in trainer._score_before(batch.mini_batches[0], recompute=False)] == [None] * len(
-        batch.mini_batches[0].micro_batches[0]
+        batch.mini_batches[0].micro_batches
     )
     values = trainer.train_batch(batch)
     assert values["policy/ratio_min"] == values["policy/ratio_max"] == 1.0
@@ -68,7 +68,7 @@ def test_rloo_weighs_rollouts_of_older_versions_only():
     samples = make_samples()
     for sample in samples:
         sample.versions[sample.loss_mask] = 2 if sample.group % 2 else 1
-    (mini_batch,) = pack(2, [samples], ranks=1, tokens=1000).mini_batches
+    (mini_batch,) = pack(step_batch(2, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
     seen = []
 
     def spy(tokens):
@@ -129,13 +129,13 @@ def test_a_mini_batch_without_a_trainable_token_changes_nothing(order):
         kl = KlTerms(beta=0.1, target_kl=1e9)
         trainer = make_trainer(hf, grpo, kl=kl, reference=Reference(PolicyModel(copy.deepcopy(hf))))
         trainer.optimizer = torch.optim.AdamW(trainer.parameters, lr=0.01)
-        values = trainer.train_batch(pack(2, parts, ranks=1, tokens=1000))
+        values = trainer.train_batch(pack(step_batch(2, parts), rank=0, ranks=1, tokens=1000))
         found.append((values, trainer.updates, trainer.objective.state_dict(), [p.detach().clone() for p in trainer.parameters]))
     for name, value in found[0][0].items():
         assert name.startswith("time/") or found[1][0][name] == value, name
     assert found[0][1:3] == found[1][1:3] == (1, {"beta": pytest.approx(0.1 * 0.98)})
     assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
-    nothing = trainer.train_batch(pack(2, [[], []], ranks=1, tokens=1000))
+    nothing = trainer.train_batch(pack(step_batch(2, [[], []]), rank=0, ranks=1, tokens=1000))
     assert nothing.keys() == values.keys()
     assert all(np.isfinite(value) for value in nothing.values())
     assert (nothing["ref/beta"], trainer.updates) == (pytest.approx(0.098), 1)
@@ -164,7 +164,7 @@ def test_distillation_brings_the_policy_to_its_teacher():
     batch = make_batch(mini_batches=1, tokens=1000)
     # On-policy samples of this batch do not exist; with the engine's log-probabilities equal to the policy's the weight is 1 and a token's
     # log-probability moves to where the teacher has it.
-    (micro_batch,) = pack(2, [make_samples()], ranks=1, tokens=1000).mini_batches[0].micro_batches[0]
+    (micro_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches[0].micro_batches
     teacher, _ = trainer.score(micro_batch, trainer.reference.model)
     gaps = []
     for _ in range(10):

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from trainer_examples import make_model, make_samples, make_trainer
+from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.bloom import BloomConfig
 from transformers.models.cohere import CohereConfig
 from transformers.models.cohere2 import Cohere2Config
@@ -72,8 +72,8 @@ def own_log_probabilities(hf, samples: list[TrainingSample]) -> tuple[torch.Tens
 
 
 def one_row(samples: list[TrainingSample]) -> MicroBatch:
-    (mini_batch,) = pack(0, [samples], ranks=1, tokens=10_000).mini_batches
-    ((row,),) = mini_batch.micro_batches
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=10_000).mini_batches
+    (row,) = mini_batch.micro_batches
     return row
 
 
@@ -100,7 +100,7 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(name):
     found = []
     for attention in ("sdpa", "rows"):
         trainer = make_trainer(make_model(config_class, **keys), attention=attention, entropy_coef=0.1)
-        trainer.accumulate_gradients(pack(0, [make_samples(longest=20)], ranks=1, tokens=10_000).mini_batches[0])
+        trainer.accumulate_gradients(pack(step_batch(0, [make_samples(longest=20)]), rank=0, ranks=1, tokens=10_000).mini_batches[0])
         found.append({name: p.grad for name, p in trainer.model.named_parameters()})
     for parameter, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from pathlib import Path
 
 import pytest
 from test_train_role import finish, make_run, records, reproducible, start
-from trainer_examples import make_samples
+from trainer_examples import make_samples, step_batch
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.orchestrator import STATE
-from rlx.data.packing import pack
+from rlx.data.source import send
 from rlx.heartbeat import read_heartbeats
 from rlx.paths import RunPaths, atomic
-from rlx.transport.files import BatchWriter
 from rlx.weights.files import verify
 
 pytestmark = pytest.mark.slow
@@ -43,14 +41,14 @@ def send_long(paths: RunPaths, ranks: int) -> None:
     """The batch of step LONG, in hundreds of micro-batches."""
     samples = make_samples(groups=250)
     half = len(samples) // 2
-    BatchWriter(paths).send(pack(LONG, [samples[:half], samples[half:]], ranks=ranks, tokens=60))
+    send(paths, step_batch(LONG, [samples[:half], samples[half:]]))
 
 
 def add_the_orchestrators_part(paths: RunPaths) -> None:
     for _, folder in folders.being_written(paths):
         if not (folder / folders.ORCHESTRATOR / STATE).exists():
             with atomic(folder / folders.ORCHESTRATOR / STATE) as temporary:
-                temporary.write_bytes(pickle.dumps({}))
+                temporary.write_bytes(b"the state")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

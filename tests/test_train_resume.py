@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 from test_checkpoint_run import orchestrator_of
 from test_train_role import STEPS, finish, make_run, records, reproducible, start
 
+from rlx import codec
 from rlx.checkpoints.folders import at, steps
 from rlx.config.load import load_run, to_yaml
 from rlx.heartbeat import read_heartbeats
 from rlx.paths import RunPaths, write_text
+from rlx.rollout.record import record_batch
 from rlx.runs.rewind import rewind
-from rlx.transport.files import BatchReader, BatchWriter, record
+from rlx.types import StepBatch
 from rlx.weights.files import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,7 +37,7 @@ def weights(paths: RunPaths) -> dict:
 def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     whole, cut = (make_run(tmp_path / name, ranks, **{"ckpt.interval": "null"}) for name in ("whole", "cut"))
     run_to_the_end(whole, ranks)
-    last = BatchReader(cut).receive(2, timeout=1)
+    last = cut.batch_of(2).read_bytes()
     cut.batch_of(2).unlink()
     with orchestrator_of(cut, STEPS):
         process = start(cut, ranks)
@@ -50,23 +53,52 @@ def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bi
     assert steps(cut) == [2]
     assert rewind(cut, warn=pytest.fail) == at(cut, 2)
     assert not cut.preempted.exists()
-    BatchWriter(cut).send(last)
+    cut.batch_of(2).write_bytes(last)
     run_to_the_end(cut, ranks)
     assert list(map(reproducible, records(cut))) == list(map(reproducible, records(whole)))
     assert weights(cut) == weights(whole)
 
 
-def test_a_replay_trains_on_what_was_recorded_and_writes_the_same_metrics(tmp_path: Path) -> None:
-    run, again = (make_run(tmp_path / name, **{"ckpt.interval": 50}) for name in ("run", "again"))
+def recorded_run(root: Path) -> RunPaths:
+    """A run that has trained on batches and kept them."""
+    run = make_run(root, **{"ckpt.interval": 50})
     for step in range(STEPS):
-        record(run, BatchReader(run).receive(step, timeout=1))
-        again.batch_of(step).unlink()
+        record_batch(run.recorded_of(step), codec.decode(run.batch_of(step).read_bytes(), StepBatch))
     run_to_the_end(run)
+    return run
+
+
+def make_replay(root: Path, run: RunPaths, ranks: int = 1, **keys: object) -> RunPaths:
+    again = make_run(root, ranks, **{"ckpt.interval": 50}, **keys)
+    shutil.rmtree(again.batches)
     config = load_run(again.root)
     config.replay = str(run.root)
     again.config.write_text(to_yaml(config))
+    return again
+
+
+def test_a_replay_trains_on_what_was_recorded_and_writes_the_same_metrics(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    again = make_replay(tmp_path / "again", run)
     finish(start(again))
     assert list(map(reproducible, records(again))) == list(map(reproducible, records(run)))
     assert weights(again) == weights(run)
     assert [path.name for path in again.weights.iterdir()] == [f"step_{STEPS}"], "nobody serves what is in between"
     assert steps(again) == [STEPS]
+
+
+def test_a_replay_packs_for_its_own_ranks_rows_and_mini_batches(tmp_path: Path) -> None:
+    """The record holds samples: other ranks and longer rows give the same numbers but for rounding, another split other optimizer steps."""
+    run = recorded_run(tmp_path / "run")
+    ranks = make_replay(tmp_path / "ranks", run, ranks=2)
+    rows = make_replay(tmp_path / "rows", run, **{"trainer.micro_batch_tokens": 1000})
+    for again, processes in ((ranks, 2), (rows, 1)):
+        finish(start(again, processes))
+        for ours, theirs in zip(records(again), records(run), strict=True):
+            for name, value in reproducible(theirs).items():
+                if name != "source":
+                    assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    once = make_replay(tmp_path / "once", run, **{"trainer.num_minibatches": 1})
+    finish(start(once))
+    assert [record["step"] for record in records(once)] == list(range(STEPS))
+    assert weights(once) != weights(run), "one optimizer step a batch instead of two"

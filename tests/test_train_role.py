@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlx.transport.files import BatchWriter
-from trainer_examples import make_model, make_samples
+from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
 
 from rlx.config.load import compose, to_yaml
-from rlx.data.packing import pack
+from rlx.data.source import send
 from rlx.heartbeat import read_heartbeats
 from rlx.metrics import METRICS, read_metrics
 from rlx.models.tiny import build_tokenizer
@@ -47,6 +46,8 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "loss": "gspo",
         "hardware.trainer_processes": ranks,
         "trainer.num_minibatches": 2,
+        "seq_len": 60,  # and so the length of a packed row
+        "sampling.max_tokens": 32,
         "trainer.batch_timeout": 60,
         "ckpt.interval": "null",  # there is no orchestrator here to add its part
     }
@@ -59,7 +60,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
     paths.initial_model.write_text(f"{model}\n")
     for step in range(STEPS):
         samples = make_samples(seed=step)
-        BatchWriter(paths).send(pack(step, [samples[:8], samples[8:]], ranks=ranks, tokens=60))
+        send(paths, step_batch(step, [samples[:8], samples[8:]]))
     return paths
 
 
@@ -158,7 +159,7 @@ def test_a_number_that_is_not_finite_stops_the_role_with_a_reason(tmp_path):
     paths = make_run(tmp_path / "run")
     samples = make_samples()
     samples[0].advantages[samples[0].loss_mask] = float("nan")
-    BatchWriter(paths).send(pack(1, [samples], ranks=1, tokens=60))
+    send(paths, step_batch(1, [samples]))
     process = start(paths)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from test_train_models import own_log_probabilities
-from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer
+from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer, step_batch
 
 from rlx.config.schema import SchedulerConfig
 from rlx.data.packing import pack
@@ -26,6 +27,7 @@ from rlx.losses.sft import sft
 from rlx.models.shard import checkpoint_activations
 from rlx.train.optim import NotFiniteError, learning_rate
 from rlx.train.step import merge_metrics
+from rlx.types import RankBatch
 
 # name: objective with bounds that some tokens of the examples cross, aggregate
 LOSSES = {
@@ -53,10 +55,10 @@ def test_gradients_and_metrics_do_not_depend_on_packing(name):
     results = []
     for tokens, order in ((10_000, 1), (140, 1), (60, 1), (60, -1)):
         trainer = make_trainer(make_model(), *LOSSES[name], entropy_coef=0.01)
-        (mini_batch,) = pack(0, [samples[::order]], ranks=1, tokens=tokens).mini_batches
+        (mini_batch,) = pack(step_batch(0, [samples[::order]]), rank=0, ranks=1, tokens=tokens).mini_batches
         trainer.accumulate_gradients(mini_batch)
         found = gradients(trainer)
-        results.append((found, trainer.train_minibatch(mini_batch, step=2), len(mini_batch.micro_batches[0])))
+        results.append((found, trainer.train_minibatch(mini_batch, step=2), len(mini_batch.micro_batches)))
     assert [rows for _, _, rows in results[:2]] == [1, 2]
     assert results[2][2] >= 4
     scale = max(float(g.abs().max()) for g in results[0][0].values())
@@ -73,7 +75,7 @@ def test_the_gradient_is_that_of_a_plain_hugging_face_forward():
     hf = make_model()
     plain = copy.deepcopy(hf)
     trainer = make_trainer(hf, reinforce)
-    (mini_batch,) = pack(0, [samples], ranks=1, tokens=80).mini_batches
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=80).mini_batches
     trainer.accumulate_gradients(mini_batch)
     logp, _ = own_log_probabilities(plain, samples)
     advantages = torch.from_numpy(np.concatenate([s.advantages[s.loss_mask] for s in samples])).double()
@@ -84,7 +86,7 @@ def test_the_gradient_is_that_of_a_plain_hugging_face_forward():
 
 def test_a_rank_without_work_contributes_zero_gradients():
     trainer = make_trainer(make_model())
-    (mini_batch,) = pack(0, [[]], ranks=1, tokens=10).mini_batches
+    (mini_batch,) = pack(step_batch(0, [[]]), rank=0, ranks=1, tokens=10).mini_batches
     metrics = trainer.train_minibatch(mini_batch, step=0)
     trainer.accumulate_gradients(mini_batch)
     assert all(not p.grad.any() for p in trainer.parameters if p.grad is not None)
@@ -105,7 +107,7 @@ def test_on_policy_mismatch_is_nothing_but_rounding():
         reported[sample.loss_mask] = logp[at : at + n]
         at += n
         exact.append(type(sample)(**{f: getattr(sample, f) for f in sample.__slots__} | {"inference_logprobs": reported}))
-    metrics = make_trainer(hf).train_minibatch(pack(0, [exact], ranks=1, tokens=100).mini_batches[0], step=3)
+    metrics = make_trainer(hf).train_minibatch(pack(step_batch(0, [exact]), rank=0, ranks=1, tokens=100).mini_batches[0], step=3)
     assert metrics["mismatch/kl"] < 1e-9
     assert metrics["mismatch/abs_logp_diff_max"] < 1e-4
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -117,7 +119,9 @@ def test_on_policy_mismatch_is_nothing_but_rounding():
 def test_lag_is_the_age_of_the_trained_tokens():
     samples = make_samples()
     versions = np.concatenate([s.versions[s.loss_mask] for s in samples])
-    metrics = make_trainer(make_model()).train_minibatch(pack(0, [samples], ranks=1, tokens=100).mini_batches[0], step=4)
+    metrics = make_trainer(make_model()).train_minibatch(
+        pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches[0], step=4
+    )
     assert metrics["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
     assert metrics["off_policy/lag_max"] == 4 - versions.min()
 
@@ -129,15 +133,15 @@ def test_training_raises_the_probability_of_what_was_good():
     samples = [type(s)(**{f: getattr(s, f) for f in s.__slots__} | {"advantages": np.where(s.loss_mask, a, 0).astype(np.float32)})
                for s, a in zip(samples, (1, -1), strict=True)]  # fmt: skip
     trainer = make_trainer(make_model(), reinforce)
-    (mini_batch,) = pack(0, [samples], ranks=1, tokens=100).mini_batches
-    before, _ = trainer.score(mini_batch.micro_batches[0][0])
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches
+    before, _ = trainer.score(mini_batch.micro_batches[0])
     trainer.train_minibatch(mini_batch)
-    after, _ = trainer.score(mini_batch.micro_batches[0][0])
+    after, _ = trainer.score(mini_batch.micro_batches[0])
     assert ((after - before)[:3].sum() > 0) & ((after - before)[3:].sum() < 0)
 
 
 def test_gradients_are_clipped_to_the_norm_and_reported_before():
-    (mini_batch,) = pack(0, [make_samples()], ranks=1, tokens=1000).mini_batches
+    (mini_batch,) = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches
     moved = []
     for max_norm in (None, 1e-3):
         hf = make_model()
@@ -151,7 +155,7 @@ def test_gradients_are_clipped_to_the_norm_and_reported_before():
 
 
 def test_activation_checkpointing_changes_no_gradient():
-    (mini_batch,) = pack(0, [make_samples()], ranks=1, tokens=1000).mini_batches
+    (mini_batch,) = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches
     found = []
     for freq in (0, 1, 2):
         trainer = make_trainer(make_model())
@@ -170,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changes(value):
     hf = make_model()
     before = copy.deepcopy(hf.state_dict())
     with pytest.raises(NotFiniteError, match="optimizer step 0: the loss is"):
-        make_trainer(hf, reinforce).train_minibatch(pack(0, [samples], ranks=1, tokens=1000).mini_batches[0])
+        make_trainer(hf, reinforce).train_minibatch(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches[0])
     assert all(torch.equal(before[name], tensor) for name, tensor in hf.state_dict().items())
 
 
@@ -178,8 +182,9 @@ def test_a_gradient_that_is_not_finite_stops():
     samples = make_samples()
     for sample in samples:
         sample.advantages[sample.loss_mask] *= 1e36
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
     with pytest.raises(NotFiniteError, match="the gradient norm is inf"):
-        make_trainer(make_model(), reinforce, "seq_sum").train_minibatch(pack(0, [samples], ranks=1, tokens=1000).mini_batches[0])
+        make_trainer(make_model(), reinforce, "seq_sum").train_minibatch(mini_batch)
 
 
 def test_schedules():
@@ -197,3 +202,45 @@ def test_schedules():
 def test_metrics_of_several_mini_batches_are_merged_by_their_meaning():
     merged = merge_metrics([{"a_max": 1, "a_min": 1, "time/x": 2, "loss/total": 1}, {"a_max": 3, "a_min": 0, "time/x": 3, "loss/total": 2}])
     assert merged == {"a_max": 3, "a_min": 0, "time/x": 5, "loss/total": 1.5}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"ce_weights": 1.0}, "the batch has the stream `ce_weights` and this objective consumes none"),
+    ({"adapter": 2}, "a sample is for adapter 2, and this trainer trains the policy's own weights"),
+])  # fmt: skip
+def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(change, message):
+    samples = make_samples()
+    one = {name: np.full(len(samples[3].token_ids), value, np.float32) if name != "adapter" else value for name, value in change.items()}
+    samples[3] = dataclasses.replace(samples[3], **one)
+    trainer = make_trainer(make_model(), reinforce)
+    batch = pack(step_batch(0, [make_samples(), samples]), rank=0, ranks=1, tokens=1000)
+    with pytest.raises(ValueError, match=message):
+        trainer.train_batch(batch)
+    assert trainer.updates == 0, "also where the first mini-batch has none of it"
+    if "ce_weights" in change:
+        trainer.objective.streams = frozenset({"ce_weights"})
+        trainer.train_batch(batch)
+
+
+def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_told_once():
+    def told(function, versions: int, gap: float, **terms) -> str | None:
+        trainer = make_trainer(make_model(), function, "seq_mean", **terms)
+        (mini_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=10_000).mini_batches
+        (row,) = mini_batch.micro_batches
+        logp, _ = trainer.score(row)
+        reported = np.zeros(len(row.token_ids), dtype=np.float32)
+        reported[row.loss_mask] = logp.numpy() + gap
+        row = dataclasses.replace(row, inference_logprobs=reported, versions=np.where(row.loss_mask, versions, -1).astype(np.int32))
+        trainer.train_batch(RankBatch(step=2, mini_batches=(dataclasses.replace(mini_batch, micro_batches=(row,)),) * 2, num_tokens=1))
+        return trainer.warning
+
+    text = told(gspo, 2, 0.003)
+    assert text is not None
+    assert "differ by 0.003 nats" in text
+    assert "leave 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Take loss.proximal=recompute" in text
+    assert told(partial(gspo_token, eps_low=1e-3), 2, 0.003) is not None
+    assert told(gspo, 2, 1e-4) is None, "within the bounds; what the second optimizer step finds was learned, not rounded"
+    assert told(gspo, 1, 0.003) is None, "of an older version: not rounding alone"
+    assert told(gspo, 2, 0.003, proximal="recompute") is None
+    assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
+    assert told(grpo, 2, 0.3) is None

@@ -10,7 +10,7 @@ from torch.nn import functional
 from rlx.config.schema import WarmStartConfig
 from rlx.data.demonstrations import Demonstration, choose, counts_by_weight, demonstrate, last_question, to_sample
 from rlx.models.tiny import build_model, build_tokenizer
-from rlx.train.warm_start import shuffled_batches, warm_start
+from rlx.train.warm_start import warm_start
 
 WORDS = ["abc", "hello", "word", "xyzzy"]
 ROWS = [{"prompt": [{"role": "system", "content": "reverse"}, {"role": "user", "content": word}], "question": word} for word in WORDS]
@@ -89,13 +89,6 @@ def test_rows_are_chosen_evenly_whether_there_are_too_many_or_too_few():
     assert len({row["id"] for row in choose(rows, 6, seed=0)}) == 6
     many = [row["id"] for row in choose(rows, 25, seed=0)]
     assert {many.count(i) for i in range(10)} == {2, 3}
-
-
-def test_batches_visit_every_example_before_any_again():
-    batches = shuffled_batches(10, 4, seed=0)
-    visited = [i for _ in range(5) for i in next(batches)]
-    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
-    assert visited[:10] != visited[10:]
 
 
 def answer_loss(model, demonstrations):

@@ -16,7 +16,7 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
 from rlx.train.step import PolicyTrainer
-from rlx.types import TrainingSample
+from rlx.types import StepBatch, TrainingSample
 
 VOCABULARY = 40
 SIZES = {
@@ -34,14 +34,14 @@ def make_model(config_class: type = Qwen3Config, seed: int = 0, **keys: Any) -> 
 
 
 def make_sample(
-    group: int, rollout: int, ids: Sequence[int], trainable: Sequence[int], rng: np.random.Generator, **keys: Any
+    group: int, member: int, ids: Sequence[int], trainable: Sequence[int], rng: np.random.Generator, **keys: Any
 ) -> TrainingSample:
     """A sample of these tokens, trainable at these positions, with random advantages, log-probabilities and versions."""
     mask = np.zeros(len(ids), dtype=bool)
     mask[list(trainable)] = True
     return TrainingSample(
         group=group,
-        rollout=rollout,
+        member=member,
         env="test",
         token_ids=np.array(ids, dtype=np.int32),
         loss_mask=mask,
@@ -52,22 +52,26 @@ def make_sample(
     )
 
 
-def make_samples(groups: int = 4, rollouts: int = 3, seed: int = 0, longest: int = 12) -> list[TrainingSample]:
+def make_samples(groups: int = 4, members: int = 3, seed: int = 0, longest: int = 12) -> list[TrainingSample]:
     """Groups with a common prompt each; some rollouts have two samples, some samples have two trainable stretches, temperatures differ."""
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(groups):
         prompt = rng.integers(3, VOCABULARY, rng.integers(4, 9)).tolist()
-        for rollout in range(rollouts):
+        for member in range(members):
             ids = prompt + rng.integers(3, VOCABULARY, rng.integers(1, longest)).tolist()
             trainable = list(range(len(prompt), len(ids)))
             if len(trainable) > 4:
                 del trainable[2]  # the environment said this one
-            samples.append(make_sample(group, rollout, ids, trainable, rng, temperature=[1.0, 0.7][group % 2]))
-            if rollout == 1:
+            samples.append(make_sample(group, member, ids, trainable, rng, temperature=[1.0, 0.7][group % 2]))
+            if member == 1:
                 more = rng.integers(3, VOCABULARY, 6).tolist()
-                samples.append(make_sample(group, rollout, more, [3, 4, 5], rng))
+                samples.append(make_sample(group, member, more, [3, 4, 5], rng))
     return samples
+
+
+def step_batch(step: int, mini_batches: Sequence[Sequence[TrainingSample]]) -> StepBatch:
+    return StepBatch(step=step, mini_batches=tuple(map(tuple, mini_batches)))
 
 
 def make_trainer(hf: Any, function: Any = grpo, aggregate: str = "token_mean", **keys: Any) -> PolicyTrainer:

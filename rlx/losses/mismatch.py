@@ -31,7 +31,7 @@ def too_tight(function: Callable[..., Any], terms: LossTerms, metrics: Mapping[s
     if metrics[MEASURED] <= room:
         return None
     return (
-        f"sequences are clipped by rounding alone: before any update, trainer and engine differ by {metrics[MEASURED]:.2g} nats in the mean "
-        f"over a sequence's tokens, and the bounds leave {room:.2g} (loss.{low}={values[low]:g}, loss.{high}={values[high]:g}). "
+        f"sequences are clipped by rounding alone: before any update, trainer and engine differ by {metrics[MEASURED]:.2g} nats in the "
+        f"mean over a sequence's tokens, and the bounds leave {room:.2g} (loss.{low}={values[low]:g}, loss.{high}={values[high]:g}). "
         "Take loss.proximal=recompute, whose ratios are against the trainer itself, or wider bounds"
     )

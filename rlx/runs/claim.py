@@ -30,7 +30,8 @@ from rlx.paths import RunPaths, write_text
 from rlx.plan.record import write_plan
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
-from rlx.runs.rewind import LATEST, check_replay, check_room, find_fork, is_fork, rewind, say, source_of
+from rlx.runs.replay import check_replay
+from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, rewind, say, source_of
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
@@ -105,7 +106,7 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
 
     With `replay`, it begins with the model of that run. With `resume=latest` or a step, the directory is that of the run that goes on;
     with a path, the new run starts from that checkpoint. `even_done` takes a run on whose last step is in its checkpoint: it ends at once.
-    Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume.
+    Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
     if cfg.replay is not None:
@@ -124,7 +125,7 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
             start = find_fork(str(cfg.resume))
             check_room(start, cfg.max_steps)
             cfg = replace(cfg, resume=str(start.checkpoint))
-        replayed = check_replay(cfg.replay, start.step if start else 0, cfg.max_steps) if cfg.replay is not None else None
+        replayed = check_replay(cfg, start.step if start else 0) if cfg.replay is not None else None
         lock = _claim(paths, clean=cfg.clean)
         try:
             if source := source_of(start) if start else replayed:

@@ -53,15 +53,15 @@ def _config(a: Run, b: Run) -> Iterator[str]:
     for config in configs:
         for name in NOT_COMPARED:
             config.pop(name)
-    return _differences(*(_flat(config) for config in configs))
+    return _differences(*(flat(config) for config in configs))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted name."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            leaves |= _flat(value, f"{prefix}{name}.")
+            leaves |= flat(value, f"{prefix}{name}.")
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
@@ -83,7 +83,7 @@ def _data(a: Run, b: Run) -> Section:
     if there is None or here is None:
         who = " and ".join(run.name for run, found in ((a, there), (b, here)) if found is None)
         return Section("data", [] if there is here else ["recorded for one run only"], f"{who} did not get so far, or was a replay")
-    return Section("data", list(_differences(_flat(there), _flat(here))))
+    return Section("data", list(_differences(flat(there), flat(here))))
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

@@ -52,22 +52,6 @@ def source_of(start: Start) -> RunPaths:
     return RunPaths(start.checkpoint.parent.parent)
 
 
-def check_replay(replay: str, first: int, max_steps: int) -> RunPaths:
-    """The run whose batches are trained on again, from step `first` on. Raises ConfigError when it has not recorded all of them."""
-    paths = RunPaths(Path(replay).expanduser().absolute())
-    if not paths.config.is_file():
-        raise ConfigError(f"replay={replay}: {paths.root} is no run directory.\n  fix: name the directory of the run to train on again")
-    missing = [step for step in range(first, max_steps) if not paths.recorded_of(step).is_file()]
-    if missing:
-        there = sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in paths.recorded.glob("step_*.batch.zst"))
-        has = f"it has those of {there[0]} … {there[-1]}" if there else "it has none (orchestrator.save_batches=false?)"
-        raise ConfigError(
-            f"replay={replay}: the batch of step {missing[0]} was not recorded; {has}, and max_steps={max_steps}.\n"
-            "  fix: set max_steps to what there is; a run that began at a checkpoint is replayed from it, with resume="
-        )
-    return paths
-
-
 def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say, max_steps: int | None = None) -> Start | None:
     """Prepare the next attempt in a run's own directory: from the newest whole checkpoint, or that of step `wanted`.
 

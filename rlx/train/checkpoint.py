@@ -11,23 +11,24 @@ import contextlib
 import io
 import json
 import logging
-import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from rlx import codec
 from rlx.parallel.mesh import Mesh
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
@@ -181,20 +182,37 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """Every random generator of one process."""
+
+    SCHEMA: ClassVar[str] = "rlx.RandomState/1"
+
+    python: Any  # `random.getstate()`
+    numpy: Any  # `numpy.random.get_state()` without its keys: (algorithm, place, has a gauss, that gauss)
+    numpy_keys: NDArray[np.uint32]  # [624]
+    torch: NDArray[np.uint8]  # [n]
+    cuda: NDArray[np.uint8] | None = None  # [n] of the current device
+
+
 def _random_state() -> torch.Tensor:
-    """Every generator of this process, as bytes: [n] uint8."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    states = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), None if cuda is None else cuda.numpy()))
-    return torch.frombuffer(bytearray(states), dtype=torch.uint8)
+    """Every generator of this process, as the bytes of a RandomState: [n] uint8."""
+    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
+    algorithm, keys, *rest = np.random.get_state()
+    state = RandomState(
+        python=random.getstate(), numpy=(algorithm, *rest), numpy_keys=np.asarray(keys), torch=torch.get_rng_state().numpy(), cuda=cuda
+    )
+    return torch.frombuffer(bytearray(b"".join(codec.encode(state))), dtype=torch.uint8)
 
 
 def _set_random_state(packed: torch.Tensor) -> None:
-    own, numpy, cpu, cuda = pickle.loads(packed.numpy().tobytes())
-    random.setstate(own)
-    np.random.set_state(numpy)
-    torch.set_rng_state(torch.from_numpy(cpu))
-    if cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.from_numpy(cuda))
+    state = codec.decode(bytearray(packed.numpy()), RandomState)
+    random.setstate(state.python)
+    algorithm, *rest = state.numpy
+    np.random.set_state((algorithm, state.numpy_keys, *rest))
+    torch.set_rng_state(torch.from_numpy(state.torch))
+    if state.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.from_numpy(state.cuda))
 
 
 @contextlib.contextmanager

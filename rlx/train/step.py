@@ -92,7 +92,11 @@ class PolicyTrainer:
 
         What the policy and the reference said before the first of them is kept for all. `starts` is told each optimizer step and how many
         there are. Mini-batches without a trainable token are left out of the metrics, unless all are.
+        Raises ValueError, before anything is changed, for a stream that the objective does not consume.
         """
+        for mini_batch in batch.mini_batches:
+            for micro_batch in mini_batch.micro_batches:
+                self._refuse_what_nobody_uses(micro_batch)
         began, of = time.perf_counter(), iterations * len(batch.mini_batches)
         before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
         scored = time.perf_counter() - began
@@ -227,7 +231,7 @@ class PolicyTrainer:
             if getattr(micro_batch, name) is not None and name not in self.objective.streams:
                 uses = ", ".join(sorted(self.objective.streams)) or "none"
                 raise ValueError(
-                    f"the batch has the stream `{name}`, which this objective does not consume (it consumes {uses}); send none"
+                    f"the batch has the stream `{name}` and this objective consumes {uses}; send it without, or use another loss"
                 )
         if micro_batch.adapters.any():
             raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, and this trainer trains the policy's own weights")

@@ -1,0 +1,205 @@
+"""The four sources of batches: what each gives, what waiting looks like, and that several ranks get the same from one reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_codec_records import same
+from trainer_examples import make_samples, step_batch
+
+from rlx.codec import CodecError
+from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, SupervisedSource, send, shuffled_batches, split
+from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
+from rlx.rollout.record import record_batch
+from rlx.types import StepBatch
+from rlx.waiting import Preempted, WaitTimeout
+
+ALONE = one_process("cpu")
+
+
+def nothing() -> None:
+    pass
+
+
+def batch_of(step: int) -> StepBatch:
+    samples = make_samples(seed=step)
+    return step_batch(step, [samples[:8], samples[8:]])
+
+
+# files
+
+
+def test_the_source_waits_for_its_own_step_and_deletes_it_when_done(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    source = OrchestratorSource(paths, ALONE, timeout=10)
+    send(paths, batch_of(4))
+    ticks: list[float] = []
+    later = threading.Timer(0.1, send, [paths, batch_of(3)])
+    later.start()
+    batch = source.receive(3, lambda: ticks.append(time.monotonic()))
+    later.join()
+    assert same(batch, batch_of(3))
+    assert batch.mini_batches[0][0].advantages.flags.writeable, "torch takes the arrays as they are"
+    assert ticks, "the heartbeat was not called while waiting"
+    assert sorted(p.name for p in paths.batches.iterdir()) == ["step_000003.batch", "step_000004.batch"]
+    source.done(3)
+    source.done(3)
+    assert [p.name for p in paths.batches.iterdir()] == ["step_000004.batch"]
+
+
+def test_waiting_for_a_batch_ends_with_what_was_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(WaitTimeout, match=r"batch of step 0 .*step_000000\.batch"):
+        OrchestratorSource(RunPaths(tmp_path), ALONE, timeout=0.05).receive(0, nothing)
+
+
+def test_a_damaged_batch_says_which_file_it_is(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    send(paths, batch_of(0))
+    file = paths.batch_of(0)
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(
+        CodecError, match=r"step_000000\.batch: a rlx\.StepBatch/1 of \d+ bytes was written, and \d+ bytes came: the file was cut"
+    ):
+        OrchestratorSource(paths, ALONE, timeout=1).receive(0, nothing)
+
+
+def test_a_recorded_batch_is_the_one_that_was_sent(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    record_batch(paths.recorded_of(2), batch_of(2))
+    source = RecordedSource(paths, ALONE)
+    for _ in range(2):  # and stays
+        assert same(source.receive(2, nothing), batch_of(2))
+        source.done(2)
+    with pytest.raises(FileNotFoundError, match=r"step_000001\.batch\.zst"):
+        source.receive(1, nothing)
+    content = bytearray(paths.recorded_of(2).read_bytes())
+    content[len(content) // 2] ^= 8
+    paths.recorded_of(2).write_bytes(content)
+    with pytest.raises(ValueError, match=r"step_000002\.batch\.zst"):
+        source.receive(2, nothing)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
+def test_a_recording_can_be_split_into_other_mini_batches_of_whole_groups(tmp_path: Path, parts: int) -> None:
+    paths, samples = RunPaths(tmp_path), make_samples(groups=4)
+    recorded = split(step_batch(0, [samples]), 2)
+    record_batch(paths.recorded_of(0), recorded)
+    batch = RecordedSource(paths, ALONE, parts).receive(0, nothing)
+    assert len(batch.mini_batches) == parts
+    assert same([s for mini_batch in batch.mini_batches for s in mini_batch], samples)
+    groups = [sorted({s.group for s in mini_batch}) for mini_batch in batch.mini_batches]
+    assert groups == [part.tolist() for part in np.array_split(np.arange(4), parts)]
+    if parts == 2:
+        assert same(batch, recorded)
+
+
+# several ranks
+
+
+@dataclass
+class Rank:
+    """One of two ranks, as a thread of this process: a mesh that broadcasts through queues."""
+
+    first: bool
+    line: queue.Queue[bytes]
+
+    def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
+        if self.first:
+            assert content is not None
+            self.line.put(bytes(content))
+            return content
+        assert content is None
+        return bytearray(self.line.get(timeout=20))
+
+
+def on_two_ranks(receive: Any) -> list[Any]:
+    """What `receive(rank)` returns or raises on either."""
+    line: queue.Queue[bytes] = queue.Queue()
+    found: list[Any] = [None, None]
+
+    def run(number: int) -> None:
+        try:
+            found[number] = receive(Rank(number == 0, line))
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_rank_0_alone_reads_and_the_others_get_its_bytes(tmp_path: Path) -> None:
+    paths, nowhere = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "not" / "here")
+    send(paths, batch_of(0))
+    record_batch(paths.recorded_of(0), batch_of(0))
+    for make in (lambda where, rank: OrchestratorSource(where, rank, timeout=5), RecordedSource):
+        found = on_two_ranks(lambda rank, make=make: make(paths if rank.first else nowhere, rank).receive(0, nothing))
+        assert [same(one, batch_of(0)) for one in found] == [True, True]
+        assert found[1].mini_batches[0][0].token_ids.flags.writeable
+
+
+def test_a_run_that_gives_way_while_rank_0_waits_gives_way_on_every_rank(tmp_path: Path) -> None:
+    def leave() -> None:
+        raise Preempted
+
+    def receive(rank: Any) -> StepBatch:
+        return OrchestratorSource(RunPaths(tmp_path), rank, timeout=5).receive(0, leave if rank.first else pytest.fail)
+
+    assert [type(one) for one in on_two_ranks(receive)] == [Preempted, Preempted]
+
+
+# without files
+
+
+def test_batches_visit_every_example_before_any_again() -> None:
+    batches = shuffled_batches(10, 4, seed=0)
+    visited = [i for _ in range(5) for i in next(batches)]
+    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
+    assert visited[:10] != visited[10:]
+
+
+def test_a_supervised_source_gives_the_same_batch_for_a_step_in_any_order() -> None:
+    samples = [dataclasses.replace(s, group=0) for s in make_samples()]
+    source = SupervisedSource(samples, batch_size=6, seed=1)
+    in_order = [source.receive(step) for step in range(5)]
+    for step in (4, 1, 3, 0):
+        assert same(source.receive(step), in_order[step])
+    assert same(SupervisedSource(samples, batch_size=6, seed=1).receive(3), in_order[3])
+    assert not same(SupervisedSource(samples, batch_size=6, seed=2).receive(3), in_order[3])
+    order = shuffled_batches(len(samples), 6, seed=1)
+    for batch in in_order:
+        (mini_batch,) = batch.mini_batches
+        assert [s.group for s in mini_batch] == list(range(6)), "every example is a rollout of its own, also one that comes twice"
+        assert same([s.token_ids for s in mini_batch], [samples[i].token_ids for i in next(order)])
+
+
+def test_a_fake_source_has_the_lengths_that_were_asked_for_and_follows_its_seed() -> None:
+    fixed: dict[str, Any] = {"groups": 3, "members": 2, "prompt_tokens": (4, 4), "completion_tokens": (6, 6), "vocab_size": 9}
+    source = FakeSource(**fixed)
+    (samples,) = source.receive(5).mini_batches
+    assert [(s.group, s.member) for s in samples] == [(g, m) for g in range(3) for m in range(2)]
+    for s in samples:
+        assert s.loss_mask.tolist() == [False] * 4 + [True] * 6
+        assert s.versions.tolist() == [-1] * 4 + [5] * 6
+        assert s.token_ids.max() < 9
+        assert len(set(s.advantages[s.loss_mask])) == 1
+    assert same(samples[0].token_ids[:4], samples[1].token_ids[:4]), "the rollouts of a group have one prompt"
+    assert not same(samples[0].token_ids[4:], samples[1].token_ids[4:])
+    assert same(FakeSource(**fixed).receive(5), source.receive(5))
+    assert not same(FakeSource(**fixed, seed=1).receive(5), source.receive(5))
+    varied = FakeSource(**fixed | {"completion_tokens": (1, 50)}).receive(0).mini_batches[0]
+    lengths = {int(s.loss_mask.sum()) for s in varied}
+    assert len(lengths) > 2
+    assert lengths <= set(range(1, 51))

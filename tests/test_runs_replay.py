@@ -1,0 +1,79 @@
+"""What a replay may change, and what it refuses because it cannot take effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_runs_rewind import ended, make, settled
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.schema import Config
+from rlx.runs.replay import without_effect
+
+
+def composed(*overrides: str) -> Config:
+    return compose(list(overrides), environ={}).cfg
+
+
+RECORDED = ("env=reverse_text", "hardware=cpu", "loss=grpo")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=gspo", "loss.kl.beta=0.1", "optim.lr=1e-5"],
+        ["trainer.micro_batch_tokens=4096", "trainer.num_minibatches=4", "trainer.num_iterations=2"],
+        ["hardware.trainer_processes=2", "ckpt.interval=3", "max_steps=7", "scheduler.warmup_steps=1"],
+        ["inference.max_num_seqs=8", "logger=tensorboard", "run.name=x"],
+    ],
+)
+def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
+    assert list(without_effect(composed(*RECORDED, *overrides), composed(*RECORDED))) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("seed=5", "seed is 5, and the run was recorded with 0"),
+        ("sampling.temperature=0.7", "sampling.temperature is 0.7, and the run was recorded with 1.0"),
+        ("orchestrator.rollouts_per_example=4", "orchestrator.rollouts_per_example is 4, and the run was recorded with 8"),
+        ("reward.soft_overlong=true", "reward.soft_overlong is True, and the run was recorded with False"),
+        ("loss.mask_overlong=true", "loss.mask_overlong is True, and the run was recorded with False"),
+        ("max_async_level=3", "max_async_level is 3, and the run was recorded with 1"),
+        ("envs.reverse_text.weight=2", "envs.reverse_text.weight is 2.0, and the run was recorded with 1.0"),
+        (
+            "advantage=group_mean",
+            "advantage._target_ is rlx.advantages.group.group_mean, and the run was recorded with rlx.advantages.group.group_norm",
+        ),
+    ],
+)
+def test_what_made_the_batches_may_not(override: str, problem: str) -> None:
+    found = list(without_effect(composed(*RECORDED, override), composed(*RECORDED)))
+    assert problem in found
+    assert len(found) <= 4, found
+
+
+def test_another_environment_is_refused_in_one_line() -> None:
+    found = list(without_effect(composed(*RECORDED[1:], "env=[math,reverse_text]"), composed(*RECORDED)))
+    assert "the environments are math, reverse_text, and the run was recorded with reverse_text" in found
+    assert not any("envs.math" in line for line in found), "its keys say no more"
+
+
+def test_a_replay_that_asks_for_something_without_effect_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    source = ended(tmp_path / "run")
+    changes: dict[str, Any] = {"replay": str(source.root), "max_steps": 9}
+    cfg = settled(tmp_path / "again", **changes)
+    wrong = replace(cfg, sampling=replace(cfg.sampling, temperature=0.5), seed=7)
+    with pytest.raises(ConfigError) as refused:
+        make(wrong)
+    said = str(refused.value)
+    assert f"replay={source.root} trains on batches that are made already" in said
+    assert "sampling.temperature is 0.5, and the run was recorded with 1.0" in said
+    assert f"seed is 7, and the run was recorded with {cfg.seed}" in said
+    assert f"--config-dir {source.root} --config-name config replay={source.root}" in said
+    assert not (tmp_path / "again").exists()
+    make(cfg)
