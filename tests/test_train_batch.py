@@ -189,7 +189,7 @@ def test_packing_changes_no_gradient_with_everything_added(name):
                 parameter.lerp_(other, 0.1)
         stats = trainer.accumulate_gradients(mini_batch, step=2, before=before, fresh=False)
         assert stats.maxima["policy/ratio_max"] > 1.1
-        found.append((gradients(trainer), trainer._reduce(stats)))
+        found.append((gradients(trainer), trainer._reduce(stats, mini_batch)))
     scale = max(float(g.abs().max()) for g in found[0][0].values())
     for parameter, gradient in found[0][0].items():
         torch.testing.assert_close(found[1][0][parameter], gradient, rtol=1e-4, atol=2e-6 * scale, msg=parameter)

@@ -45,6 +45,7 @@ LOSSES = {
     "dppo": (partial(dppo, d_low=0.02, d_high=0.02), "token_mean"),
     "sapo": (sapo, "seq_mean"),
     "sft": (sft, "token_mean"),
+    "dapo_as_in_the_paper": (partial(grpo, eps_high=0.28), "group_token_mean"),
 }
 WALL_CLOCK = ("time/", "perf/")
 

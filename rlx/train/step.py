@@ -39,6 +39,7 @@ class _Inputs:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64
     rollout_lengths: Tensor  # [R] int64
+    group_lengths: Tensor  # [R] int64
     versions: Tensor  # [N] int64
 
 
@@ -186,12 +187,13 @@ class PolicyTrainer:
                 advantages=inputs.advantages,
                 rollout_ids=inputs.rollout_ids,
                 rollout_lengths=inputs.rollout_lengths,
+                group_lengths=inputs.group_lengths,
                 ref_logp=scores.ref_logp,
             )
             if step is not None:
                 newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.rollout_lengths
                 tokens = replace(tokens, on_policy=newest & fresh)
-            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences)
+            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences, mini_batch.num_groups)
             if step is not None:
                 _add_lag(more, step - inputs.versions, mini_batch.num_loss_tokens)
             loss.backward()
@@ -222,6 +224,7 @@ class PolicyTrainer:
             advantages=trainable(m.advantages, torch.float32),
             rollout_ids=trainable(m.rollout_ids, torch.int64),
             rollout_lengths=torch.from_numpy(m.rollout_lengths).to(device=device, dtype=torch.int64),
+            group_lengths=torch.from_numpy(m.group_lengths).to(device=device, dtype=torch.int64),
             versions=trainable(m.versions, torch.int64),
         )
 
