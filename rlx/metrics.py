@@ -64,6 +64,8 @@ METRICS: dict[str, str] = {
     "mismatch/kl": "k3 estimate of KL between trainer and inference on the sampled tokens, nats",
     "mismatch/abs_logp_diff_mean": "mean |log-probability by the trainer − by inference|, nats",
     "mismatch/abs_logp_diff_max": "largest of the same",
+    "mismatch/seq_abs_logp_diff_mean": "mean over sequences of |the mean over its tokens of trainer − inference|, nats: how far the "
+    "geometric mean of a sequence's ratios is from 1",
     "ref/kl": "k3 estimate of KL between trainer and reference model on the sampled tokens, nats; only with a reference",
     "ref/beta": "weight of the KL term in this step; only with a reference",
     "optim/grad_norm": "global gradient norm before clipping",

@@ -161,7 +161,8 @@ class RunPaths:
 
     @property
     def kernels(self) -> Path:
-        """What the trainer computes with, as it was chosen: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`."""
+        """What the trainer computes with, as it was chosen: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`,
+        and `warning` where the objective's bounds were measured to be too tight."""
         return self.root / "kernels.json"
 
     @property

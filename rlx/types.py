@@ -163,6 +163,7 @@ class MicroBatch:
     versions: Int  # [T] -1 where loss_mask is False
     rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
     rollout_lengths: Int  # [R] trainable tokens of each rollout
+    group_lengths: Int  # [R] trainable tokens of each rollout's group, in all of the mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
     adapters: Int  # [S] of each sample; 0: the policy's own weights
     policy_weights: Float | None = None  # [T], as the next three; None: no sample of the mini-batch has them
@@ -178,6 +179,7 @@ class MiniBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_loss_tokens: int  # N_tok: trainable tokens over all ranks and micro-batches
     num_sequences: int  # N_seq: rollouts with at least one trainable token, over all ranks and micro-batches
+    num_groups: int  # groups with at least one trainable token, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,11 +171,17 @@ def corrected(loss: list, r: NaiveRollout, kind: str, cap: float) -> list:
     return loss
 
 
-def aggregate(name: str, losses: Sequence[list], n_tok: int, n_seq: int, max_length: int) -> Tensor:
+def aggregate(name: str, losses: Sequence[list], n_tok: int, n_seq: int, max_length: int, in_group: Sequence[int], n_groups: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for loss in losses:
+    for loss, group in zip(losses, in_group, strict=True):
         for x in loss:
-            scale = {"token_mean": n_tok, "seq_mean": n_seq * len(loss), "seq_sum": n_seq, "fixed_length": n_seq * max_length}[name]
+            scale = {
+                "token_mean": n_tok,
+                "seq_mean": n_seq * len(loss),
+                "seq_sum": n_seq,
+                "fixed_length": n_seq * max_length,
+                "group_token_mean": n_groups * group,
+            }[name]
             total = total + x / scale
     return total
 

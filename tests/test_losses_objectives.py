@@ -30,6 +30,7 @@ from rlx.losses.sft import sft
 from rlx.losses.tokens import TokenBatch
 
 MAX_LENGTH = 9
+N_GROUPS = 3  # of the global batch, as counts below
 WIDE = {"eps_low": 0.2, "eps_high": 0.3}
 OBJECTIVES = {
     "reinforce": (reinforce, naive.reinforce),
@@ -95,6 +96,7 @@ def make(case: str, dtype: torch.dtype = torch.float64, on_policy: list[bool] | 
         rollout_lengths=torch.tensor(lengths),
         ref_logp=ref.to(dtype),
         on_policy=None if on_policy is None else torch.tensor(on_policy),
+        group_lengths=torch.tensor([sum(lengths[i // 2 * 2 : i // 2 * 2 + 2]) + 3 for i in range(len(lengths))]),  # 3 are elsewhere
     )
 
 
@@ -139,7 +141,7 @@ def naive_total(tokens: TokenBatch, loss_of, terms: LossTerms, n_tok: int, n_seq
                 for x, h, lp, ref in zip(loss, r.entropy, r.logp, r.ref, strict=True)
             ]
         )
-    total = naive.aggregate(terms.aggregate, losses, n_tok, n_seq, MAX_LENGTH)
+    total = naive.aggregate(terms.aggregate, losses, n_tok, n_seq, MAX_LENGTH, tokens.group_lengths.tolist(), N_GROUPS)
     if not total.requires_grad:
         return total, torch.zeros_like(logp), torch.zeros_like(entropy)
     return total.detach(), *torch.autograd.grad(total, (logp, entropy), allow_unused=True, materialize_grads=True)
@@ -147,7 +149,7 @@ def naive_total(tokens: TokenBatch, loss_of, terms: LossTerms, n_tok: int, n_seq
 
 def equal_naive(tokens: TokenBatch, function, loss_of, terms: LossTerms, penalty_of=None) -> None:
     n_tok, n_seq = 31, 6  # of the global batch: more than this micro-batch has
-    total, stats = Objective(function, terms, max_length=MAX_LENGTH)(tokens, n_tok, n_seq)
+    total, stats = Objective(function, terms, max_length=MAX_LENGTH)(tokens, n_tok, n_seq, N_GROUPS)
     wanted, *gradients = naive_total(tokens, loss_of, terms, n_tok, n_seq, penalty_of)
     torch.testing.assert_close(total.detach(), wanted, rtol=1e-9, atol=1e-12)
     found = torch.autograd.grad(total, (tokens.logp, tokens.entropy), allow_unused=True, materialize_grads=True)
@@ -289,6 +291,7 @@ def test_diagnostics_equal_plain_loops():
         "mismatch/kl": sum(math.exp(g) - 1 - g for g in gaps) / n,
         "mismatch/abs_logp_diff_mean": sum(map(abs, gaps)) / n,
         "mismatch/abs_logp_diff_max": max(map(abs, gaps)),
+        "mismatch/seq_abs_logp_diff_mean": sum(abs(sum(g) / len(g)) for g in (gaps[:3], gaps[3:8], gaps[8:10], gaps[10:])) / 4,
         "loss/kl": 0.0,
         "ref/kl": sum(math.exp(d) - 1 - d for d in to_ref) / n,
     }
@@ -376,7 +379,11 @@ def test_lengths_ids_shapes_and_counts_that_do_not_agree_are_refused():
         ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\] and logp \[17\]"),
         ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\] and rollout_lengths \[4\]"),
         ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, and rollout_lengths says 3"),
-        ({"rollout_lengths": torch.tensor([3, 5, 2])}, (17, 4), "rollout_ids go from 0 to 3, and rollout_lengths names 3 rollouts, 0 to 2"),
+        (
+            {"rollout_lengths": torch.tensor([3, 5, 2]), "group_lengths": None},
+            (17, 4),
+            "rollout_ids go from 0 to 3, and rollout_lengths names 3 rollouts, 0 to 2",
+        ),
         ({}, (16, 4), "has 17 trainable tokens, and the global batch is said to have 16"),
         ({}, (17, 3), "has 4 rollouts with trainable tokens, and the global batch is said to have 3"),
     ):
@@ -396,6 +403,10 @@ def test_an_unknown_aggregate_and_a_missing_length_are_refused():
         Objective(grpo, LossTerms(aggregate="sum"))
     with pytest.raises(ValueError, match=r"fixed_length divides by loss\.max_length, which is null"):
         Objective(grpo, LossTerms(aggregate="fixed_length"))
+    objective = Objective(grpo, LossTerms(aggregate="group_token_mean"))
+    for tokens, groups in ((make("random"), None), (changed(make("random"), group_lengths=None), 2)):
+        with pytest.raises(ValueError, match="do not say to which prompt's group they belong"):
+            objective(tokens, 17, 4, groups)
 
 
 def test_a_gate_that_cannot_be_and_a_teacher_that_is_not_there_are_refused():

@@ -78,6 +78,10 @@ def test_rollouts_stay_whole_and_rows_short_and_ranks_equally_busy(ranks, tokens
         sum(int(s.loss_mask.sum()) for s in samples if (s.group, s.member) == key) for key in {(s.group, s.member) for s in samples}
     )
     assert sorted(int(n) for row in mini_batch.rows for n in row.rollout_lengths if n) == lengths
+    groups = [sum(int(s.loss_mask.sum()) for s in samples if s.group == group) for group in {s.group for s in samples}]
+    assert {rank.num_groups for rank in mini_batch.ranks} == {len(groups)}
+    weights = sum(own / whole for row in mini_batch.rows for own, whole in zip(row.rollout_lengths, row.group_lengths, strict=True) if own)
+    assert weights == pytest.approx(len(groups)), "each group's rollouts make up the whole group, over all rows and ranks"
     for row in mini_batch.rows:
         size = len(row.token_ids)
         assert size <= tokens

@@ -27,6 +27,7 @@ from rlx.losses.sft import sft
 from rlx.models.shard import checkpoint_activations
 from rlx.train.optim import NotFiniteError, learning_rate
 from rlx.train.step import merge_metrics
+from rlx.types import RankBatch
 
 # name: objective with bounds that some tokens of the examples cross, aggregate
 LOSSES = {
@@ -44,6 +45,7 @@ LOSSES = {
     "dppo": (partial(dppo, d_low=0.02, d_high=0.02), "token_mean"),
     "sapo": (sapo, "seq_mean"),
     "sft": (sft, "token_mean"),
+    "dapo_as_in_the_paper": (partial(grpo, eps_high=0.28), "group_token_mean"),
 }
 WALL_CLOCK = ("time/", "perf/")
 
@@ -219,3 +221,27 @@ def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(
     if "ce_weights" in change:
         trainer.objective.streams = frozenset({"ce_weights"})
         trainer.train_batch(batch)
+
+
+def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_told_once():
+    def told(function, versions: int, gap: float, **terms) -> str | None:
+        trainer = make_trainer(make_model(), function, "seq_mean", **terms)
+        (mini_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=10_000).mini_batches
+        (row,) = mini_batch.micro_batches
+        logp, _ = trainer.score(row)
+        reported = np.zeros(len(row.token_ids), dtype=np.float32)
+        reported[row.loss_mask] = logp.numpy() + gap
+        row = dataclasses.replace(row, inference_logprobs=reported, versions=np.where(row.loss_mask, versions, -1).astype(np.int32))
+        trainer.train_batch(RankBatch(step=2, mini_batches=(dataclasses.replace(mini_batch, micro_batches=(row,)),) * 2, num_tokens=1))
+        return trainer.warning
+
+    text = told(gspo, 2, 0.003)
+    assert text is not None
+    assert "differ by 0.003 nats" in text
+    assert "leave 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Take loss.proximal=recompute" in text
+    assert told(partial(gspo_token, eps_low=1e-3), 2, 0.003) is not None
+    assert told(gspo, 2, 1e-4) is None, "within the bounds; what the second optimizer step finds was learned, not rounded"
+    assert told(gspo, 1, 0.003) is None, "of an older version: not rounding alone"
+    assert told(gspo, 2, 0.003, proximal="recompute") is None
+    assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
+    assert told(grpo, 2, 0.3) is None

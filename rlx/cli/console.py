@@ -246,6 +246,7 @@ class Console:
         if self.paths.kernels.exists():
             kernels = json.loads(self.paths.kernels.read_text())
             lines.append(f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}")
+            lines += [f"  warning   {kernels['warning']}"] if "warning" in kernels else []
         lines.append(f"  run       {root}")
         lines += self._next(exit_code)
         return "\n".join(lines)

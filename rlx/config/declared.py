@@ -43,6 +43,7 @@ class Declared:
     against_engine: bool = False  # its weight is against the engine, whatever loss.proximal is
     own_sign: bool | str = False  # does not go by the sign of the reward's advantage; a key's name: where that key is above 0
     by_sequence: bool = False  # all tokens of a rollout carry one weight, their sequence's, so a correction must go by rollout, too
+    sequence_bounds: tuple[str, str] | None = None  # own keys: how far below and above 1 the mean ratio of a sequence may be
     needs_teacher: bool = False  # learns from the model ref.name
     # of an advantage
     compares_group: bool = False  # compares the rollouts of a group, so it is always 0 in a group of one

@@ -275,7 +275,9 @@ class LossTerms:
     """Keys that every objective shares, beside the objective's own under `loss`."""
 
     aggregate: str = key(
-        MISSING, "`token_mean`, `seq_mean`, `seq_sum` or `fixed_length`", choices=("token_mean", "seq_mean", "seq_sum", "fixed_length")
+        MISSING,
+        "`token_mean`, `seq_mean`, `seq_sum`, `fixed_length` or `group_token_mean` (the mean of DAPO's and CISPO's papers, by prompt)",
+        choices=("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean"),
     )
     max_length: int | None = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`", low=1)
     proximal: str = key(

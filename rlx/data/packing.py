@@ -27,6 +27,7 @@ class _Unit:
     samples: list[TrainingSample]
     tokens: int  # what it takes of a row
     cost: int  # what it takes of a rank's time
+    group_length: int  # trainable tokens of its group
 
 
 def cost_of(samples: Sequence[TrainingSample]) -> int:
@@ -62,6 +63,7 @@ def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, t
         micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _fill(groups, ranks, tokens))),
         num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in trained),
         num_sequences=sum(map(len, groups)),
+        num_groups=len(groups),
     )
     return mini_batch, sum(len(sample.token_ids) for sample in trained)
 
@@ -82,9 +84,11 @@ def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
     groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
-    return [
-        [_Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit)) for unit in group.values()] for group in groups.values()
-    ]
+    found = []
+    for group in groups.values():
+        length = sum(int(np.count_nonzero(sample.loss_mask)) for unit in group.values() for sample in unit)
+        found.append([_Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit), length) for unit in group.values()])
+    return found
 
 
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
@@ -164,6 +168,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
         versions=shifted("versions", -1),
         rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int32), lengths),
         rollout_lengths=np.array([sum(np.count_nonzero(s.loss_mask) for s in unit.samples) for unit in row], dtype=np.int32),
+        group_lengths=np.array([unit.group_length for unit in row], dtype=np.int32),
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
         **{name: shifted(name, STREAMS[name]) for name in streams},
@@ -184,6 +189,7 @@ def _dummy(streams: Sequence[str]) -> MicroBatch:
         versions=np.full(1, -1, dtype=np.int32),
         rollout_ids=one_int,
         rollout_lengths=one_int,
+        group_lengths=one_int,
         cu_seqlens=np.array([0, 1], dtype=np.int32),
         adapters=one_int,
         **{name: np.full(1, STREAMS[name], dtype=np.float32) for name in streams},

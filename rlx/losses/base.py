@@ -20,7 +20,7 @@ from rlx.losses.diagnostics import Stats, diagnostics
 from rlx.losses.terms import KlController, correction, dual_clip_holds, dual_clipped, kl_estimate
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
-AGGREGATES = ("token_mean", "seq_mean", "seq_sum", "fixed_length")
+AGGREGATES = ("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean")
 
 
 class Objective:
@@ -40,10 +40,11 @@ class Objective:
             raise ValueError("loss.aggregate=fixed_length divides by loss.max_length, which is null; set it, or sampling.max_tokens")
         self.controller = KlController(terms.kl.beta, terms.kl.target_kl, terms.kl.gain)
 
-    def __call__(self, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int) -> tuple[Tensor, Stats]:
+    def __call__(self, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the global loss (a scalar; shares add up), and its diagnostics.
 
-        `num_loss_tokens` is N_tok and `num_sequences` N_seq of the global batch. Raises ValueError for a KL term without a reference,
+        `num_loss_tokens` is N_tok and `num_sequences` N_seq of the global batch, `num_groups` its prompts' groups that have trainable
+        tokens, which `group_token_mean` alone needs. Raises ValueError for a KL term without a reference,
         shapes, ids, lengths and counts that do not agree, and a correction by token of a loss by sequence.
         """
         tokens.check(num_loss_tokens, num_sequences)
@@ -51,10 +52,11 @@ class Objective:
         result = self._policy_loss(tokens)
 
         def share(per_token: Tensor) -> Tensor:
-            return self.aggregate(tokens.rollout_sum(per_token), tokens, num_loss_tokens, num_sequences)
+            return self.aggregate(tokens.rollout_sum(per_token), tokens, num_loss_tokens, num_sequences, num_groups)
 
         if result.unit == "sequence":
-            parts = {"policy": self.aggregate(result.loss * tokens.rollout_lengths, tokens, num_loss_tokens, num_sequences)}
+            sums = result.loss * tokens.rollout_lengths
+            parts = {"policy": self.aggregate(sums, tokens, num_loss_tokens, num_sequences, num_groups)}
         else:
             parts = {"policy": share(result.loss)}
         if result.penalty is not None:
@@ -109,9 +111,11 @@ class Objective:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.controller.beta = state["beta"]
 
-    def aggregate(self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int) -> Tensor:
+    def aggregate(
+        self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None
+    ) -> Tensor:
         """[R] sums of ℓ_t over each rollout's tokens → scalar, by `loss.aggregate` (docs/objectives.md). None weighs tokens of one rollout
-        differently."""
+        differently. Raises ValueError for `group_token_mean` where groups are not known."""
         sequences = max(num_sequences, 1)
         if self.terms.aggregate == "token_mean":
             return sums.sum() / max(num_loss_tokens, 1)
@@ -119,5 +123,9 @@ class Objective:
             return (sums / tokens.rollout_lengths.clamp(min=1)).sum() / sequences
         if self.terms.aggregate == "seq_sum":
             return sums.sum() / sequences
+        if self.terms.aggregate == "group_token_mean":
+            if tokens.group_lengths is None or num_groups is None:
+                raise ValueError("loss.aggregate is group_token_mean, and these tokens do not say to which prompt's group they belong")
+            return (sums / tokens.group_lengths.clamp(min=1)).sum() / max(num_groups, 1)
         assert self.max_length is not None
         return sums.sum() / (sequences * self.max_length)

@@ -58,6 +58,7 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
             "sequences": count(tokens.rollout_lengths > 0),
             "mismatch/kl": k3.sum() * per_token,
             "mismatch/abs_logp_diff_mean": difference.abs().sum() * per_token,
+            "mismatch/seq_abs_logp_diff_mean": tokens.rollout_mean(difference).abs().sum() / max(num_sequences, 1),
         }
     )
     if tokens.ref_logp is not None:

@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight, safe_exp
 
 
-@declares(by_sequence=True, ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
+@declares(by_sequence=True, sequence_bounds=("eps_low", "eps_high"), ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
     """ℓ_i = −min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i), s_i = exp(mean_t(logp_t − old_t)) (GSPO, arXiv 2507.18071 eq. 5 and 7).
 
@@ -29,7 +29,7 @@ def gspo(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -
     )
 
 
-@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
+@declares(sequence_bounds=("eps_low", "eps_high"), ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def gspo_token(tokens: TokenBatch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> TokenLoss:
     """ℓ_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t), s_t = sg[s_i] · exp(logp_t − sg[logp_t]).
 

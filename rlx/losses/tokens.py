@@ -27,6 +27,7 @@ class TokenBatch:
     rollout_ids: Tensor  # [N] int64, 0 … R-1
     rollout_lengths: Tensor  # [R] trainable tokens of each rollout, ≥ 0
     ref_logp: Tensor | None = None  # [N] under the reference model (or teacher), without gradient; None without one
+    group_lengths: Tensor | None = None  # [R] trainable tokens of each rollout's group in the global batch; None: nobody knows
     on_policy: Tensor | None = None  # bool [R]: every token was sampled by exactly the policy being trained; None: nobody knows
 
     def rollout_sum(self, values: Tensor) -> Tensor:
@@ -56,8 +57,10 @@ class TokenBatch:
                 raise ValueError(
                     f"{name} has shape {list(value.shape)} and logp {list(self.logp.shape)}; both are one value a trainable token"
                 )
-        if self.on_policy is not None and self.on_policy.shape != self.rollout_lengths.shape:
-            raise ValueError(f"on_policy has shape {list(self.on_policy.shape)} and rollout_lengths [{r}]; both are one value a rollout")
+        for name in ("on_policy", "group_lengths"):
+            value = getattr(self, name)
+            if value is not None and value.shape != self.rollout_lengths.shape:
+                raise ValueError(f"{name} has shape {list(value.shape)} and rollout_lengths [{r}]; both are one value a rollout")
         ids, lengths = self.rollout_ids.cpu(), self.rollout_lengths.tolist()
         if n and not 0 <= (lowest := int(ids.min())) <= (highest := int(ids.max())) < r:
             raise ValueError(f"rollout_ids go from {lowest} to {highest}, and rollout_lengths names {r} rollouts, 0 to {r - 1}")

@@ -60,8 +60,10 @@ class Trainer:
         name = self.initial_model()
         self.step_trainer = build(cfg, name, self.mesh, watch.working)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        if self.mesh.first:  # for the run's summary: `auto` chose it, and nobody reads this role's log
-            write_text(paths.kernels, json.dumps({"logprob": self.model.logprob_backend, "layers": self.model.liger}) + "\n")
+        # For the run's summary: `auto` chose it, and nobody reads this role's log.
+        self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
+        if self.mesh.first:
+            write_text(paths.kernels, json.dumps(self.summary) + "\n")
         self.source: Source = (
             OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
             if cfg.replay is None
@@ -153,6 +155,10 @@ class Trainer:
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
+        if self.rank == 0 and self.step_trainer.warning is not None and "warning" not in self.summary:
+            self.summary["warning"] = self.step_trainer.warning
+            log.warning("step %d: %s", batch.step, self.step_trainer.warning)
+            write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
         seconds = values["time/forward_backward"] + values["time/optimizer"]
         return values | {
             "perf/tokens_per_second": iterations * batch.num_tokens / seconds,

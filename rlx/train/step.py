@@ -17,6 +17,7 @@ from torch import Tensor
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, finish
+from rlx.losses.mismatch import too_tight
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
@@ -38,6 +39,7 @@ class _Inputs:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64
     rollout_lengths: Tensor  # [R] int64
+    group_lengths: Tensor  # [R] int64
     versions: Tensor  # [N] int64
 
 
@@ -72,6 +74,7 @@ class PolicyTrainer:
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
+        self.warning: str | None = None  # what the user must be told of the objective, once it was measured
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
         self.device = self.mesh.device
@@ -104,6 +107,8 @@ class PolicyTrainer:
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
                 metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
+                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # all else is what updates changed
+                    self.warning = too_tight(self.objective.function, self.objective.terms, metrics)
                 (records if mini_batch.num_loss_tokens else empty).append(metrics)
         values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
@@ -182,12 +187,13 @@ class PolicyTrainer:
                 advantages=inputs.advantages,
                 rollout_ids=inputs.rollout_ids,
                 rollout_lengths=inputs.rollout_lengths,
+                group_lengths=inputs.group_lengths,
                 ref_logp=scores.ref_logp,
             )
             if step is not None:
                 newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.rollout_lengths
                 tokens = replace(tokens, on_policy=newest & fresh)
-            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences)
+            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences, mini_batch.num_groups)
             if step is not None:
                 _add_lag(more, step - inputs.versions, mini_batch.num_loss_tokens)
             loss.backward()
@@ -218,6 +224,7 @@ class PolicyTrainer:
             advantages=trainable(m.advantages, torch.float32),
             rollout_ids=trainable(m.rollout_ids, torch.int64),
             rollout_lengths=torch.from_numpy(m.rollout_lengths).to(device=device, dtype=torch.int64),
+            group_lengths=torch.from_numpy(m.group_lengths).to(device=device, dtype=torch.int64),
             versions=trainable(m.versions, torch.int64),
         )
 
