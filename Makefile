@@ -1,17 +1,18 @@
 # make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
+# make install EXTRA=cpu                 without a GPU's packages where there is a GPU; with EXTRA=gpu the other way round
 # make test                              set everything up, then run every test (make test-fast: without vLLM); on Debian as root
 #                                        also those on a SLURM of its own, which it installs, starts and stops
 SHELL := /bin/bash
 ARGS ?=
-# the first of these that runs and is 3.11 or 3.12; a .venv keeps its own until another is named
-PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3 python; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+# the first of these that runs and is 3.11, 3.12 or 3.13; a .venv keeps its own until another is named
+PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: install train test test-fast lint docs
 
 install:
-	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11 or 3.12; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) tools/install.py
+	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11, 3.12 or 3.13; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) tools/install.py $(if $(EXTRA),--extra $(EXTRA))
 
 train: install
 	@.venv/bin/python train.py $(ARGS)

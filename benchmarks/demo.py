@@ -32,8 +32,8 @@ from typing import Any
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config, EnvConfig
-from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, cache_root
+from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "benchmarks"
@@ -83,7 +83,7 @@ class Curve:
 
 def ours(run: Path) -> Curve:
     """The curve of a run directory of rlx."""
-    records = [record for record, _ in read_metrics(RunPaths(run).metrics) if record["source"] == "orchestrator"]
+    records = [record for _, record in sorted(Run(run).history.records["orchestrator"].items())]
     return Curve(
         started=records[0]["time"] - records[0]["time/step"],
         times=[r["time"] for r in records],

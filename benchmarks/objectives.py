@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from demo import GOAL, WINDOW, ours
 
 from rlx.config.shipped import conf_directory
+from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("sft", "opd")
@@ -38,11 +38,8 @@ def run_of(out: Path, name: str, seed: int) -> Path:
 
 def is_complete(run: Path) -> bool:
     """Whether the run is done with the budget that the default run has now: rows of one table have the same."""
-    status = run / "status.json"
-    if not status.exists():
-        return False
-    record = json.loads(status.read_text())
-    return record["state"] == "completed" and record["max_steps"] == BUDGET
+    status = Run(run).status
+    return status is not None and status.state == "completed" and status.max_steps == BUDGET
 
 
 def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:

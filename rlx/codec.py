@@ -203,9 +203,10 @@ def _runs(array: NDArray) -> tuple[NDArray, NDArray] | None:
     if array.nbytes < _RUNS_FROM:
         return None
     bits: NDArray = array.view(_BITS[array.itemsize])
-    starts = np.concatenate([[0], np.flatnonzero(bits[1:] != bits[:-1]) + 1])
-    if 2 * len(starts) * (4 + array.itemsize) > array.nbytes:
+    changes = bits[1:] != bits[:-1]
+    if 2 * (1 + int(np.count_nonzero(changes))) * (4 + array.itemsize) > array.nbytes:
         return None
+    starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
     return np.diff(starts, append=len(array)).astype("<i4"), array[starts]
 
 

@@ -47,15 +47,15 @@ class Heartbeat:
             write_text(self.path, json.dumps(record))
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str, step: int | None = None) -> Iterator[None]:
         """Beat from a thread while the caller is in a call that cannot, and that ends by itself when nothing moves (a download)."""
         ended = threading.Event()
 
         def beat_on() -> None:
             while not ended.wait(INTERVAL):
-                self.beat(phase)
+                self.beat(phase, step)
 
-        self.beat(phase)
+        self.beat(phase, step)
         thread = threading.Thread(target=beat_on, name="heartbeat", daemon=True)
         thread.start()
         try:

@@ -34,7 +34,8 @@ METRICS: dict[str, str] = {
     "length/truncated_frac": "share of rollouts cut by a length limit",
     "filter/<rule>": "groups that a rule of `orchestrator.difficulty_filter` left out of the step; only rules that are on",
     "rollouts/dropped_<cause>": "rollouts thrown away since the run began, in groups: off_policy (too old); error, timeout (of a member)",
-    "rollouts/failed_<cause>": "rollouts that failed since the run began, each attempt, by what stopped them: timeout, prompt_too_long, …",
+    "rollouts/failed_<cause>": "rollouts that failed since the run began, each attempt, by what stopped them: timeout, prompt_too_long, "
+    "logprob_not_finite, …",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
     "time/rollout_max": "the same, largest",
     "time/wait_rollouts": "seconds the batch waited for rollouts",

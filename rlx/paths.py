@@ -171,6 +171,15 @@ class RunPaths:
         return self.root / "initial_model.txt"
 
 
+def listed(path: Path) -> bool:
+    """Whether there is such a path, by listing its folder: who asks a network file system for an absent name by name may be answered from
+    memory, for a minute."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except FileNotFoundError:
+        return False
+
+
 COMPLETE = "COMPLETE"
 """Name of the marker file that is written last into a folder of several files."""
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code when the parent was gone before we could ask to die with it
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what the system says of a full disk, and of a quota that is used up
+LITTLE = 2**18  # bytes: with less room than this a disk is full
 HOST = "RLX_HOST"  # environment variable with the name by which other hosts of the run reach this one; not set where there is one host
 SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable by which a supervisor tells its descendants on the same host its process id
 
@@ -77,9 +79,6 @@ def set_cpu_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 def full_disk(error: BaseException, run_dir: Path) -> str | None:
     """What a person reads where a disk or a quota is full, in one line; None where that is not what happened.
 
@@ -93,6 +92,15 @@ def full_disk(error: BaseException, run_dir: Path) -> str | None:
     what = "the quota is used up" if found[1] == errno.EDQUOT else "the disk is full"
     remedy = "free space there, or move the run's directory and name it by run.dir=; then go on with resume=latest"
     return f"{what}: {path} could not be written, {_space(path)}; {remedy}"
+
+
+def disk_is_full(run_dir: Path) -> str | None:
+    """The same line where nothing more can be written to a run's directory; None: there is room."""
+    try:
+        has_room = shutil.disk_usage(run_dir).free >= LITTLE
+    except OSError:
+        return None
+    return None if has_room else full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir)
 
 
 def _full(error: BaseException) -> int | None:

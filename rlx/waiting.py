@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SHARE = 0.01  # of what was waited so far is the pause before the next poll,
+LONGEST = 0.1  # but at most so many seconds
+
 
 class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
@@ -19,6 +22,20 @@ class WaitTimeout(TimeoutError):
 
 class Preempted(Exception):
     """The run is to give way: raised out of a wait by its `tick`, or where a role notices it."""
+
+
+class Pause:
+    """How long to sleep between two polls: 1 % of what was waited so far, so a wait is late by at most 1 %.
+
+    At first `quick` seconds, from a wait of ten seconds on 100 ms.
+    """
+
+    def __init__(self, quick: float) -> None:
+        self.quick, self.began = quick, time.monotonic()
+
+    def seconds(self) -> float:
+        """The next pause."""
+        return max(self.quick, min(SHARE * (time.monotonic() - self.began), LONGEST))
 
 
 def wait_for(
@@ -31,11 +48,11 @@ def wait_for(
 ) -> T:
     """Call `probe` until it returns something true and return that.
 
-    `timeout` and `poll` are seconds; `tick` is called at every poll (a heartbeat). While `excused` holds, the time does not count: it
-    begins anew when that ends.
+    `timeout` and `poll` are seconds: `poll` at first, then the pause grows (`Pause`). `tick` is called at every poll (a heartbeat). While
+    `excused` holds, the time does not count: it begins anew when that ends.
     Raises WaitTimeout naming `what`.
     """
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, Pause(poll)
     while True:
         found = probe()
         if found:
@@ -46,7 +63,7 @@ def wait_for(
             raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
         if tick is not None:
             tick()
-        time.sleep(poll)
+        time.sleep(pause.seconds())
 
 
 async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:

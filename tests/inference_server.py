@@ -26,7 +26,7 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
-from rlx.weights.attest import facts
+from rlx.weights.files import facts
 
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
@@ -34,7 +34,7 @@ EOS = VOCABULARY.index("<|im_end|>")
 START = "from rlx.roles import inference; inference.run()"
 
 
-def make_model(folder: Path, *, tied: bool, seed: int) -> Qwen3ForCausalLM:
+def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -> Qwen3ForCausalLM:
     """A random Qwen3 of the tiny size, saved with its tokenizer."""
     size = WarmStartConfig()
     torch.manual_seed(seed)
@@ -55,6 +55,7 @@ def make_model(folder: Path, *, tied: bool, seed: int) -> Qwen3ForCausalLM:
             dtype="float32",
         )
     ).eval()
+    model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     build_tokenizer(CONTEXT).save_pretrained(folder)
     return model
@@ -73,14 +74,14 @@ def seal(folder: Path, version: int) -> Path:
 class Run:
     """A run directory with policy versions that the test can score, and at most one living server."""
 
-    def __init__(self, root: Path, *, tied: bool, port: int = 0) -> None:
+    def __init__(self, root: Path, *, tied: bool, port: int = 0, dtype: str = "float32", vllm: dict[str, Any] | None = None) -> None:
         self.paths = RunPaths(root)
-        self.tied = tied
-        self.models = {0: make_model(root / "model", tied=tied, seed=0)}
+        self.tied, self.dtype = tied, dtype
+        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype)}
         config = Config(max_steps=1, seq_len=CONTEXT)
         config.model = ModelConfig(
             name="tiny",
-            dtype="float32",
+            dtype=dtype,
             context_length=CONTEXT,
             num_parameters=0.8e6,
             hidden_size=128,
@@ -94,6 +95,7 @@ class Run:
         config.hardware = HardwareConfig(name="cpu", device="cpu")
         config.inference.kv_cache_gb = 0.25
         config.inference.port = port
+        config.inference.vllm = vllm or {}
         self.paths.config.write_text(to_yaml(config))
         self.paths.initial_model.write_text(f"{root / 'model'}\n")
         self.process: subprocess.Popen[bytes] | None = None
@@ -103,7 +105,7 @@ class Run:
         """The folder of a policy version, made on first use with weights of its own."""
         folder = self.paths.weights_of(version)
         if version not in self.models:
-            self.models[version] = make_model(folder, tied=self.tied, seed=version)
+            self.models[version] = make_model(folder, tied=self.tied, seed=version, dtype=self.dtype)
             seal(folder, version)
         return folder
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from safetensors.numpy import save_file
 
@@ -16,8 +17,8 @@ from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConf
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.inference.server.cpu_ops import BLOCK, blocks, padded_rows
-from rlx.inference.server.policy_files import check_policy, tensor_shapes
-from rlx.inference.server.worker import tensors
+from rlx.inference.server.policy_files import check_policy, tensor_shapes, twin_of_head
+from rlx.inference.server.worker import tensors, with_head
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
 
@@ -97,6 +98,33 @@ def test_a_folder_of_the_same_model_is_accepted_with_or_without_a_tied_head(tmp_
         check_policy(tmp_path, 1, MODEL, tied=False)
 
 
+def test_a_head_that_is_stored_a_second_time_has_a_twin_and_one_of_its_own_has_none(tmp_path: Path):
+    embedding = np.arange(28, dtype=np.float32).reshape(7, 4)
+    other = {"up.weight": -embedding, "norm.weight": np.ones(4, np.float32)}
+
+    def stored(head: np.ndarray | None) -> str | None:
+        save_file({"model.embed_tokens.weight": embedding, **other}, tmp_path / "model-1.safetensors")
+        last = {"last": np.zeros(1, np.float32)} | ({} if head is None else {"lm_head.weight": head})
+        save_file(last, tmp_path / "model-2.safetensors")
+        return twin_of_head(tmp_path)
+
+    assert stored(embedding) == "model.embed_tokens.weight"
+    changed = embedding.copy()
+    changed[6, 3] += 1
+    assert stored(changed) is None
+    assert stored(embedding.astype(np.float16)) is None
+    assert stored(None) is None
+
+
+def test_a_version_without_a_head_is_given_one_where_the_engine_wants_it():
+    embedding, norm = torch.ones(3), torch.zeros(2)
+    without = [("embed", embedding), ("norm", norm)]
+    assert list(with_head(iter(without), None)) == without
+    assert list(with_head(iter(without), "embed")) == [*without, ("lm_head.weight", embedding)]
+    own = [("lm_head.weight", norm), *without]
+    assert list(with_head(iter(own), "embed")) == own
+
+
 def test_every_difference_is_named(tmp_path: Path):
     write(tmp_path, {"embed.weight": (7, 5), "other": (1,)})
     with pytest.raises(ValueError, match=r"missing: norm\.weight; unknown: other; wrong shape: embed\.weight \[7, 5\] instead of \[7, 4\]"):
@@ -154,6 +182,25 @@ def test_on_gpu_the_engine_has_its_own_process_and_cuda_graphs():
     assert arguments["enforce_eager"] is False
     assert "enable_chunked_prefill" not in arguments
     assert "TORCHDYNAMO_DISABLE" not in environment(gpu, {})
+
+
+def test_the_head_of_a_16_bit_model_is_float32_unless_the_user_says_otherwise():
+    assert engine_arguments(config("cuda"), "folder", 0)["hf_overrides"] == {"head_dtype": "float32"}
+    own = config("cuda", vllm={"hf_overrides": {"rope_theta": 1e6}})
+    assert engine_arguments(own, "folder", 0)["hf_overrides"] == {"head_dtype": "float32", "rope_theta": 1e6}
+    model = config("cpu", vllm={"hf_overrides": {"head_dtype": "model"}})
+    assert engine_arguments(model, "folder", 0)["hf_overrides"] == {"head_dtype": "model"}
+    exact = config("cpu")
+    exact.model.dtype = "float32"
+    assert "hf_overrides" not in engine_arguments(exact, "folder", 0)
+
+
+def test_on_gpu_the_engines_process_is_spawned_and_has_as_long_to_start_as_the_run_gives_it():
+    gpu, cpu = config("cuda", startup_timeout=1234.5), config("cpu")
+    assert environment(gpu, {})["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert environment(gpu, {})["VLLM_ENGINE_READY_TIMEOUT_S"] == "1235"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in environment(cpu, {}), "set to fork later, behind vLLM's own choice"
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in environment(gpu, {"VLLM_ENGINE_READY_TIMEOUT_S": "60"})
 
 
 def test_the_user_has_the_last_word_on_arguments_and_variables_and_replicas_differ_in_seed():

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
-from rlx.types import Turn
+from rlx.policy.base import PolicyError, PromptTooLong, Reply
+from rlx.policy.openai import OpenAIPolicy
+from rlx.types import Task, Turn
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
@@ -305,6 +307,31 @@ def test_everything_but_health_asks_for_the_key(run: Run) -> None:
     assert len(endpoint.api_key) >= 32
     assert json.loads(file.read_text())["pid"] == run.process.pid  # type: ignore[union-attr]
     assert endpoint.url.startswith("http://127.0.0.1:")
+
+
+def test_our_server_is_an_openai_endpoint_too(run: Run) -> None:
+    (endpoint,) = run.ready()
+    task = Task(env="e", example_id=0, index=0, row={})
+
+    async def conversation() -> tuple[Reply, Reply]:
+        policy = OpenAIPolicy(f"{endpoint.url}/v1", endpoint.api_key, "tiny", sampling={"max_tokens": 5, "top_k": 50, "min_tokens": 5})
+        try:
+            reply = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])
+            again = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], sampling={"stop_token_ids": [9]})
+            with pytest.raises(PromptTooLong, match="context length"):
+                await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
+            wrong = OpenAIPolicy(f"{endpoint.url}/v1", "guess", "tiny", max_retries=0)
+            with pytest.raises(PolicyError, match=r"\(401\)"):
+                await wrong.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])
+            await wrong.close()
+            return reply, again
+        finally:
+            await policy.close()
+
+    reply, again = asyncio.run(conversation())
+    assert (reply.turn, reply.num_tokens, reply.truncated) == (None, 5, True)
+    assert reply.num_prompt_tokens > 3
+    assert reply.content == again.content, "the same seed"
 
 
 def test_vllms_own_routes_answer_beside_ours(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -52,13 +53,13 @@ class Checkout:
         spec.loader.exec_module(module)
         return module
 
-    def installs(self, monkeypatch: pytest.MonkeyPatch, extra: str = "cpu", free: float = 100.0, **attributes: object) -> list[str]:
+    def installs(self, monkeypatch: pytest.MonkeyPatch, extra: str | None = "cpu", free: float = 100.0, **attributes: object) -> list[str]:
         """Run the installer; the commands that it started."""
         self.log.write_text("")
         module = self.module()
         for name, value in attributes.items():
             monkeypatch.setattr(sys, name, value)
-        monkeypatch.setattr(sys, "argv", ["install.py", "--extra", extra])
+        monkeypatch.setattr(sys, "argv", ["install.py", *(["--extra", extra] if extra else [])])
         monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 2**30))
         module.main()
         return self.log.read_text().splitlines()
@@ -77,7 +78,7 @@ def test_a_python_that_is_not_supported_is_named_with_the_way_to_name_another(ch
     with pytest.raises(SystemExit) as left:
         checkout.installs(monkeypatch, version_info=(3, 10, 4), version="3.10.4 (main)")
     assert left.value.code == 1
-    assert "Python 3.10.4 is not supported, 3.11 or 3.12 is needed" in (said := capsys.readouterr().err)
+    assert "Python 3.10.4 is not supported, 3.11 to 3.13 are" in (said := capsys.readouterr().err)
     assert "make train PYTHON=python3.11" in said
     assert not checkout.venv.exists()
 
@@ -152,8 +153,33 @@ def test_an_environment_of_another_python_is_made_anew_and_said(checkout, monkey
     assert f"the .venv there has {said}; it is made anew, what you installed into it is gone" in capsys.readouterr().out
 
 
+SMI = """#!/bin/sh
+[ "$1" = -L ] && {{ echo "GPU 0: NVIDIA H100"; exit 0; }}
+echo "| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: {cuda}  |"
+"""
+
+
+@pytest.mark.parametrize(("cuda", "fine"), [("12.4", False), ("13.0", True), ("13.3", True), ("14.0", True), ("N/A", True)])
+def test_a_driver_that_is_too_old_for_the_pinned_torch_is_named_before_anything_is_installed(checkout, monkeypatch, capsys, cuda, fine):
+    smi = checkout.stand_in(checkout.log.with_name("bin") / "nvidia-smi")
+    smi.write_text(SMI.format(cuda=cuda))
+    monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)
+    if fine:
+        assert checkout.installs(monkeypatch, extra=None)[-1].endswith(".[gpu,dev,wandb,tensorboard]")
+        return
+    with pytest.raises(SystemExit):
+        checkout.installs(monkeypatch, extra=None)
+    said = capsys.readouterr().err
+    assert "the NVIDIA driver here runs CUDA up to 12.4, the pinned torch is built for CUDA 13" in said
+    assert "install driver 580 or newer; or run on the CPU: make train EXTRA=cpu" in said
+    assert not checkout.venv.exists()
+    assert checkout.installs(monkeypatch, extra="cpu"), "which is then not asked about the driver"
+    assert checkout.installs(monkeypatch, extra="gpu"), "by name it is installed for another machine"
+    assert "the GPUs here need driver 580 or newer" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_says_which_python_it_needs_where_none_is_found():
     done = subprocess.run(["make", "install", "PYTHON="], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "rlx needs Python 3.11 or 3.12; none was found. Name one: make train PYTHON=/path/to/python3.11" in done.stderr
+    assert "rlx needs Python 3.11, 3.12 or 3.13; none was found. Name one: make train PYTHON=/path/to/python3.11" in done.stderr

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from conftest import bring_up
 
+from rlx.cli import main
 from rlx.config.errors import ConfigError
-from rlx.config.load import compose
+from rlx.config.load import compose, load_run
 from rlx.launch import slurm
 from rlx.paths import RunPaths
+from rlx.plan.record import read_plan
 from rlx.plan.rl import make_plan
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
+from rlx.runs.provenance import code_change
 
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +95,36 @@ def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(
     assert job_of(RunPaths(tmp_path)) == "12_1"
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_the_gpus_of_the_submitting_host_do_not_bound_a_plan_for_another(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main(["train", f"launcher={launcher}", "hardware=node8", "model=qwen3_8b", "env=math", "dry_run=true", "run.dir=mine"]) == 0
+    plan = read_plan(tmp_path / "mine" / "plan.yaml")
+    assert [gpu for spec in plan if spec.role == "trainer" for gpu in spec.gpus] == [4, 5, 6, 7]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    paths = made(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    seen = {}
+
+    class Executor:
+        def submit_array(self, runs):
+            seen.update(os.environ)
+            raise RuntimeError("not now")
+
+    monkeypatch.setattr(slurm, "_executor", lambda *_: Executor())
+    monkeypatch.setattr(slurm, "sbatch_script", lambda *_: "")
+    with pytest.raises(RuntimeError, match="not now"):
+        slurm.submit([(paths, load_run(paths.root))], "mine", tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in seen
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
 def made(tmp_path: Path, *argv: str) -> RunPaths:
     composed = compose([f"run.dir={tmp_path / 'run'}", "hardware=cpu", *argv], {})
     cfg = settle(composed.cfg, composed.label)
@@ -113,17 +146,17 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
 
 def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
     paths = made(tmp_path)
-    assert slurm.code_change(paths) is None
+    assert code_change(paths) is None
     record = json.loads(paths.provenance.read_text())
     now = record["source"]["commit"]
     if now is None:
         pytest.skip("this is no git checkout")
     paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert slurm.code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
+    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
     later = {"source": {**record["source"], "diff": "other.diff"}}
     paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
     (paths.root / "other.diff").write_text("another change")
-    assert "uncommitted changes" in str(slurm.code_change(paths))
+    assert "uncommitted changes" in str(code_change(paths))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def test_a_step_runs_on_its_host_with_the_jobs_environment_but_not_its_shape() -
     assert {"--nodelist=node2", "--overlap", "--kill-on-bad-exit=1", "--job-name=trainer"} <= set(argv)
     assert argv[-3:] == ["python", "-m", "rlx.roles.trainer"]
     assert env == {"SLURM_JOB_ID": "7", "A": "b", HOST: "node2"}
+
+
+def test_a_step_inherits_no_group_of_the_jobs_script_and_has_the_plans_own() -> None:
+    script = {"MASTER_ADDR": "node1", "WORLD_SIZE": "16", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    rank = replace(spec(), env={"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    _, env = SrunStarter("7", ["node1", "node2"]).command(rank, script)
+    assert env == {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", HOST: "node2"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,14 @@ def test_a_run_is_completed_when_all_but_the_services_are_done_and_the_services_
     run.assert_nothing_left()
 
 
+def test_roles_are_not_of_a_group_that_the_users_environment_names(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    run = start([toy("trainer", "import os\nprint(sorted(name for name, value in os.environ.items() if value == '7'))")])
+    assert run.wait().state == "completed"
+    assert run.log("trainer") == "[]\n"
+
+
 def test_when_one_process_fails_the_others_are_stopped_and_its_last_lines_are_kept(start: Callable[..., Run]) -> None:
     plan = [
         toy("inference", FOREVER, service=True),

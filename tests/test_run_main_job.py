@@ -147,8 +147,10 @@ def test_two_runs_side_by_side_do_not_meet(start):
 def test_an_installed_package_finds_its_configuration(tmp_path):
     """A wheel in an environment of its own: `rlx train dry_run=true` from an empty directory."""
     uv = Path(sys.executable).parent / "uv"
+    source = tmp_path / "source"  # a copy: what an earlier build left in build/ would come into the wheel
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info"))
     subprocess.run(
-        [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path / "dist", ROOT],
+        [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path / "dist", source],
         check=True,
         cwd=tmp_path,
     )

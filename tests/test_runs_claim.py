@@ -78,11 +78,15 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
     with pytest.raises(ConfigError, match=r"`inference.api_key` is secret and was not written into the file.\nGive it again:"):
         compose(again, {})
     resumed = compose([*again, "inference.api_key=other-key", "resume=latest"], {}).cfg
-    paths, _ = create(resumed, [], make_plan(resumed, paths.root))
+    paths, lock = create(resumed, [], make_plan(resumed, paths.root))
     assert load_run(paths.root).inference.api_key == "other-key", "the key of a run that goes on may be another"
     paths.secrets.unlink()
     with pytest.raises(ConfigError, match=r"`inference.api_key` is secret"):
         load_run(paths.root)
+    assert load_run(paths.root, secrets=False).inference.api_key == "<secret>", "who looks at a run needs none"
+    lock.close()
+    create(resumed, [], make_plan(resumed, paths.root))[1].close()
+    assert load_run(paths.root).inference.api_key == "other-key", "a run whose file was deleted goes on with what is given"
 
 
 def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Job:
         """What the job does; its exit code."""
         slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        code = "import sys; from rlx.launch.slurm import Run; Run(sys.argv[1])()"
+        code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
         done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=40, check=False)
         return done.returncode

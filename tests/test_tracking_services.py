@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.tracking import Tracker, open_tracker
+from rlx.runs.rewind import trim_metrics
+from rlx.tracking import Progress, Tracker, open_tracker
 
 RECORD = {
     "env": "e",
@@ -33,6 +36,8 @@ RECORD = {
 
 class Recorder:
     """A service that remembers."""
+
+    name = "recorder"
 
     def __init__(self, samples: int = 2, interval: int = 10) -> None:
         self.samples, self.interval = samples, interval
@@ -113,6 +118,70 @@ def test_a_line_that_is_still_being_written_is_forwarded_when_it_is_whole(tmp_pa
     assert sink.seen == [(0, {"loss/total": 2.0})]
 
 
+def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: Path) -> None:
+    """As when the run ends: the task that forwards is cancelled, its thread goes on, and `close` forwards the rest."""
+    paths, sink = RunPaths(tmp_path), Recorder()
+    tracker, in_it, go_on = Tracker(paths, [sink]), threading.Event(), threading.Event()
+    write_metrics(paths)
+    remember = sink.scalars
+
+    def slow(*arguments: Any) -> None:
+        remember(*arguments)
+        in_it.set()
+        go_on.wait(5)
+
+    sink.scalars = slow  # type: ignore[method-assign]
+    left = threading.Thread(target=tracker.forward)
+    left.start()
+    assert in_it.wait(5)
+    end = threading.Thread(target=tracker.close)
+    end.start()
+    time.sleep(0.2)
+    go_on.set()
+    left.join(5)
+    end.join(5)
+    assert len(sink.seen) == 4
+    assert sink.closed
+
+
+def test_the_next_attempt_forwards_what_the_one_before_it_could_not(tmp_path: Path) -> None:
+    paths, first, second = RunPaths(tmp_path), Recorder(), Recorder()
+    write_metrics(paths)
+    Tracker(paths, [first]).forward()
+    writer = MetricsWriter(paths.metrics, "trainer")
+    writer.write(2, {"loss/total": 0.0})  # and then it is killed
+    tracker = Tracker(paths, [second])
+    writer.write(3, {"loss/total": 0.0})
+    tracker.forward()
+    assert [step for step, _ in first.seen] == [0, 0, 1, 1]
+    assert [step for step, _ in second.seen] == [2, 3]
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_forwards_what_follows_it_again_and_nothing_else(tmp_path: Path) -> None:
+    paths, first, second = RunPaths(tmp_path), Recorder(), Recorder()
+    orchestrator, trainer = (MetricsWriter(paths.metrics, source) for source in ("orchestrator", "trainer"))
+    orchestrator.write(0, {"reward/mean": 0.0})
+    orchestrator.write(1, {"reward/mean": 1.0})
+    trainer.write(0, {"loss/total": 0.0})
+    Tracker(paths, [first]).forward()
+    trim_metrics(paths, 1)
+    tracker = Tracker(paths, [second])
+    tracker.forward()
+    assert second.seen == []
+    MetricsWriter(paths.metrics, "orchestrator").write(1, {"reward/mean": 2.0})
+    tracker.forward()
+    assert second.seen == [(1, {"reward/mean": 2.0})]
+
+
+def test_all_attempts_of_a_run_are_one_run_at_wandb_and_another_run_is_not(tmp_path: Path) -> None:
+    here, fork = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "fork")
+    identity = Progress(here).identity("wandb")
+    Progress(here).forwarded("wandb", 12)
+    assert Progress(here).identity("wandb") == identity
+    assert Progress(here).offset("wandb") == 12
+    assert Progress(fork).identity("wandb") != identity
+
+
 def test_samples_are_forwarded_every_interval_steps_and_no_more_than_wanted(tmp_path: Path) -> None:
     often, rarely, never = Recorder(samples=2, interval=5), Recorder(samples=4, interval=10), Recorder(samples=0)
     tracker = Tracker(RunPaths(tmp_path), [often, rarely, never])
@@ -189,6 +258,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert {"distribution/advantage/bins", "distribution/completion_length/bins"} <= row.keys()
     assert b"my-run" in text
     assert b"max_async_level" in text
+    assert file.name == f"run-{Progress(RunPaths(tmp_path / 'my-run')).identity('wandb')}.wandb"
     assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
     assert b"hidden-key" not in text
 

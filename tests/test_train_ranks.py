@@ -32,6 +32,9 @@ MODELS = {
 
 def prepare(folder: Path, hf, **settings) -> dict:
     hf.save_pretrained(folder / "model")
+    if settings.pop("claims_to_be_tied", False):
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     settings = {"load": FLOAT32, "groups": 5, "tokens": 120} | settings
     (folder / "settings.json").write_text(json.dumps(settings))
     return settings
@@ -41,6 +44,7 @@ CASES = {
     "tied": ("qwen3_tied", {}),
     "tied_small_rows": ("qwen3_tied", {"tokens": 60}),
     "untied": ("llama_untied", {}),
+    "untied_by_its_files_alone": ("llama_untied", {"claims_to_be_tied": True}),
     "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
     "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
     "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16", "ac_freq": 1}}),

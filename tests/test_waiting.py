@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from rlx.config.schema import Config
+from rlx.data.source import OrchestratorSource
 from rlx.envs.load import load_tokenizer
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork, Heartbeat, read_heartbeats
 from rlx.inference.endpoints import read_endpoints
+from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.waiting import WaitTimeout, wait_for
+from rlx.train.watch import Watch
+from rlx.waiting import Pause, WaitTimeout, wait_for
 
 
 @pytest.fixture
@@ -89,3 +93,63 @@ def test_a_process_in_a_long_call_goes_on_beating_and_stops_with_it(tmp_path: Pa
     ended = heartbeat.path.read_text()
     time.sleep(0.1)
     assert json.loads(heartbeat.path.read_text()) == json.loads(ended)
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_poll_is_late_by_one_percent_of_the_wait_at_most_and_by_100_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pause = Pause(0.002)
+    found = {}
+    for waited in (0.0, 0.1, 0.5, 2.0, 60.0):
+        clock.now = 1000.0 + waited
+        found[waited] = round(pause.seconds(), 6)
+    assert found == {0.0: 0.002, 0.1: 0.002, 0.5: 0.005, 2.0: 0.02, 60.0: 0.1}
+
+
+def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second minute of waiting for a batch: the folder of batches ten times a second, the run's folder four times, no absent name."""
+    paths = RunPaths(tmp_path)
+    paths.batches.mkdir()
+    watch = Watch(paths, None, first=True, grace=1.0)
+    clock = Clock(monkeypatch)
+    asked: list[tuple[float, str]] = []
+    listing, look_up = os.listdir, os.stat
+
+    def counted(folder: str) -> list[str]:
+        asked.append((clock.now, f"list {Path(folder).name}"))
+        return listing(folder)
+
+    def looked_up(path, *arguments, **keys):  # type: ignore[no-untyped-def]
+        if not isinstance(path, int) and str(tmp_path) in str(path):
+            asked.append((clock.now, f"look up {path}"))
+        return look_up(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    monkeypatch.setattr(os, "stat", looked_up)
+    with pytest.raises(WaitTimeout):
+        OrchestratorSource(paths, one_process("cpu"), 120.0).receive(3, watch.tick)
+    monkeypatch.undo()
+    last = [what for when, what in asked if when > 1060.0]
+    assert set(last) == {"list batches", f"list {tmp_path.name}"}
+    assert last.count("list batches") <= 60 * 10 + 1
+    assert len(last) <= 60 * 15
+    first = [what for when, what in asked if when <= 1001.0]
+    assert first.count("list batches") >= 100, "a batch that comes soon is seen at once"
+
+
+def test_only_rank_0_looks_for_the_notice(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    first, other = (Watch(paths, None, first=first, grace=1.0) for first in (True, False))
+    paths.ask_to_give_way()
+    assert (first.noticed(), other.noticed()) == (True, False)

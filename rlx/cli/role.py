@@ -48,7 +48,7 @@ def run(role: str, argv: list[str]) -> int:
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))
     spec = next((spec for spec in plan if (spec.role, spec.replica) == (role, replica)), None)
-    if spec is None and role != "prepare":
+    if spec is None and (role != "prepare" or cfg.replay is not None):
         raise ConfigError(_absent(role, replica, cfg, plan))
     if cfg.dry_run:
         from rlx.plan.explain import explain
@@ -56,8 +56,6 @@ def run(role: str, argv: list[str]) -> int:
         print(explain(cfg, [spec] if spec else [], composed.choices, composed.notes, cfg.run.dir))
         print("\ndry run: nothing was started")
         return 0
-    if spec is None and cfg.replay is not None:
-        raise ConfigError(_absent(role, replica, cfg, plan))
     try:
         environment = {} if spec is None else environment_of(spec, os.environ)
     except MissingGPU as error:

@@ -69,11 +69,11 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Known: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
     overrides = list(request.overrides)
-    given = {o.key_or_group for o in overrides}
-    overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     problems += groups.problems(overrides, variables)
     if problems:
         raise ConfigError(problems)
+    given = {o.key_or_group for o in overrides}
+    overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables)
     repository = CachingConfigRepository(loader.repository)  # copies what is stored, so it comes after storing
 

@@ -73,7 +73,9 @@ my_conf/experiment/first.yaml     # @package _global_          →  --config-dir
 my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir my_conf --config-name mine
 ```
 
-A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again.
+A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. A secret key
+(`inference.api_key`) is not in it, nor in anything that is shown, logged or sent: `<secret>` stands for it, and it must be given again.
+`inference.api_key='${oc.env:NAME}'` takes it from a variable, and keeps it out of the list of processes and the shell's history.
 """
 
 

@@ -104,15 +104,14 @@ def finish(tree: Tree, root: Root = TRAIN) -> Composed:
 
 
 @overload
-def load_run(run_dir: str | os.PathLike[str]) -> Config: ...
+def load_run(run_dir: str | os.PathLike[str], *, secrets: bool = ...) -> Config: ...
 @overload
-def load_run(run_dir: str | os.PathLike[str], root: Root[T]) -> T: ...
-def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN) -> Any:
+def load_run(run_dir: str | os.PathLike[str], root: Root[T], *, secrets: bool = ...) -> T: ...
+def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN, *, secrets: bool = True) -> Any:
     """The configuration of a run, from `config.yaml` in its directory. It was checked when the run was made; types are checked again.
 
-    Its secrets are read from the file beside it, which only the run's owner can read; for anybody else they stay `<secret>`.
-
-    Raises ConfigError when the file is absent or no configuration of this version.
+    `secrets`: with those that the run keeps beside it, which only its owner can read; else `<secret>` stands for each: who only looks at
+    a run does not need them. Raises ConfigError when the file is absent, no configuration of this version, or lacks a secret.
     """
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
@@ -121,31 +120,27 @@ def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration.")
     data.pop("defaults", None)
-    mine = _fill_secrets(data, path.with_name(FILE))
+    if secrets:
+        _fill_secrets(data, path.with_name(FILE))
     builder = Builder(root.schema)
     cfg = builder.build(root.schema, data)
-    if not mine:
+    if not secrets:
         builder.missing = [(key, doc) for key, doc in builder.missing if key not in builder.origins.secret]
     if builder.problems:
         raise ConfigError([f"{path}: {problem.text}" for problem in builder.problems])
     return cfg
 
 
-def _fill_secrets(data: dict[str, Any], file: Path) -> bool:
-    """Put the secrets of a run where its configuration has `<secret>`. False where this user may not read them."""
-    try:
-        secrets = yaml.safe_load(file.read_text())
-    except FileNotFoundError:
-        return True
-    except PermissionError:
-        return False
-    for key, value in secrets.items():
+def _fill_secrets(data: dict[str, Any], file: Path) -> None:
+    """Put the secrets of a run where its configuration has `<secret>`, as far as they are there."""
+    if not file.exists():
+        return
+    for key, value in yaml.safe_load(file.read_text()).items():
         *above, last = key.split(".")
         section = data
         for part in above:
             section = section.setdefault(part, {})
         section[last] = value
-    return True
 
 
 def to_yaml(cfg: Any) -> str:

@@ -144,7 +144,12 @@ class Groups:
     def problems(self, overrides: Iterable[Override], variables: Iterable[Variable]) -> list[str]:
         """What is wrong with choices, sweeps and deletions."""
         overrides = list(overrides)
-        found = [text for o in overrides if self.is_choice(o) and not o.is_delete() for text in self.wrong(o.key_or_group, value_of(o))]
+        found = [
+            text
+            for o in overrides
+            if self.is_choice(o) and not o.is_delete()
+            for text in self.wrong(o.key_or_group, value_of(o), "command line")
+        ]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
         for o in overrides:
             key, line = o.key_or_group, conceal(line_of(o))
@@ -158,16 +163,15 @@ class Groups:
                 found.append(f"`{line}`: only keys of {', '.join(OPEN)} can be removed. Set {key}=null where null is allowed.")
         return found
 
-    def wrong(self, group: str, value: Any, origin: str = "") -> Iterable[str]:
+    def wrong(self, group: str, value: Any, origin: str) -> Iterable[str]:
         """A problem for each option in `value` that the group does not have; `origin` says who chose it."""
-        origin = f" ({origin})" if origin else ""
         options = self.options(group)
         for option in value if isinstance(value, list) else [value]:
             if str(option) in options or (option is None and group in MAY_BE_ABSENT):
                 continue
             near = closest(str(option), options, 1)
             hint = f" Did you mean {group}={near[0]}?" if near else ""
-            yield f"there is no {group}={show(option)}{origin}.{hint}\nChoices: {', '.join(options)}."
+            yield f"there is no {group}={show(option)} ({origin}).{hint}\nChoices: {', '.join(options)}."
 
     def lines(self, overrides: Iterable[Override]) -> list[Override]:
         """The overrides as hydra should apply them: values set whether or not the key is there, null choices taken out."""

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rlx import codec
-from rlx.paths import RunPaths, atomic
+from rlx.paths import RunPaths, atomic, listed
 from rlx.types import STREAMS, StepBatch, TrainingSample
-from rlx.waiting import Preempted, wait_for
+from rlx.waiting import wait_for
 
 if TYPE_CHECKING:  # an orchestrator only sends, and need not load torch
     from rlx.parallel.mesh import Mesh
@@ -61,13 +61,15 @@ class OrchestratorSource:
         path = self.paths.batch_of(step)
 
         def read() -> bytearray:
-            wait_for(path.exists, f"the batch of step {step} ({path}); see the orchestrator's log", self.timeout, poll=0.002, tick=tick)
+            wait_for(
+                lambda: listed(path), f"the batch of step {step} ({path}); see the orchestrator's log", self.timeout, poll=0.002, tick=tick
+            )
             content = bytearray(path.stat().st_size)  # a bytearray, so that the arrays are writable and torch takes them as they are
             with path.open("rb") as file:
                 file.readinto(content)
             return content
 
-        return _decoded(_read_once(read, self.mesh), step, str(path))
+        return _decoded(self.mesh.read(read), step, str(path))
 
     def done(self, step: int) -> None:
         """Delete the batch."""
@@ -95,26 +97,11 @@ class RecordedSource:
                 except zstandard.ZstdError as error:
                     raise ValueError(f"{path} is damaged: {error}") from error
 
-        batch = _decoded(_read_once(read, self.mesh), step, str(path))
+        batch = _decoded(self.mesh.read(read), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
         """Nothing: they may be replayed again."""
-
-
-def _read_once(read: Callable[[], bytearray], mesh: Mesh) -> bytes | bytearray:
-    """What rank 0 reads, on every rank. Raises Preempted everywhere when it does there; what else fails on rank 0 ends that process."""
-    if not mesh.first:
-        content = mesh.broadcast_bytes()
-        if not content:
-            raise Preempted
-        return content
-    try:
-        content = read()
-    except Preempted:
-        mesh.broadcast_bytes(b"")
-        raise
-    return mesh.broadcast_bytes(content)
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
@@ -126,12 +113,12 @@ def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
     return batch
 
 
-def split(batch: StepBatch, num_minibatches: int | None) -> StepBatch:
+def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
     """The same samples in so many mini-batches of neighbouring groups, as equal in groups as can be. Groups stay whole."""
     groups: dict[int, list[TrainingSample]] = {}
     for sample in chain.from_iterable(batch.mini_batches):
         groups.setdefault(sample.group, []).append(sample)
-    parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches or 1)
+    parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches)
     return replace(batch, mini_batches=tuple(tuple(chain.from_iterable(groups[int(group)] for group in part)) for part in parts))
 
 

@@ -191,13 +191,16 @@ class VerifiersEnvironment:
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all calls, run at once. Cancelled, it returns when all of them have cleaned up."""
+    if len(calls) == 1:
+        return [await calls[0]]  # without a task of its own: most requests are for one member
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def _abandon(task: asyncio.Task) -> None:

@@ -20,6 +20,7 @@ from submitit import LocalExecutor, LocalJob
 from rlx.launch.processes import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
+from rlx.process import disk_is_full, full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
@@ -46,6 +47,16 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run; a second one kills it at once.
     Whatever ends this process ends the run too.
     """
+    try:
+        return _launch(paths, limits, lock, observer)
+    except OSError as error:
+        if (line := full_disk(error, paths.root)) is None:
+            raise
+        print(f"rlx: {line}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None) -> int:
     status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
@@ -91,7 +102,13 @@ def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher:
     os.dup2(log, 2)
     parent = os.getppid()
     watched = {f"the launcher (process {launcher[0]})": launcher, f"submitit's process {parent}": (parent, start_time(parent))}
-    return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
+    try:
+        return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
+    except OSError as error:
+        if (line := full_disk(error, paths.root)) is None:
+            raise
+        print(line, flush=True)
+        return 1
 
 
 def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
@@ -152,7 +169,7 @@ def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: 
             role="supervisor",
             replica=0,
             returncode=None,
-            reason="the supervisor died before it started anything",
+            reason=disk_is_full(paths.root) or "the supervisor died before it started anything",
             log=os.path.relpath(log, paths.root),
             last_lines=last_lines(log, limits.last_lines),
         )

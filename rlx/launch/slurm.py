@@ -1,6 +1,6 @@
 """Runs as jobs of a SLURM cluster: one allocation for a run, one job array for a sweep, submitted through submitit.
 
-    login node: submit(…) ── sbatch ──► first node of the job: submitit ──► Run(directory)() ──► Supervisor ──► one srun step a process
+    login node: submit(…) ── sbatch ──► first node of the job: submitit ──► Attempt(directory)() ──► Supervisor ──► one srun step a process
 
 A job holds nothing but the name of its run directory. When SLURM takes the machine away (time limit, preemption, requeue), the
 supervisor has the roles write a checkpoint, and the job goes back into the queue: the same job, the same directory, the next attempt.
@@ -9,7 +9,6 @@ Knows submitit and SLURM's commands; knows nothing of what the plan's processes 
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -28,10 +27,11 @@ from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.environment import DEVICES
+from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ask, is_ending, job_of, note_job, restarts_of
-from rlx.runs.provenance import source_state
+from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
 from rlx.runs.status import Cause, Status, read_status
@@ -118,7 +118,7 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
     executor = _executor(folder, sbatch_options(runs[0][1], name, code))
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
-        jobs = executor.submit_array([Run(str(paths.root)) for paths, _ in runs])
+        jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
     except Exception as error:  # submitit passes on what sbatch said in exceptions of several kinds
         said = getattr(error, "stderr", None) or str(error)
         reason = said.decode(errors="replace") if isinstance(said, bytes) else said
@@ -132,7 +132,7 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
     return [job.job_id for job in jobs]
 
 
-class Run:
+class Attempt:
     """What the SLURM job does: one attempt at the run of a directory."""
 
     def __init__(self, run_dir: str) -> None:
@@ -140,6 +140,15 @@ class Run:
 
     def __call__(self) -> float | None:
         """Run it; the final reward. Leaves with the run's exit code where it is not 0."""
+        try:
+            return self._run()
+        except OSError as error:
+            if (line := full_disk(error, Path(self.run_dir))) is None:
+                raise
+            print(line, file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+
+    def _run(self) -> float | None:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without a word in the status
             signal.signal(number, lambda number, _: received.append(number))
@@ -226,21 +235,6 @@ class Run:
             return 1
         print("back in the queue", flush=True)
         return status.exit_code or 0
-
-
-def code_change(paths: RunPaths) -> str | None:
-    """How the code differs from what it was when the run was made, in words; None when it does not, or nobody can tell."""
-    provenance = json.loads(paths.provenance.read_text())
-    recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
-    now = source_state()
-    if recorded["commit"] is None or now["commit"] is None:
-        return None
-    if now["commit"] != recorded["commit"]:
-        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is at {now['commit'][:12]} now"
-    before = (paths.root / recorded["diff"]).read_text() if recorded["diff"] else ""
-    if (now["diff"] or "") != before:
-        return f"the uncommitted changes to the code are not those of the submission ({recorded['diff'] or 'there were none'})"
-    return None
 
 
 def _fail(paths: RunPaths, status: Status, reason: str) -> None:

@@ -30,7 +30,7 @@ from rlx.launch.verdict import LEFT, Process, Verdict, View, decide, find_hung, 
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
-from rlx.process import full_disk
+from rlx.process import disk_is_full, full_disk
 from rlx.runs.status import Cause, Status, last_lines, read_status
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
@@ -279,18 +279,13 @@ class Supervisor:
         if verdict.blamed is None:
             return None
         log = self.paths.log(self.status.attempt, verdict.blamed)
-        relative = str(log.relative_to(self.paths.root))
+        relative, code, reason = str(log.relative_to(self.paths.root)), verdict.returncode, verdict.reason
         if verdict.blamed == "launcher":
-            return Cause(role="launcher", replica=0, returncode=None, reason=verdict.reason, log=relative)
+            return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
         spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
-        return Cause(
-            role=spec.role,
-            replica=spec.replica,
-            returncode=verdict.returncode,
-            reason=verdict.reason,
-            log=relative,
-            last_lines=lines,
-        )
+        if (full := disk_is_full(self.paths.root)) and not any(full[:20] in line for line in lines):
+            reason += f"; {full}"  # which may be why its log does not say it
+        return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)
 
     def _say(self, *lines: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")

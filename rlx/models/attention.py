@@ -43,21 +43,36 @@ def packed_attention(
         )
     assert attention_mask is None, "a packed row has no attention mask"
     assert dropout == 0.0, "the policy is trained without dropout"
+    grouped = _is_grouped(module, query, key)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
     if layout.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise ValueError(
                 f"{type(module).__name__} bounds its scores or has sinks, which FlashAttention does not do; set model.attention=sdpa"
             )
-        return _varlen(q, k, v, layout, scaling, sliding_window)[None], None
-    outputs = [_bucket(q, k, v, bucket, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
+        return _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None], None
+    outputs = [_bucket(q, k, v, bucket, grouped, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     assert layout.order is not None
     return flat.index_select(0, layout.order).view(1, len(q), q.shape[1], -1), None
 
 
+def _is_grouped(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:
+    """Whether several query heads share a key head. The module's own count is a plain number; shapes are symbols under torch.compile."""
+    groups = getattr(module, "num_key_value_groups", None)
+    return query.shape[1] != key.shape[1] if groups is None else groups != 1
+
+
 def _bucket(
-    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float | None, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bucket: Bucket,
+    grouped: bool,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[K, heads, d] each → [S·Q, H·d_v]: gather the blocks into one padded batch and attend."""
     q, k, v = _take(q, bucket.queries), _take(k, bucket.keys), _take(v, bucket.keys)  # [S, heads, length, d]
@@ -66,9 +81,7 @@ def _bucket(
         out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
     else:
         mask = bucket.visible(window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
@@ -92,7 +105,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None,
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None, grouped: bool) -> Tensor:
     """torch's own FlashAttention with segment boundaries (CUDA, 16 bit): [K, heads, d] → [K, H, d]."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -101,7 +114,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | No
     back = -1 if window is None else window - 1
     out = varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.cu_seqlens, n, n,
-        scale=scaling, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1],
+        scale=scaling, window_size=(back, 0), enable_gqa=grouped,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out

@@ -1,7 +1,8 @@
 """From a folder or hub name to a policy that can be trained, on one process or sharded over many.
 
 Rank 0 reads the checkpoint and proves on a few tokens that the packed forward equals the model's own; the other ranks start empty and
-receive their shards. Knows transformers and `rlx.models`; knows no configuration tree.
+receive their shards. Sharded and on its device the model is compared once more, by all ranks: with the attention, the kernels and the
+dtype that training will use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.policy import PolicyModel
-from rlx.models.shard import checkpoint_activations, shard
+from rlx.models.shard import checkpoint_activations, compile_layers, shard
 from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,19 +70,26 @@ def load_policy(
         model.liger = apply_liger(model.hf, liger, device)  # after the check, which runs on the CPU
         checkpoint_activations(model, ac_freq)
         if compile:
-            for layer in model.layers:
-                layer.compile(dynamic=True)
+            compile_layers(model)
         return model
 
     full = None
+    untied = False
     if mesh.first:
         hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
+        untied = _untied_by_checkpoint(hf)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
         if not sharded:
-            return finished(full).to(device)
+            model = finished(full).to(device)
+            if device.type != "cpu":
+                check_packed_forward(model, device)
+            return model
+    untied = mesh.any(untied)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if untied:
+            _say_untied(config)
         empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
     model = finished(PolicyModel(empty, attention=attention))
     shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
@@ -91,7 +99,25 @@ def load_policy(
     for module, name, parameter_of in tied:  # to_empty makes one tensor of each name
         setattr(module, name, getattr(*parameter_of))
     _scatter(full.hf if full else None, model.hf, mesh)
+    check_packed_forward(model, device)
     return model
+
+
+def _untied_by_checkpoint(hf: Any) -> bool:
+    """Whether the checkpoint has a head of its own although its configuration says that the head is the embedding.
+
+    transformers then loads both, as vLLM does. The configuration is corrected here, for what is made from it: the other ranks' shards, and
+    every version that is written.
+    """
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    if not getattr(hf.config.get_text_config(), "tie_word_embeddings", False) or head is None or head.weight is embedding.weight:
+        return False
+    _say_untied(hf.config)
+    return True
+
+
+def _say_untied(config: Any) -> None:
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
@@ -123,10 +149,11 @@ def _scatter(source: Any | None, target: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def check_packed_forward(model: PolicyModel) -> None:
+def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu") -> None:
     """Raise ValueError unless log-probabilities of two packed sequences equal those of the model's own forward, one at a time.
 
-    This catches what no list of architectures could: factors on the logits, layers that ignore segment boundaries, masks of their own.
+    Of a sharded model every rank calls this; `device` is where it computes. This catches what no list of
+    architectures could: factors on the logits, layers that ignore segment boundaries, masks of their own.
     """
     vocabulary = model.hf.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -136,15 +163,22 @@ def check_packed_forward(model: PolicyModel) -> None:
     boundaries = [0, *itertools.accumulate(map(len, sequences))]
     trainable = torch.ones(len(ids), dtype=torch.bool)
     trainable[[end - 1 for end in boundaries[1:]]] = False  # nothing follows a sequence's last token
-    layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), model.layout_kind(ids.device), ids.device)
-    labels = torch.cat([ids[1:], ids[:1]])[trainable]
-    packed, _ = model(layout, torch.from_numpy(layout.where)[trainable], labels, torch.ones(len(labels)))
-    own = torch.cat([_own_log_probabilities(model.hf, sequence) for sequence in sequences])
+    device = torch.device(device)
+    layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), model.layout_kind(device), device)
+    labels = torch.cat([ids[1:], ids[:1]])[trainable].to(device)
+    index = torch.from_numpy(layout.where)[trainable].to(device)
+    with torch.compiler.set_stance("force_eager"):  # a few tokens are not worth compiling for
+        packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
+        # A sharded model's root holds its parameters since then, and its layers gather theirs by themselves.
+        own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
+    if (reshard := getattr(model, "reshard", None)) is not None:
+        reshard()
     difference, spread = float((packed - own).abs().max()), float(own.std())
-    if not difference <= TOLERANCE[model.hf.dtype] * spread:
+    if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ValueError(
-            f"{type(model.hf).__name__} cannot be trained like this: its packed forward and its own differ by {difference:.3g} nats where "
-            f"log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it has that already, its head is not supported"
+            f"{type(model.hf).__name__} cannot be trained like this: on {device.type} its packed forward and its own differ by "
+            f"{difference:.3g} nats where log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it has that already, its "
+            "head is not supported"
         )
 
 

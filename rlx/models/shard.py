@@ -6,7 +6,8 @@ mixed precision has one implementation.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,22 @@ def checkpoint_activations(model: PolicyModel, freq: int) -> None:
         return
     for i, layer in enumerate(model.layers):
         if i % freq == 0:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function around `checkpoint`, because torch.compile does not look into a functools.partial: it would compile nothing."""
+
+    def forward_again(*args: Any, **keys: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keys)
+
+    return forward_again
+
+
+def compile_layers(model: PolicyModel, **keys: Any) -> None:
+    """Compile every decoder layer, for any lengths; `keys` are torch.compile's."""
+    for layer in model.layers:
+        layer.compile(dynamic=True, **keys)
 
 
 def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool = False) -> None:

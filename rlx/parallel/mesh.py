@@ -26,10 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlx.config.schema import Config
+from rlx.parallel.rendezvous import Place, meet
+from rlx.paths import RunPaths
+from rlx.waiting import Preempted
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PIECE = 1 << 30  # bytes of one broadcast
+MARGIN = 600.0  # seconds by which collectives outwait rank 0, so that its own wait is what times out
 PATIENCE = 5.0  # seconds in which a rank that lost another is ended from outside, so that the one that failed is blamed
 
 
@@ -94,6 +100,24 @@ class Mesh:
                     dist.broadcast(piece, src=0)
         return received
 
+    def read(self, read: Callable[[], bytes | bytearray]) -> bytes | bytearray:
+        """What `read` gives on rank 0, on every rank: rank 0 alone waits for a file and reads it. It must not be empty.
+
+        When `read` raises Preempted, this does so on every rank; anything else ends rank 0, and the others lose it.
+        """
+        if not self.first:
+            content = self.broadcast_bytes()
+            if not content:
+                raise Preempted
+            return content
+        try:
+            content = read()
+        except Preempted:
+            self.broadcast_bytes(b"")
+            raise
+        assert content, "nothing was read"
+        return self.broadcast_bytes(content)
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite the tensor with rank 0's, in place, on its own device."""
         if self.world_size > 1:
@@ -108,6 +132,19 @@ class Mesh:
         """The largest over the loss axis, element by element, in place."""
         if self.loss_group is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.loss_group)
+
+    def synchronize(self) -> None:
+        """Returns when this process's device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> float:
+        """Largest memory of this process's device since the last call, GiB; 0 on CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def background_group(self) -> dist.ProcessGroup | None:
         """A group of its own for what goes on beside training, whose collectives must not meet training's. Every rank calls this."""
@@ -126,6 +163,36 @@ class Mesh:
             except RuntimeError as error:
                 time.sleep(PATIENCE)
                 raise RankLost(f"rank {self.rank} of {self.world_size} lost another rank; the log of the one that left says why") from error
+
+
+def build_mesh(
+    cfg: Config,
+    paths: RunPaths,
+    place: Place,
+    *,
+    timeout: float,
+    tick: Callable[[], None],
+    alive: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Mesh:
+    """The mesh of the configuration, on this process's device. The first call of the trainer that touches CUDA.
+
+    `timeout`: seconds for the other ranks to come, and more than any wait of rank 0 takes but that for a batch; `tick` is called while
+    waiting for them, `alive` is entered while waiting for rank 0 later. Raises WaitTimeout.
+    """
+    cuda = cfg.hardware.device == "cuda"
+    device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.manual_seed(cfg.seed)
+    # One process computes in another dtype than its parameters have, or keeps them elsewhere, by sharding over itself.
+    mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
+    if place.world_size == 1 and not mixed:
+        return one_process(device)
+    store = None
+    if place.world_size > 1 and not place.under_torchrun:
+        store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
+    limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
+    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive)
 
 
 def one_process(device: torch.device | str) -> Mesh:

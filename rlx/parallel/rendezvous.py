@@ -1,23 +1,50 @@
-"""How the trainer's ranks on several hosts find each other: rank 0 binds a free port and says in the run directory where.
+"""Which rank this process is, and how ranks on several hosts find each other: rank 0 binds a free port and says in the run directory where.
 
-Under torchrun nothing of this is needed.
+Under torchrun, which starts several ranks of one host, they meet by its variables.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from rlx.paths import RunPaths, write_text
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 TOKEN = "RLX_RUN_TOKEN"  # the supervisor gives all processes of one attempt the same value
 CONNECT = 300.0  # seconds for a rank to reach the store once its address is known
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the plan, or torchrun, says of this process."""
+
+    rank: int
+    local_rank: int  # index of its GPU among those it sees
+    world_size: int
+    under_torchrun: bool
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Place:
+        """One process without RANK and WORLD_SIZE."""
+        numbers = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        rank, local_rank, world_size = numbers
+        return cls(rank, local_rank, world_size, under_torchrun="TORCHELASTIC_RUN_ID" in environ)
+
+    @property
+    def name(self) -> str | None:
+        """Of the process in the plan; None for a rank that is not in it, because torchrun starts it."""
+        if self.rank == 0:
+            return "trainer"
+        return None if self.under_torchrun else f"trainer_{self.rank}"
 
 
 def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None) -> dist.Store:
@@ -25,6 +52,8 @@ def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Call
 
     `tick` is called while waiting. An address that an earlier attempt left is not taken. Raises WaitTimeout.
     """
+    import torch.distributed as dist
+
     file = paths.endpoints / "trainer.json"
     token = os.environ.get(TOKEN, "")
     if rank == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlx.inference.protocol import Sampling
@@ -82,8 +82,11 @@ class TokenEpisode:
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
-        reply = replace(
-            policy.chat.parse(turn, functions),
+        said = policy.chat.parse(turn, functions)
+        reply = Reply(
+            said.content,
+            said.reasoning,
+            said.calls,
             truncated=turn.finish_reason == "length",
             request_id=request_id,
             num_prompt_tokens=len(turn.prompt_ids),
@@ -99,9 +102,11 @@ class TokenEpisode:
 
     def _parameters(self, own: Mapping[str, Any] | None, room: int) -> dict[str, Any]:
         """The parameters of a request that may have `own` ones, with `room` tokens left in the context."""
-        asked = {**self.policy.sampling, **{name: value for name, value in (own or {}).items() if value is not None}}
+        asked = dict(self.policy.sampling)
+        if own is not None:
+            asked |= {name: value for name, value in own.items() if value is not None}
         limit = asked.pop("max_completion_tokens", None) or asked.get("max_tokens") or room
-        for name in asked.keys() - KNOWN:
+        for name in [name for name in asked if name not in KNOWN]:
             _say_unknown(name)
             del asked[name]
         asked["max_tokens"] = min(limit, room)

@@ -1,13 +1,13 @@
 """The trainer: waits for the batch of each step, trains on it, publishes the new policy version.
 
-    batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  weights/step_{n+1}
+    batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  version n+1
 
-Beside that: a checkpoint of version n where one is due, and before the run gives way to a preemption.
+Beside that: a checkpoint of version n where one is due, and before the run gives way to a preemption. What a rank does meanwhile to be
+seen alive and to hear of a preemption is `rlx.train.watch`; who does what among ranks is `rlx.parallel.mesh`.
 
 Started as `python -m rlx.roles.trainer --run-dir D` for one rank, under `python -m torch.distributed.run` for several on one host,
 and once for each rank, with RANK and WORLD_SIZE, for several hosts.
 Ends with 0 after `max_steps` steps, with 75 when it left for a preemption (under torchrun with 0); any other end is an error.
-Knows files, not the orchestrator or the servers.
 """
 
 from __future__ import annotations
@@ -19,92 +19,88 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths, write_text
+from rlx.parallel.rendezvous import Place
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import Preempted, wait_for
+
+if TYPE_CHECKING:  # torch takes seconds; signals are heard before
+    pass
 
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
 LEFT = 75  # exit code when the run gave way to a preemption
-COLLECTIVE_MARGIN = 600.0  # seconds by which collectives outwait the batch, so that the wait itself is what times out
 
 
 class Trainer:
     """One rank's objects, built from the run's configuration."""
 
-    def __init__(self, cfg: Config, paths: RunPaths, rank: int, local_rank: int, world_size: int) -> None:
-        import torch
-
+    def __init__(self, cfg: Config, paths: RunPaths, place: Place, watch: Watch) -> None:
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
         from rlx.data.source import OrchestratorSource, RecordedSource, Source
         from rlx.models.load import DTYPES
-        from rlx.parallel.mesh import join, one_process
-        from rlx.parallel.rendezvous import meet
+        from rlx.parallel.mesh import build_mesh
         from rlx.train.build import build
-        from rlx.weights.hub import fetch
         from rlx.weights.publish import Publisher
 
-        self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
-        alone = world_size > 1 and "MASTER_ADDR" not in os.environ  # not under torchrun: ranks on several hosts, each a process of the plan
-        self.heartbeat = Heartbeat(paths, f"trainer_{rank}" if rank else "trainer") if rank == 0 or alone else None
-        device = torch.device("cuda", local_rank) if cfg.hardware.device == "cuda" else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        torch.manual_seed(cfg.seed)
-        mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and device.type == "cuda")
-        if world_size > 1 or mixed:
-            timeout = max(cfg.trainer.batch_timeout, INITIAL_MODEL_TIMEOUT) + COLLECTIVE_MARGIN
-            store = None
-            if alone:
-                self.beat("waiting for the other ranks")
-                store = meet(paths, rank, world_size, timeout=INITIAL_MODEL_TIMEOUT, tick=self.beat_on)
-            self.mesh = join(device, rank=rank, world_size=world_size, timeout=timeout, store=store, alive=self.while_waiting)
-        else:
-            self.mesh = one_process(device)
-
-        self.beat("waiting for the initial model")
-        path = paths.initial_model
-        tick = self.beat_on if world_size > 1 else self.tick  # several ranks can only leave together
-        wait_for(path.exists, f"the initial model ({path})", INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
-        source = path.read_text().strip()
-        for name in filter(None, (source, cfg.ref.name)):
-            fetch(name, self.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
-        self.step_trainer = build(cfg, source, self.mesh, self.beat)
+        self.cfg, self.paths, self.watch = cfg, paths, watch
+        if cfg.hardware.device == "cuda" and cfg.hardware.shared and cfg.replay is None and not cfg.inference.base_url:
+            wait_for_servers(cfg, paths, watch)
+        self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        name = self.initial_model()
+        self.step_trainer = build(cfg, name, self.mesh, watch.working)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         # For the run's summary: `auto` chose it, and nobody reads this role's log.
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
-        if rank == 0:
+        if self.mesh.first:
             write_text(paths.kernels, json.dumps(self.summary) + "\n")
-        self.device = device
         self.source: Source = (
             OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
             if cfg.replay is None
             else RecordedSource(RunPaths(Path(cfg.replay)), self.mesh, cfg.trainer.num_minibatches)
         )
-        self.metrics = MetricsWriter(paths.metrics, "trainer") if rank == 0 else None
-        self.publisher = Publisher.of(
-            self.model, self.mesh, paths, source=source, dtype=DTYPES[cfg.model.dtype], trust_remote_code=cfg.model.trust_remote_code
-        )
-        facts = {"ranks": world_size, "model": cfg.model.name}
+        self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
+        dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
+        self.publisher = Publisher.of(self.model, self.mesh, paths, source=name, dtype=dtype, trust_remote_code=trusted)
+        watch.checks.append(self.publisher.check)
+        facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(
-            paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=cfg.replay is None, tick=self.beat_on
+            paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=served, tick=watch.beat_on
         )
         self.first_step = 0
         self.updated = False  # whether the step that is being trained has changed the weights already
         self.step_trainer.before_micro_batch = self.between_micro_batches
-        if (start := read_start(paths)) is not None:
-            self.beat(f"reading checkpoint {start.step}")
-            self.resume(start.checkpoint / TRAINER, start.step)
+        if (begin := read_start(paths)) is not None:
+            with watch.working(f"reading checkpoint {begin.step}"):
+                self.resume(begin.checkpoint / TRAINER, begin.step)
+
+    def initial_model(self) -> str:
+        """Folder or hub name of the initial model, once it is there, and on this host's disk. One process raises Preempted."""
+        from rlx.weights.hub import fetch
+
+        path = self.paths.initial_model
+        self.watch.beat("waiting for the initial model")
+        tick = self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on  # ranks leave together, with a checkpoint
+
+        def read() -> bytes:
+            what = f"the initial model ({path})"
+            wait_for(lambda: listed(path), what, INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
+            return path.read_bytes()
+
+        name = self.mesh.read(read).decode().strip()
+        for wanted in filter(None, (name, self.cfg.ref.name)):
+            fetch(wanted, self.watch.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
+        return name
 
     def resume(self, folder: Path, step: int) -> None:
         """Take the state of a checkpoint, and see that its policy version is there for the servers."""
@@ -130,53 +126,15 @@ class Trainer:
             values["time/wait_batch"] = waited
             self.publish(step, values, started)
             self.keep(step + 1)
-        self.publisher.close()
-        self.checkpoints.close()
-        self.beat("done")
+        self.finish(f"writing version {self.cfg.max_steps}")
+        self.watch.beat("done")
         return 0
-
-    def keep(self, step: int) -> None:
-        """A checkpoint of the state after `step` steps where one is due; complete an earlier one that was written meanwhile."""
-        self.checkpoints.prepare()
-        if self.checkpoints.due(step):
-            self.beat(f"writing checkpoint {step}", step)
-            self.publisher.wait()
-            self.checkpoints.save(step)
-        self.checkpoints.finish(wait=False)
-
-    # -- preemption
-
-    def give_way(self, step: int) -> int:
-        """The machine will be taken away: keep the state after `step` steps, say so, leave."""
-        self.step_trainer.give_up()
-        self.publisher.close()
-        if step > self.first_step:
-            self.beat(f"writing checkpoint {step} before leaving", step)
-            self.checkpoints.save(step)
-        self.checkpoints.close()
-        log.info("preempted after %d steps", step)
-        if self.rank == 0:
-            write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun takes any other code for a failure
-
-    def between_micro_batches(self) -> None:
-        """Still alive. Raises Preempted when the notice is older than `launcher.grace` and nothing of the step is applied."""
-        self.beat_on()
-        if self.updated:
-            return
-        late = self.paths.preempt.exists() and time.time() - self.paths.preempt.stat().st_mtime > self.cfg.launcher.grace
-        if self.mesh.any(late):
-            log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.cfg.launcher.grace)
-            raise Preempted
-
-    # -- one step
 
     def receive(self, step: int) -> StepBatch:
         """The batch of this step, the same on every rank. Raises Preempted, on all ranks, when the run is to give way."""
-        self.beat(f"waiting for batch {step}", step)
-        if self.mesh.any(self.mesh.first and self.paths.preempt.exists()):
-            raise Preempted
-        batch = self.source.receive(step, self.tick)
+        self.watch.beat(f"waiting for batch {step}", step)
+        self.watch.give_way_with(self.mesh)
+        batch = self.source.receive(step, self.watch.tick)
         self.source.done(step)
         return batch
 
@@ -187,22 +145,25 @@ class Trainer:
         ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
         batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens)
         self.updated = False
-        self.beat(f"training step {batch.step}", batch.step)
+        self.watch.beat(f"training step {batch.step}", batch.step)
 
         def starts(update: int, of: int) -> None:
             self.updated = update > 0
-            self.beat(f"training step {batch.step}, optimizer step {update + 1} of {of}", batch.step)
+            self.watch.beat(f"training step {batch.step}, optimizer step {update + 1} of {of}", batch.step)
 
         iterations = self.cfg.trainer.num_iterations
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
-        if self.rank == 0 and self.step_trainer.warning is not None and "warning" not in self.summary:
+        if self.mesh.first and self.step_trainer.warning is not None and "warning" not in self.summary:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
             write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        return values | {"perf/tokens_per_second": iterations * batch.num_tokens / seconds, "perf/peak_memory_gb": self.peak_memory()}
+        return values | {
+            "perf/tokens_per_second": iterations * batch.num_tokens / seconds,
+            "perf/peak_memory_gb": self.mesh.peak_memory(),
+        }
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then let the version appear; delete versions nobody needs.
@@ -214,8 +175,8 @@ class Trainer:
         wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
         began = time.perf_counter()
         if wanted:
-            self.beat(f"gathering version {version}", step)
-            self.publisher.gather(version)
+            with self.watch.working(f"gathering version {version}", step):
+                self.publisher.gather(version)
         if self.metrics is None:
             return
         ended = time.perf_counter()
@@ -228,35 +189,50 @@ class Trainer:
             self.publisher.announce(version, keep_last=keep_last, protect=self.checkpoints.protected())
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
-    def peak_memory(self) -> float:
-        """Largest memory of the device since the last call, GiB; 0 on CPU."""
-        import torch
+    def keep(self, step: int) -> None:
+        """A checkpoint of the state after `step` steps where one is due; complete an earlier one that was written meanwhile."""
+        self.checkpoints.prepare()
+        if self.checkpoints.due(step):
+            self.save(step, f"writing checkpoint {step}")
+        self.checkpoints.finish(wait=False)
 
-        if self.device.type != "cuda":
-            return 0.0
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+    def save(self, step: int, phase: str) -> None:
+        """A checkpoint, whose version is whole on the disk before it."""
+        with self.watch.working(phase, step):
+            self.publisher.wait()
+            self.checkpoints.save(step)
 
-    def beat(self, phase: str, step: int | None = None) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.beat(phase, step)
+    def finish(self, phase: str) -> None:
+        """Wait for all that is still being written."""
+        with self.watch.working(phase):
+            self.publisher.close()
+            self.checkpoints.close()
 
-    def beat_on(self) -> None:
-        """While waiting: still alive, still the same phase. Raises what writing a version beside it raised."""
-        self.publisher.check()
-        if self.heartbeat is not None:
-            self.heartbeat.beat(self.heartbeat.phase)
+    def give_way(self, step: int) -> int:
+        """The machine will be taken away: keep the state after `step` steps, say so, leave."""
+        self.step_trainer.give_up()
+        if step > self.first_step:
+            self.save(step, f"writing checkpoint {step} before leaving")
+        self.finish(f"writing checkpoint {step} before leaving")
+        log.info("preempted after %d steps", step)
+        if self.mesh.first:
+            write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun takes any other code for a failure
 
-    def while_waiting(self) -> AbstractContextManager[None]:
-        """Says that this rank lives while it waits for rank 0."""
-        return self.heartbeat.during(self.heartbeat.phase) if self.heartbeat is not None else nullcontext()
+    def between_micro_batches(self) -> None:
+        """Still alive. Raises Preempted where the step is to be given up, and nothing of it is applied."""
+        self.watch.beat_on()
+        if not self.updated:
+            self.watch.give_up_with(self.mesh)
 
-    def tick(self) -> None:
-        """While waiting where it can be left: raises Preempted when the run is to give way."""
-        self.beat_on()
-        if self.paths.preempt.exists():
-            raise Preempted
+
+def wait_for_servers(cfg: Config, paths: RunPaths, watch: Watch) -> None:
+    """Returns when every server on our GPU answers. Until then its engine measures the memory that is free, and would take what we take of
+    it for its own. Raises WaitTimeout after `inference.startup_timeout`."""
+    from rlx.inference.endpoints import read_endpoints
+
+    watch.beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
+    read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, watch.tick)
 
 
 def main() -> int:
@@ -274,14 +250,13 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     cfg = load_run(paths.root)
-    rank, local_rank, world_size = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
+    place = Place.of(os.environ)
+    level = logging.INFO if place.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
-    if world_size != cfg.trainer_ranks:
+    if place.world_size != cfg.trainer_ranks:
         raise ValueError(
-            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {world_size} processes were started; start as many"
+            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {place.world_size} processes were started; start as many"
         )
 
     import torch
@@ -291,7 +266,8 @@ def main() -> int:
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  a debugging aid that costs time
     try:
-        trainer = Trainer(cfg, paths, rank, local_rank, world_size)
+        watch = Watch(paths, place.name, first=place.rank == 0, grace=cfg.launcher.grace)
+        trainer = Trainer(cfg, paths, place, watch)
     except Preempted:  # before there was anything to keep
         return LEFT
     code = trainer.run()

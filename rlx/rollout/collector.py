@@ -104,6 +104,7 @@ class Collector:
         self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished last
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
+        self._closed = False
 
     def set_version(self, version: int) -> None:
         """The servers have this policy version now."""
@@ -135,7 +136,8 @@ class Collector:
         return batch
 
     async def close(self) -> None:
-        """Cancel what is in flight."""
+        """Cancel what is in flight, and start nothing more."""
+        self._closed = True
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -225,7 +227,11 @@ class Collector:
             self._replace(pending, "off_policy")
         batches = min(self.max_steps, self.version + self.max_async_level + 1)
         allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
-        while self._broken is None and self.num_groups * self.taken + len(self._playing) + len(self._finished) + self._missing < allowed:
+        while (
+            self._broken is None
+            and not self._closed
+            and self.num_groups * self.taken + len(self._playing) + len(self._finished) + self._missing < allowed
+        ):
             if self._playing and self.in_flight + self.group_size > self.max_concurrent:
                 break
             task, chain = self._next()

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
+from rlx.waiting import Pause
 from rlx.weights.publish import Subscriber
 
-POLL = 0.01  # seconds between two looks for a new version
+POLL = 0.01  # seconds between two looks for a new version, at first
 
 
 class Updatable(Protocol):
@@ -37,10 +38,11 @@ class WeightUpdates:
 
     async def reach(self, version: int) -> None:
         """Returns when the servers have `version` or a newer one. Raises what the fleet raises."""
+        pause = Pause(POLL)
         while self.version < version:
             newest = self.published.latest()
             if newest is None or newest.version < version:
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(pause.seconds())
                 continue
             began = time.monotonic()
             await self.fleet.update(newest, self.timeout)

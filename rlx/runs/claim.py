@@ -24,10 +24,11 @@ from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, RunConfig
-from rlx.config.secret import hide_lines, secrets_of
+from rlx.config.secret import hidden, hide_lines, secrets_of
 from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import write_plan
+from rlx.process import full_disk
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
@@ -165,7 +166,7 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
 def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
     """Bring the directory to where the attempt starts. Raises ConfigError, before anything is changed, when that cannot be."""
     assert cfg.resume is not None
-    before = load_run(paths.root)
+    before = load_run(paths.root, secrets=False)
     differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
@@ -240,6 +241,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if line := full_disk(error, directory):
+            raise ConfigError(line) from error
         what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 
@@ -259,7 +262,7 @@ def new_attempt(paths: RunPaths) -> int:
 
 def differences(paths: RunPaths, cfg: Config) -> list[str]:
     """The keys in which a run's configuration is another than `cfg`, but for those that do not change what it computes."""
-    there, here = asdict(load_run(paths.root)), asdict(cfg)
+    there, here = asdict(load_run(paths.root, secrets=False)), asdict(hidden(cfg))
     return [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
 
 
@@ -352,9 +355,10 @@ def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence
 
 def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
     """For the roles, which find them with `load_run`."""
-    paths.secrets.unlink(missing_ok=True)
     if kept := secrets_of(cfg):
         write_text(paths.secrets, yaml.safe_dump(kept), 0o600)
+    else:
+        paths.secrets.unlink(missing_ok=True)
 
 
 def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:

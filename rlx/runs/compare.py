@@ -12,7 +12,6 @@ from itertools import zip_longest
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.runs.run import Run
 
@@ -49,7 +48,7 @@ def compare(a: Run, b: Run) -> list[Section]:
 
 
 def _config(a: Run, b: Run) -> Iterator[str]:
-    configs = [asdict(hidden(run.config)) for run in (a, b) if run.config is not None]
+    configs = [asdict(run.config) for run in (a, b) if run.config is not None]
     for config in configs:
         for name in NOT_COMPARED:
             config.pop(name)

@@ -84,6 +84,21 @@ def source_state() -> dict[str, Any]:
     return {"folder": str(SOURCE), "commit": commit, "diff": git("diff", "HEAD"), "untracked": untracked.splitlines()}
 
 
+def code_change(paths: RunPaths) -> str | None:
+    """How the code differs from what it was when the run was made, in words; None when it does not, or nobody can tell."""
+    provenance = json.loads(paths.provenance.read_text())
+    recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
+    now = source_state()
+    if recorded["commit"] is None or now["commit"] is None:
+        return None
+    if now["commit"] != recorded["commit"]:
+        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is at {now['commit'][:12]} now"
+    before = (paths.root / recorded["diff"]).read_text() if recorded["diff"] else ""
+    if (now["diff"] or "") != before:
+        return f"the uncommitted changes to the code are not those of the submission ({recorded['diff'] or 'there were none'})"
+    return None
+
+
 def machine(*, gpus: bool) -> dict[str, Any]:
     """Host, system, processors, memory in GiB, and the GPUs when asked for."""
     cpuinfo = Path("/proc/cpuinfo")

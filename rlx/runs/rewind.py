@@ -68,7 +68,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):
         warn(f"checkpoint {step} of {paths.root} was {'set aside as damaged' if wanted == LATEST else 'deleted'}")
-    if start is None and is_fork(origin := load_run(paths.root).resume):
+    if start is None and is_fork(origin := load_run(paths.root, secrets=False).resume):
         assert origin is not None
         start = find_fork(origin, warn)
         done = start.step

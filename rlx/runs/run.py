@@ -64,7 +64,7 @@ class Run:
 
     @property
     def config(self) -> Config | None:
-        return self._once("config", self.paths.config, lambda path: load_run(path.parent))
+        return self._once("config", self.paths.config, lambda path: load_run(path.parent, secrets=False))
 
     @property
     def overrides(self) -> list[str]:

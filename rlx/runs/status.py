@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlx.paths import RunPaths, write_text
+from rlx.process import FULL
 
 FINAL = ("completed", "failed", "interrupted", "preempted")
 """States that a run does not leave."""
@@ -55,8 +56,33 @@ class Status:
         self.state, self.exit_code, self.cause = state, EXIT_CODES[state], cause
 
     def write(self, paths: RunPaths) -> None:
+        """Replace the file. On a full disk the end of a run is written over what is there; otherwise OSError is raised."""
         self.updated = time.time()
-        write_text(paths.status, json.dumps(asdict(self), indent=1) + "\n")
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        try:
+            write_text(paths.status, text)
+        except OSError as error:
+            if error.errno not in FULL or self.state not in FINAL:
+                raise
+            short = asdict(self) | {"cause": asdict(replace(self.cause, last_lines=())) if self.cause else None}
+            if not (_write_over(paths.status, text) or _write_over(paths.status, json.dumps(short) + "\n")):
+                raise
+
+
+def _write_over(path: Path, text: str) -> bool:
+    """Write a file in place, into the space that it has; whether that was possible. The old content is put back where it was not."""
+    try:
+        old, new = path.read_bytes(), text.encode()
+        new += b" " * (len(old) - len(new))
+        with path.open("r+b", buffering=0) as file:
+            if file.write(new) == len(new):
+                return True
+            file.seek(0)
+            file.write(old)
+            file.truncate(len(old))
+    except OSError:
+        pass
+    return False
 
 
 def read_status(paths: RunPaths) -> Status | None:

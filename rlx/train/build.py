@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
@@ -20,8 +21,9 @@ from rlx.train.step import PolicyTrainer
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: Config, source: str, mesh: Mesh, beat: Callable[[str], None]) -> PolicyTrainer:
-    """Load the model from `source` (a folder, or a name on the hub) and what trains it; `beat` is told what is being loaded."""
+def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
+    """Load the model from `source` (a folder, or a name on the hub) and what trains it; `working` is entered
+    with what is being loaded, which may take minutes."""
     loading: dict[str, Any] = {
         "dtype": cfg.model.dtype,
         "reduce_dtype": cfg.trainer.reduce_dtype,
@@ -32,15 +34,15 @@ def build(cfg: Config, source: str, mesh: Mesh, beat: Callable[[str], None]) -> 
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
-    beat("loading the model")
-    model = load_policy(source, mesh, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+    with working("loading the model"):
+        model = load_policy(source, mesh, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference:
-        beat("loading the reference model")
         # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
-        frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)
+        with working("loading the reference model"):
+            frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     loss_terms, loss = split_terms(cfg.loss, LossTerms)

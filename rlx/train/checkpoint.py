@@ -107,6 +107,7 @@ class Saver:
             with _plain_errors(self.mesh):
                 dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
             return Saving(None, None, writer)
+        self.mesh.synchronize()  # the stager copies on a stream of its own, which does not wait for the optimizer's
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
         )
@@ -118,6 +119,7 @@ class Saver:
         Call it after an optimizer step: before, there is no optimizer state to copy.
         """
         if self._stager is not None:
+            self.mesh.synchronize()
             self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
 
     def close(self) -> None:

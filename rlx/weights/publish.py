@@ -63,10 +63,7 @@ class Publisher:
             whole = _whole(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
             if self.mesh.first:
                 self._keep(name, whole, pinned=cuda)
-        if cuda:
-            import torch
-
-            torch.cuda.synchronize(self.mesh.device)
+        self.mesh.synchronize()  # the copies are there
         if self.mesh.first:
             self._pending = [self._thread.submit(self._write, version)]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
-from rlx.config.tree import show
 
 
 @rule("loss", "advantage", "optim")
@@ -18,7 +17,8 @@ def targets_named(cfg: Config, of: Show) -> Iterator[str]:
     for name in ("loss", "advantage", "optim"):
         target = getattr(cfg, name).get("_target_")
         if not isinstance(target, str) or "." not in target:
-            yield f"`{name}._target_` must be the dotted path of a function or class: {show(target)}. Choose a preset: {name}=NAME."
+            shown = of(f"{name}._target_") if target is not None else "null"
+            yield f"`{name}._target_` must be the dotted path of a function or class: {shown}. Choose a preset: {name}=NAME."
 
 
 @rule("orchestrator.rollouts_per_example", "advantage")

@@ -6,6 +6,7 @@ The settings that are not the user's were measured; each says what it is for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ def runs_in_process(config: Config) -> bool:
 def environment(config: Config, present: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before vllm is imported. What is in `present` already is the user's and is kept."""
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.inference.startup_timeout))
+    if config.hardware.device == "cuda":
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a CUDA context does not live through a fork
     if config.hardware.device == "cpu":
         wanted |= {
             "TORCHDYNAMO_DISABLE": "1",  # else the first request waits 12 s for a compiled rank kernel
@@ -65,4 +69,7 @@ def engine_arguments(config: Config, model: str, replica: int) -> dict[str, Any]
         }
     else:
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
-    return arguments | inference.vllm
+    arguments |= inference.vllm
+    if config.model.dtype != "float32":  # logits rounded to 16 bit cost about 0.03 nats a token, and the trainer's are not
+        arguments["hf_overrides"] = {"head_dtype": "float32"} | inference.vllm.get("hf_overrides", {})
+    return arguments

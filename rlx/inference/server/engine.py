@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.cpu_ops import NORMS, use_quick_ops
-from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes
+from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes, twin_of_head
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class PolicyEngine:
         self._open = asyncio.Event()  # whether new requests are let in
         self._open.set()
         self._context = llm.model_config.max_model_len
-        self._tied = bool(llm.model_config.hf_config.tie_word_embeddings)
+        untied_by_vllm = getattr(llm.model_config, "word_embeddings_untied_by_checkpoint", False)  # since the checkpoint has a head, too
+        self._tied = bool(llm.model_config.hf_config.tie_word_embeddings) or (untied_by_vllm and twin_of_head(model) is not None)
         self._tasks: tuple[Any, ...] = ()
 
     @classmethod

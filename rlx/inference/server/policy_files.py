@@ -5,12 +5,18 @@ Knows safetensors headers and the `COMPLETE` marker. Knows neither vLLM nor torc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlx.weights.files import header, verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
+CHUNK = 2**24  # bytes compared at once
 SHOWN = 5  # names listed of a difference
 
 
@@ -30,10 +36,38 @@ def tensor_shapes(folder: Path) -> Shapes:
     return shapes
 
 
+def twin_of_head(folder: Path) -> str | None:
+    """Name of the tensor whose bytes the folder's `lm_head.weight` repeats: the head is tied to it, and is stored a second time.
+
+    None where there is no head, or one with values of its own. Reads both.
+    """
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in weight_files(folder):
+        entries, start = header(path)
+        found |= {name: (path, start, entry) for name, entry in entries.items()}
+    head = found.get(TIED_HEAD)
+    if head is None:
+        return None
+    alike = [
+        name for name, (_, _, entry) in found.items() if name != TIED_HEAD and all(entry[key] == head[2][key] for key in ("shape", "dtype"))
+    ]
+    whole = _content(*head)
+    for name in alike:
+        other = _content(*found[name])
+        if all(np.array_equal(whole[at : at + CHUNK], other[at : at + CHUNK]) for at in range(0, len(whole), CHUNK)):
+            return name
+    return None
+
+
+def _content(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[np.uint8]:
+    first, last = entry["data_offsets"]
+    return np.memmap(path, np.uint8, "r", start + first, (last - first,))
+
+
 def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None:
     """Raise ValueError unless the folder is complete, undamaged, of this version, and has the names and shapes of the served model.
 
-    With `tied` embeddings the head may be there or not.
+    With `tied` embeddings the head may be there or not. What is served may have it too: stored twice, see `twin_of_head`.
     """
     manifest = verify(folder)
     if manifest.get("version") != version:

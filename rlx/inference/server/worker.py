@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from rlx.inference.server.cpu_ops import kept_weights
-from rlx.inference.server.policy_files import tensor_shapes
+from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, twin_of_head
 from rlx.inference.server.served import compare, faithful
 from rlx.paths import COMPLETE
 from rlx.weights.files import weight_files
@@ -30,12 +30,26 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def with_head(entries: Iterator[tuple[str, torch.Tensor]], twin: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The entries, and where they have no head one that equals the tensor `twin`."""
+    head = twin
+    for name, tensor in entries:
+        if name == TIED_HEAD:
+            head = None
+        yield name, tensor
+        if name == twin:
+            copy = tensor
+    if head is not None:
+        yield TIED_HEAD, copy
+
+
 class PolicyWorker:
     """Methods for `collective_rpc`. vLLM's own names (`update_weights`, `reload_weights`) are taken."""
 
     vllm_config: Any
     model_runner: Any
     comparable: frozenset[str] | None = None  # tensors that vLLM serves as they are in their file
+    twin: str | None = None  # the tensor that vLLM's head equals where vLLM has un-tied it, because version 0 stores it twice
 
     def load_policy(self, folder: str) -> float:
         """Replace the model's weights by those in a Hugging Face folder, and compare what is served then with what its manifest says.
@@ -51,14 +65,17 @@ class PolicyWorker:
             if self.comparable is None:  # what vLLM loaded at its start is there still
                 initial = fetch(self.vllm_config.model_config.model, None)
                 self.comparable = faithful(model, packed, tensor_shapes(initial), tensors(initial))
+                if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+                    self.twin = twin_of_head(initial)
+            entries = with_head(tensors(Path(folder)), self.twin)
             if packed:
                 for layer, weight in packed.items():
                     layer.weight = weight
-                model.load_weights(tensors(Path(folder)))
+                model.load_weights(entries)
                 for layer in packed:
                     layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
             else:
-                self.model_runner.reload_weights(weights_iterator=tensors(Path(folder)))
+                self.model_runner.reload_weights(weights_iterator=entries)
             head = getattr(model, "lm_head", None)
             if self.vllm_config.device_config.device_type == "cpu" and head is not None:
                 # It multiplies with a packed copy, which `load_weights` leaves as it was; so does vLLM's reload where the head is tied.

@@ -1,0 +1,119 @@
+"""Heads that are more than a tied matrix, on real vLLM on CPU: stored a second time, untied by their files, and those of 16-bit models."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inference_server import EXACT, Run, prompts, sample, seal
+from run_servers import Servers
+from safetensors.torch import load_file, save_file
+
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import PolicyState
+from rlx.models.load import load_policy
+from rlx.parallel.mesh import one_process
+from rlx.paths import COMPLETE
+from rlx.types import Turn
+from rlx.weights.publish import Publisher
+
+pytestmark = pytest.mark.slow
+ALONE = one_process(torch.device("cpu"))
+SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda config: False\ninference.run()\n"
+
+
+def store_head(run: Run, head: torch.Tensor) -> None:
+    """Store a head beside the embedding that the model's configuration says is tied to it, as some hub files do."""
+    file = run.paths.root / "model" / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+
+
+def scoring(hf: Any) -> Any:
+    """The trainer's model, able to score a plain sequence."""
+    hf.set_attn_implementation("eager")
+    return hf.eval()
+
+
+def trained_version(run: Run, version: int) -> Path:
+    """What our trainer writes for this model after a change of all its weights."""
+    policy = load_policy(str(run.paths.root / "model"), mesh=ALONE, dtype="float32")
+    with torch.no_grad():
+        for parameter in policy.hf.parameters():
+            parameter.mul_(1 + 0.1 * version)
+    Publisher.of(policy, ALONE, run.paths, source=str(run.paths.root / "model"), dtype=torch.float32).ensure(version)
+    run.models[version] = scoring(policy.hf)
+    return run.paths.weights_of(version)
+
+
+async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn], list[PolicyState]]:
+    async with Servers(endpoints) as servers:
+        await servers.fleet.wait_ready(60)
+        before = [await sample(servers, prompts(1)[0], 0)]
+        await servers.update(folder, 1)
+        after = [await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))]
+        return before + after, await servers.fleet.states()
+
+
+@pytest.mark.parametrize("program", [None, SEPARATE], ids=["in a thread", "in a process"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
+def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_path: Path, equal: bool, program: str | None) -> None:
+    """Equal: trainer and engine tie it. Different: both untie it, and both take the stored head, from version 0 on."""
+    run = Run(tmp_path, tied=True)
+    embedding = run.models[0].get_input_embeddings().weight.detach()
+    store_head(run, embedding.clone() if equal else embedding.flip(0).contiguous())
+    run.models[0] = scoring(load_policy(str(run.paths.root / "model"), mesh=ALONE, dtype="float32").hf)
+    folder = trained_version(run, 1)
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not equal
+    run.start(*([program] if program else []))
+    turns, (state,) = asyncio.run(one_update(run.ready(), folder))
+    run.stop()
+    assert [set(turn.versions.tolist()) for turn in turns] == [{0}, {1}, {1}, {1}]
+    assert run.worst(turns, 1.0) < EXACT
+    assert state.attested == 1.0
+
+
+@torch.no_grad()
+def leave_only_the_head(run: Run, version: int) -> Path:
+    """Let the layers of a version add nothing: what is left of 16 bit is the head. Their rounding depends on the order of sums."""
+    folder = run.version(version) if version else run.paths.root / "model"
+    model = run.models[version]
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.model.norm.weight.fill_(4.0)
+    (folder / COMPLETE).unlink(missing_ok=True)
+    model.save_pretrained(folder)
+    return seal(folder, version) if version else folder
+
+
+def mismatch(root: Path, vllm: dict) -> tuple[float, float]:
+    """Mean |log-probability by a bf16 engine − by bf16 layers with a float32 head|, before and after an update; the attested share is 1."""
+    run = Run(root, tied=False, dtype="bfloat16", vllm=vllm)  # tied, the head of such a model repeats the last token
+    leave_only_the_head(run, 0)
+    folder = leave_only_the_head(run, 1)
+    run.start()
+    turns, (state,) = asyncio.run(one_update(run.ready(), folder))
+    run.stop()
+    assert state.attested == 1.0
+    means = []
+    for turn in turns:
+        (version,) = set(turn.versions.tolist())
+        model, ids = run.models[version], torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long()
+        with torch.no_grad():
+            hidden = model.model(ids[None]).last_hidden_state[0, len(turn.prompt_ids) - 1 : -1]
+            logits = hidden.float() @ model.lm_head.weight.float().T
+        found = logits.log_softmax(-1).gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
+        means.append(np.abs(found - turn.logprobs).mean())
+    return float(means[0]), float(np.mean(means[1:]))
+
+
+def test_the_head_of_a_16_bit_model_does_not_round(tmp_path: Path) -> None:
+    rounded = mismatch(tmp_path / "rounded", {"hf_overrides": {"head_dtype": "model"}})
+    exact = mismatch(tmp_path / "exact", {})
+    print(f"mean |difference|, nats a token: 16-bit head {rounded}, float32 head {exact}")
+    assert min(rounded) > 3e-3
+    assert max(exact) < 1e-4

@@ -1,0 +1,65 @@
+"""Layers that are compiled: also where activations are recomputed, and whatever torch takes for a symbol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
+
+from rlx.data.packing import pack
+from rlx.models.attention import packed_attention
+from rlx.models.layout import build_layout
+from rlx.models.shard import checkpoint_activations, compile_layers
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many graphs were traced in two batches of other lengths, and the gradients."""
+    trainer = make_trainer(make_model())
+    checkpoint_activations(trainer.model, freq)
+    traced: list[Any] = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    if compiled:
+        compile_layers(trainer.model, backend=backend)
+    for seed in (0, 1):
+        rank_batch = pack(step_batch(0, [make_samples(seed=seed)]), rank=0, ranks=1, tokens=80)
+        trainer.accumulate_gradients(rank_batch.mini_batches[0])
+    return len(traced), gradients(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freq", [0, 1])
+def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int):
+    _, expected = graphs_and_gradients(freq, compiled=False)
+    traced, found = graphs_and_gradients(freq, compiled=True)
+    assert traced >= 2, "each of two layers"
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_attention_compiles_where_the_number_of_heads_is_a_symbol():
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    layout = build_layout(np.arange(7), np.array([0, 3, 7]), np.ones(7, dtype=bool), "shared", "cpu")
+
+    def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return packed_attention(module, query, key, key, None, layout=layout)[0]
+
+    query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key), attend(query, key))

@@ -1,0 +1,133 @@
+"""`TokenPolicy`: what a request asks for, what is kept of it, and how a conversation's tokens go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from policy_stand_in import StandIn, policy_of, tiny_chat
+
+from rlx.policy import tokens
+from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.tokens import TokenEpisode
+from rlx.types import Task, Turn
+
+TASK = Task(env="e", example_id=4, index=2, row={})
+RUN = {"max_tokens": 20, "temperature": 1.0, "top_k": -1, "min_tokens": 6}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def episode_of(generator: Any, **keys: Any) -> TokenEpisode:
+    return policy_of(generator, sampling=RUN, **keys).episode(TASK, 1, 3)
+
+
+def ask(episode: TokenEpisode, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any] | None = None, **keys: Any) -> Reply:
+    return asyncio.run(episode.respond([dict(message) for message in messages], None, sampling, **keys))
+
+
+def test_a_reply_has_its_turn_and_a_request_its_seed_and_name() -> None:
+    stand_in = StandIn(tiny_chat(), error=0.0)
+    episode = episode_of(stand_in)
+    reply = ask(episode, [user("abc")])
+    (turn,) = episode.turns
+    assert reply.turn is turn
+    assert (reply.content, reply.num_prompt_tokens, reply.num_tokens) == ("cba", len(turn.prompt_ids), len(turn.completion_ids))
+    assert stand_in.requests[0]["sampling"]["seed"] == request_seed(0, TASK, 1, 3, 0)
+    assert (stand_in.requests[0]["request_id"], stand_in.requests[0]["affinity"]) == ("e-2-1-3-0", 2)
+
+
+def test_a_request_has_the_policys_sampling_with_its_own_in_its_place() -> None:
+    stand_in = StandIn(tiny_chat())
+    episode = episode_of(stand_in)
+    ask(episode, [user("abc")])
+    ask(episode, [user("abc")], {"temperature": 0.2, "max_tokens": 4, "top_k": None, "stop_token_ids": [7]})
+    ask(episode, [user("abc")], {"max_completion_tokens": 3})
+    first, second, third = (request["sampling"] for request in stand_in.requests)
+    assert {**first, "seed": 0} == {**RUN, "seed": 0, "stop_token_ids": tiny_chat().stop_token_ids}
+    assert (second["temperature"], second["max_tokens"], second["min_tokens"], second["top_k"]) == (0.2, 4, 4, -1)
+    assert second["stop_token_ids"] == [*tiny_chat().stop_token_ids, 7]
+    assert (third["temperature"], third["max_tokens"]) == (1.0, 3)
+
+
+def test_a_parameter_that_the_server_does_not_have_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokens._say_unknown.cache_clear()
+    stand_in = StandIn(tiny_chat())
+    episode = episode_of(stand_in)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            ask(episode, [user("abc")], {"repetition_penalty": 1.2})
+    assert "repetition_penalty" not in stand_in.requests[0]["sampling"]
+    assert [record.getMessage().count("'repetition_penalty'") for record in caplog.records] == [1]
+
+
+def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
+    stand_in = StandIn(tiny_chat(), error=0.0)
+    episode = episode_of(stand_in)
+    ask(episode, [user("abc")])
+    judged = ask(episode, [user("is cba right?")], {"temperature": 0.0}, trained=False)
+    ask(episode, [user("xyz")])
+    assert judged.turn is not None
+    assert [tiny_chat().parse(turn).content for turn in episode.turns] == ["cba", "zyx"]
+    assert [message["content"] for message in episode.replies] == ["cba", "zyx"]
+    seeds = [request["sampling"]["seed"] for request in stand_in.requests]
+    assert len(set(seeds)) == 3
+
+
+def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
+    class Slower(StandIn):
+        async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+            await asyncio.sleep(0.02 if request_id.endswith("-0") else 0)
+            return await super().generate(prompt_ids, sampling, request_id, affinity)
+
+    episode = episode_of(Slower(tiny_chat(), error=0.0))
+
+    async def both() -> None:
+        await asyncio.gather(episode.respond([user("slow")]), episode.respond([user("fast")]))
+
+    asyncio.run(both())
+    assert [tiny_chat().parse(turn).content for turn in episode.turns] == ["wols", "tsaf"]
+    assert [message["content"] for message in episode.replies] == ["tsaf", "wols"]
+
+
+def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answers() -> None:
+    chat = tiny_chat()
+    extended = []
+
+    class Extending(type(chat)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.__dict__ |= vars(chat)
+
+        def extend(self, turn: Turn, new: Any, tools: Any = None) -> list[int]:
+            extended.append((turn, list(new)))
+            return [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist(), 9]
+
+    policy = replace(policy_of(StandIn(chat, error=0.0), sampling=RUN), chat=Extending())
+    episode = policy.episode(TASK, 0, 0)
+    first = ask(episode, [user("abc")])
+    ask(episode, [user("abc"), first.message, user("again")])
+    one, two = episode.turns
+    assert extended == [(one, [user("again")])]
+    assert two.prompt_ids.tolist() == [*one.prompt_ids.tolist(), *one.completion_ids.tolist(), 9]
+    ask(episode, [user("other"), first.message, user("again")])
+    assert len(extended) == 1, "history that was rewritten is no extension"
+
+
+def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:
+    class Aborting(StandIn):
+        async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+            return replace(await super().generate(prompt_ids, sampling, request_id, affinity), finish_reason="abort")
+
+    length = len(tiny_chat().render([user("abc")]))
+    with pytest.raises(PromptTooLong, match=f"{length} prompt tokens, but the context is {length}"):
+        ask(episode_of(StandIn(tiny_chat()), context_length=length), [user("abc")])
+    aborted = episode_of(Aborting(tiny_chat()))
+    with pytest.raises(PolicyError, match="aborted"):
+        ask(aborted, [user("abc")])
+    assert (aborted.turns, aborted.replies) == ((), [])

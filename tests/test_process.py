@@ -1,0 +1,109 @@
+"""What a process says last when a full disk ends it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlx.paths import RunPaths
+from rlx.process import full_disk, say_full_disk
+from rlx.runs.status import Cause, Status, read_status
+
+
+def no_space(path: str | None = "/data/run/weights/x") -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def raised(error: BaseException, cause: BaseException) -> BaseException:
+    """`error`, as raised from `cause`."""
+    try:
+        raise error from cause
+    except BaseException as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        no_space(),
+        raised(RuntimeError("the checkpoint could not be written"), no_space()),
+        ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("other"), ExceptionGroup("inner", [no_space()])]),
+        raised(RuntimeError("late"), ExceptionGroup("inner", [no_space()])),
+    ],
+)
+def test_a_full_disk_is_found_in_whatever_holds_it_and_said_with_path_file_system_and_remedy(error: BaseException) -> None:
+    line = full_disk(error, Path("/data/run"))
+    assert line is not None
+    assert line.startswith("the disk is full: /data/run/weights/x could not be written, file system /")
+    assert "free space there, or move the run's directory" in line
+    assert line.endswith("then go on with resume=latest")
+    assert "\n" not in line
+
+
+def test_a_library_that_only_says_it_in_words_is_understood_too() -> None:
+    line = full_disk(ValueError("I/O error: No space left on device (os error 28)"), Path("/data/run"))
+    assert line is not None
+    assert "/data/run could not be written" in line
+
+
+def test_a_quota_is_not_a_disk() -> None:
+    line = full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/data/run/x"), Path("/data/run"))
+    assert line is not None
+    assert line.startswith("the quota is used up: /data/run/x")
+
+
+def test_other_errors_are_none_of_it() -> None:
+    assert full_disk(OSError(errno.EACCES, "Permission denied", "/x"), Path("/data")) is None
+    assert full_disk(ValueError("no space for doubt"), Path("/data")) is None
+
+
+def test_a_role_that_a_full_disk_ends_says_one_line_last_and_leaves_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["role", "--run-dir", "/data/run"])
+
+    def main() -> int:
+        raise raised(RuntimeError("the checkpoint of step 3 could not be written\nmore"), no_space(None))
+
+    assert say_full_disk(main) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "the checkpoint of step 3 could not be written"
+    assert last.startswith("the disk is full: /data/run could not be written")
+    with pytest.raises(ZeroDivisionError):
+        say_full_disk(lambda: 1 // 0)
+    assert say_full_disk(lambda: 75) == 75
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounts a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_the_end_of_a_run_is_written_even_where_nothing_else_can_be(small_disk: Path) -> None:
+    paths = RunPaths(small_disk)
+    status = Status(state="running", max_steps=9)
+    status.write(paths)
+    with (small_disk / "full").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
+    with pytest.raises(OSError, match="No space left"):
+        status.write(paths)
+    lines = tuple(f"a line of the log, number {number}" for number in range(500))
+    status.finish("failed", Cause(role="trainer", replica=0, returncode=1, reason="exit code 1", log="x", last_lines=lines))
+    status.write(paths)
+    found = read_status(paths)
+    assert found is not None
+    assert found.cause is not None
+    assert (found.state, found.exit_code, found.cause.reason) == ("failed", 1, "exit code 1")

@@ -1,0 +1,89 @@
+"""What the orchestrator was going to do next, through a file: finished groups, replacements, counters, and what cannot be kept."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_codec_records import same
+from test_rollout_collector import FakeEnv, collector, indices, run
+
+from rlx.codec import decode, encode
+from rlx.rollout.state import CollectorState, OrchestratorState, played_group, readable
+from rlx.rollout.tasks import check_rows
+from rlx.types import Rollout, Task
+
+
+def through_a_file(state: CollectorState) -> CollectorState:
+    return decode(bytearray(b"".join(encode(OrchestratorState(collector=state)))), OrchestratorState).collector
+
+
+class Picture:
+    """An object that an environment may put into what it shows to people."""
+
+    def __repr__(self) -> str:
+        return "a picture"
+
+
+def test_a_collector_goes_on_from_a_file_with_its_finished_groups_and_its_counters() -> None:
+    async def begun() -> tuple[CollectorState, list[list[Rollout]]]:
+        env = FakeEnv(lambda task, member, attempt: "error" if (task.index, attempt) == (2, 0) else 0.0)
+        groups = collector(env, oversampling_factor=3, max_async_level=1)
+        groups.left_out = lambda rollouts: "zero_advantage" if rollouts[0].task.index == 1 else None
+        groups.set_version(0)
+        await groups.collect()
+        while groups.in_flight:
+            await asyncio.sleep(0.001)
+        groups.tally.failures[0] = replace(groups.tally.failures[0], completion=[{"content": Picture()}])
+        state = through_a_file(groups.state())
+        batch = await groups.collect()
+        await groups.close()
+        return state, batch
+
+    state, expected = run(begun)
+    assert len(state.finished) >= 4
+    assert all(group.task.row == {"example_id": group.task.example_id} for group in state.finished), "once a group"
+    assert all(rollout.task.row == {} for group in state.finished for rollout in group.rollouts)
+    assert state.counts.failed == {"error": 2}
+    assert state.counts.failures[0].completion == [{"content": "a picture"}]
+    assert [group.rule for group in state.filtered] in ([], ["zero_advantage"])
+
+    async def go_on() -> list[list[Rollout]]:
+        groups = collector(FakeEnv(), oversampling_factor=3, max_async_level=1)
+        groups.restore(state)
+        assert (groups.taken, groups.tally.failed["error"], groups.tally.finished) == (1, 2, state.counts.finished)
+        again = groups.state()
+        assert [group.task for group in again.finished] == [group.task for group in state.finished]
+        batch = await groups.collect()
+        await groups.close()
+        return batch
+
+    went_on = run(go_on)
+    assert indices(went_on) == indices(expected)
+    assert same([[one.turns for one in group] for group in went_on], [[one.turns for one in group] for group in expected])
+    assert all(one.task.row["example_id"] == one.task.example_id for group in went_on for one in group)
+
+
+def test_what_people_read_is_kept_as_text_where_it_cannot_be_kept() -> None:
+    shown: Any = [{"role": "user", "content": [{"image": Picture()}, {"text": "what is this?"}]}, np.float32(1)]
+    assert readable(shown) == [{"role": "user", "content": [{"image": "a picture"}, {"text": "what is this?"}]}, np.float32(1)]
+    plain = [{"role": "user", "content": "x"}]
+    assert readable(plain) is plain
+    task = Task(env="e", example_id=0, index=0, row={"x": 1})
+    rollout = Rollout(
+        task=task, member=0, turns=(), prompt=shown, completion=Picture(), reward=0.0, rewards={}, metrics={}, status="ok", stop=""
+    )
+    group = played_group([rollout])
+    assert (group.task, group.rollouts[0].completion) == (task, "a picture")
+
+
+def test_examples_that_a_checkpoint_cannot_keep_are_refused_before_anything_is_played() -> None:
+    check_rows("e", [])
+    check_rows("e", [{"prompt": "x", "bytes": b"x", "nan": float("nan")}])
+    with pytest.raises(
+        ValueError, match=r"envs\.e: a checkpoint keeps the examples .* Its first example, at \['info'\]\['image'\]: Picture a pic"
+    ):
+        check_rows("e", [{"info": {"image": Picture()}}])

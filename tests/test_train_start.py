@@ -1,0 +1,100 @@
+"""How a trainer's process begins: nothing of CUDA before the servers on its GPU answer, and signs of life while it loads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from checkpoint_worker import make_trainer
+from launch_configs import config
+from trainer_examples import make_model
+
+from rlx.heartbeat import read_heartbeats
+from rlx.models.load import check_packed_forward
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import Mesh
+from rlx.parallel.rendezvous import Place
+from rlx.paths import RunPaths
+from rlx.roles.trainer import Trainer
+from rlx.train import build, checkpoint
+from rlx.train.checkpoint import Progress, Saver
+from rlx.train.watch import Watch
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layout", "sections", "expected"),
+    [
+        ("gpu1_shared", {}, ["servers", "cuda"]),
+        ("gpu1_shared", {"replay": "/another/run"}, ["cuda"]),
+        ("gpu1_shared", {"inference": {"base_url": ["http://elsewhere:8000"]}}, ["cuda"]),
+        ("gpu2", {}, ["cuda"]),
+    ],
+)
+def test_cuda_is_touched_after_the_servers_that_share_the_gpu_answer(layout, sections, expected, tmp_path: Path, monkeypatch) -> None:
+    called: list[str] = []
+
+    def cuda(*_: Any) -> None:
+        called.append("cuda")
+        raise Stop
+
+    for name in ("set_device", "init", "synchronize", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, cuda)
+    monkeypatch.setattr("rlx.inference.endpoints.read_endpoints", lambda *_: called.append("servers"))
+    paths = RunPaths(tmp_path)
+    with pytest.raises(Stop):
+        Trainer(config(layout, **sections), paths, Place.of({}), Watch(paths, "trainer", first=True, grace=1.0))
+    assert called == expected
+
+
+def test_a_model_that_takes_long_to_load_gives_signs_of_life(tmp_path: Path, monkeypatch) -> None:
+    paths = RunPaths(tmp_path)
+    watch = Watch(paths, "trainer", first=True, grace=1.0)
+    monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
+    beats: list[dict] = []
+
+    def load(*_: Any, **__: Any) -> None:
+        for _ in range(3):
+            beats.append(read_heartbeats(paths)["trainer"])
+            time.sleep(0.2)
+        raise Stop
+
+    monkeypatch.setattr(build, "load_policy", load)
+    with pytest.raises(Stop):
+        build.build(config("cpu"), "a large model", Mesh(device=torch.device("cpu")), watch.working)
+    assert {beat["phase"] for beat in beats} == {"loading the model"}
+    assert beats[0]["time"] < beats[1]["time"] < beats[2]["time"]
+
+
+def test_a_checkpoint_in_the_background_is_copied_after_the_device_is_done(tmp_path: Path, monkeypatch) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    trainer, called = make_trainer(str(tmp_path / "model")), []
+    monkeypatch.setattr(Mesh, "synchronize", lambda _: called.append("synchronize"))
+    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
+    monkeypatch.setattr(saver._stager, "stage", lambda *_: called.append("stage"))
+    saver.warm()
+
+    def save(*_: Any, **__: Any) -> None:
+        called.append("stage")
+        raise Stop
+
+    monkeypatch.setattr(checkpoint.dcp, "async_save", save)
+    with pytest.raises(Stop):
+        saver.save(tmp_path / "saved", Progress(1, 1))
+    saver.close()
+    assert called == ["synchronize", "stage"] * 2
+
+
+def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_numbers() -> None:
+    model = PolicyModel(make_model())
+    check_packed_forward(model, "cpu")
+    model.logit_scale = 1.5
+    with pytest.raises(ValueError, match=r"on cpu its packed forward and its own differ by [\d.]+ nats where .* spread by [\d.]+\."):
+        check_packed_forward(model, "cpu")

@@ -1,0 +1,101 @@
+"""Publication of weights: copied in the step, written beside the next one, seen when it is announced, and never half."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_examples import make_model
+
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
+from rlx.types import WeightVersion
+from rlx.weights import files
+from rlx.weights.files import ModelFiles
+from rlx.weights.publish import Publisher, PublishFailed, Subscriber
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def publisher_of(paths: RunPaths) -> Publisher:
+    return Publisher(PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({}), torch.float32)
+
+
+def test_a_version_is_that_of_its_step_and_appears_only_when_it_is_announced(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, subscriber = publisher_of(paths), Subscriber(paths)
+    goes_on, write = threading.Event(), files.write
+
+    def slow(*arguments, **keys):
+        assert goes_on.wait(20)
+        write(*arguments, **keys)
+
+    monkeypatch.setattr(files, "write", slow)
+    trained = {name: tensor.clone() for name, tensor in publisher.model.named_weights()}
+    publisher.gather(1)
+    with torch.no_grad():  # the next step changes the weights while they are written
+        for parameter in publisher.model.parameters():
+            parameter.zero_()
+    goes_on.set()
+    publisher.wait()
+    assert subscriber.latest() is None, "written, not announced"
+    publisher.gather(1)
+    publisher.announce(1)
+    publisher.wait()
+    assert subscriber.latest() == WeightVersion(version=1, kind="files", where=str(paths.weights_of(1)))
+    goes_on.clear()
+    with torch.no_grad():
+        for name, tensor in publisher.model.named_weights():
+            tensor.copy_(trained[name])
+    publisher.gather(2)
+    publisher.announce(2)
+    with torch.no_grad():
+        for parameter in publisher.model.parameters():
+            parameter.zero_()
+    assert subscriber.latest().version == 1, "announced, not written"  # type: ignore[union-attr]
+    goes_on.set()
+    publisher.close()
+    found = load_file(paths.weights_of(2) / "model.safetensors")
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], trained[name]) for name in found)
+    assert publisher.seconds > 0
+
+
+def test_a_writer_that_fails_is_heard_at_once_and_leaves_nothing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = publisher_of(paths)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "sum_of_bytes", full)
+    publisher.gather(1)
+    publisher.announce(1)
+    said = r"version 1 of the weights could not be written: OSError: \[Errno 28\] No space left on device\. Free some space .*resume=latest"
+    for late in (publisher.wait, publisher.check, lambda: publisher.gather(2)):
+        with pytest.raises(PublishFailed, match=said):
+            late()
+    assert list(paths.weights.iterdir()) == []
+
+
+def test_old_versions_go_when_a_new_one_appears_but_not_the_protected_ones(paths: RunPaths) -> None:
+    publisher = publisher_of(paths)
+    for version in range(1, 6):
+        publisher.gather(version)
+        publisher.announce(version, keep_last=2, protect={2})
+    publisher.close()
+    assert files.versions(paths) == [2, 4, 5]
+
+
+def test_a_version_that_is_missing_is_made_from_the_weights_as_they_are(paths: RunPaths) -> None:
+    publisher = publisher_of(paths)
+    publisher.ensure(3)
+    before = files.verify(paths.weights_of(3))
+    publisher.model.head[0].weight.data.zero_()
+    publisher.ensure(3)
+    assert files.verify(paths.weights_of(3)) == before, "it was there"
