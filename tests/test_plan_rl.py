@@ -323,6 +323,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "2 minibatches of 128 rollouts",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
+        "in bfloat16 trainer and engine differ by some 0.04 nats a token",
         "the card must have at least",
     ):
         assert words in text, f"{words!r} is not in\n{text}"

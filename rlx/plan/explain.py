@@ -94,8 +94,16 @@ def _batch(cfg: Config) -> list[str]:
             ["optimizer steps", f"{cfg.num_updates} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
+            *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
         ],
     )[1:]
+
+
+def _rounding(cfg: Config) -> str:
+    """What 16 bit does to importance ratios."""
+    text = f"in {cfg.model.dtype} trainer and engine differ by some 0.04 nats a token before anything is learned (docs/objectives.md)"
+    against = "the trainer itself" if cfg.loss.get("proximal") == "recompute" else "the engine"
+    return f"{text}; ratios are against {against}: loss.proximal={cfg.loss.get('proximal', 'inference')}"
 
 
 def _new_tokens(cfg: Config) -> str:

@@ -155,7 +155,7 @@ class Trainer:
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
-        if self.rank == 0 and self.step_trainer.warning is not None and "warning" not in self.summary:
+        if self.mesh.first and self.step_trainer.warning is not None and "warning" not in self.summary:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
             write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
