@@ -17,7 +17,7 @@ from trainer_examples import make_samples, step_batch
 
 from rlx.codec import CodecError
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, SupervisedSource, send, shuffled_batches, split
-from rlx.parallel.mesh import one_process
+from rlx.parallel.mesh import Mesh, one_process
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
 from rlx.types import StepBatch
@@ -119,6 +119,8 @@ class Rank:
             return content
         assert content is None
         return bytearray(self.line.get(timeout=20))
+
+    read = Mesh.read  # type: ignore[assignment]
 
 
 def on_two_ranks(receive: Any) -> list[Any]:

@@ -313,22 +313,24 @@ def test_our_server_is_an_openai_endpoint_too(run: Run) -> None:
     (endpoint,) = run.ready()
     task = Task(env="e", example_id=0, index=0, row={})
 
-    async def conversation() -> tuple[Reply, Reply]:
+    async def conversation() -> tuple[Reply, Reply, Reply]:
         policy = OpenAIPolicy(f"{endpoint.url}/v1", endpoint.api_key, "tiny", sampling={"max_tokens": 5, "top_k": 50, "min_tokens": 5})
         try:
             reply = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])
-            again = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], sampling={"stop_token_ids": [9]})
+            again = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])
+            short = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], None, {"max_tokens": 1, "min_tokens": 1})
             with pytest.raises(PromptTooLong, match="context length"):
                 await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
             wrong = OpenAIPolicy(f"{endpoint.url}/v1", "guess", "tiny", max_retries=0)
             with pytest.raises(PolicyError, match=r"\(401\)"):
                 await wrong.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])
             await wrong.close()
-            return reply, again
+            return reply, again, short
         finally:
             await policy.close()
 
-    reply, again = asyncio.run(conversation())
+    reply, again, short = asyncio.run(conversation())
+    assert short.num_tokens == 1
     assert (reply.turn, reply.num_tokens, reply.truncated) == (None, 5, True)
     assert reply.num_prompt_tokens > 3
     assert reply.content == again.content, "the same seed"

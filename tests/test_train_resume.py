@@ -30,7 +30,7 @@ def run_to_the_end(paths: RunPaths, ranks: int = 1) -> None:
 
 
 def weights(paths: RunPaths) -> dict:
-    return verify(paths.weights_of(STEPS))["files"]["model.safetensors"]
+    return verify(paths.weights_of(STEPS))["tensors"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
