@@ -57,6 +57,8 @@ CASES = {
     "searchpath_is_no_list": Case("hydra.searchpath=null"),
     "hydras_own_keys": Case("hydra.searchpath=[nowhere] hydra.job.name=x hydra/sweeper=basic"),
     "variables_that_exclude_each_other": Case("", environ={"RLX_MODEL__WARM_START": "null", "RLX_MODEL__WARM_START__STEPS": "3"}),
+    "nothing_in_a_list_of_options": Case("logger=[null] sweeps=[null]", environ={"RLX_SLURM": "[null]"}),
+    "section_without_a_value": Case("trainer=??? loss.kl=??? reward=${nope}"),
     "group_left_out": Case("~env ~loss"),
     "key_inside_a_value": Case("seq_len.foo=3"),
     "missing_value": Case("env=custom"),

@@ -92,6 +92,7 @@ def finish(tree: Tree, root: Root = TRAIN) -> Composed:
     """
     builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
     cfg = builder.build(root.schema, tree.data)
+    builder.missing = [(key, doc) for key, doc in builder.missing if key not in tree.unresolved]  # their cause is a problem already
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)

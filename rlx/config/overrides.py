@@ -167,7 +167,7 @@ class Groups:
         """A problem for each option in `value` that the group does not have; `origin` says who chose it."""
         options = self.options(group)
         for option in value if isinstance(value, list) else [value]:
-            if str(option) in options or (option is None and group in MAY_BE_ABSENT):
+            if str(option) in options or (value is None and group in MAY_BE_ABSENT):
                 continue
             near = closest(str(option), options, 1)
             hint = f" Did you mean {group}={near[0]}?" if near else ""

@@ -338,8 +338,8 @@ class Builder:
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
         plain, optional = split_optional(kind)
         if isinstance(value, str) and (value == MISSING or (value == HIDDEN and f.metadata.get("secret"))):
-            self.missing.append((key, f.metadata["doc"]))
-            return value
+            self.missing.append((key, f.metadata.get("doc", "a section of keys")))
+            return plain() if is_dataclass(plain) else value  # type: ignore[operator]
         if is_dataclass(plain):
             if value is None and optional:
                 return None

@@ -49,6 +49,8 @@ class TokenPolicy:
 class TokenEpisode:
     """See `rlx.policy.base.Episode`."""
 
+    __slots__ = ("_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
