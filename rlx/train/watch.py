@@ -32,7 +32,7 @@ class Watch:
         self.paths, self.first, self.grace = paths, first, grace
         self.heartbeat = Heartbeat(paths, name) if name is not None else None
         self.checks: list[Callable[[], None]] = []  # of what goes on in threads; each may raise what went wrong there
-        self._noticed: float | None = None  # when the notice was given, seconds since the epoch
+        self._noticed = False
         self._looked = -LOOK
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -63,11 +63,10 @@ class Watch:
 
     def noticed(self) -> bool:
         """Whether the run is to give way, on rank 0; False elsewhere."""
-        if self.first and self._noticed is None and time.monotonic() - self._looked >= LOOK:
-            if listed(self.paths.preempt):
-                self._noticed = self.paths.preempt.stat().st_mtime
+        if self.first and not self._noticed and time.monotonic() - self._looked >= LOOK:
+            self._noticed = listed(self.paths.preempt)
             self._looked = time.monotonic()
-        return self._noticed is not None
+        return self._noticed
 
     def give_way_with(self, mesh: Mesh) -> None:
         """Between two steps: raises Preempted on every rank when the run is to give way."""
@@ -76,6 +75,6 @@ class Watch:
 
     def give_up_with(self, mesh: Mesh) -> None:
         """Within a step of which nothing is applied: raises Preempted on every rank when the notice is older than the grace."""
-        if mesh.any(self.noticed() and self._noticed is not None and time.time() - self._noticed > self.grace):
+        if mesh.any(self.noticed() and time.time() - self.paths.preempt.stat().st_mtime > self.grace):
             log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.grace)
             raise Preempted
