@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConfig
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.inference.server.cpu_ops import BLOCK, blocks, padded_rows
 from rlx.inference.server.policy_files import check_policy, tensor_shapes, twin_of_head
 from rlx.inference.server.worker import tensors, with_head
 from rlx.paths import RunPaths
@@ -209,20 +208,3 @@ def test_the_user_has_the_last_word_on_arguments_and_variables_and_replicas_diff
     assert engine_arguments(cpu, "folder", 0)["enforce_eager"] is False
     assert engine_arguments(cpu, "folder", 0)["seed"] != engine_arguments(cpu, "folder", 1)["seed"]
     assert "OMP_NUM_THREADS" not in environment(cpu, {"OMP_NUM_THREADS": "4"})
-
-
-def test_padded_rows_are_few_and_never_an_eighth_more():
-    sizes = {padded_rows(rows) for rows in range(1, 8193)}
-    assert len(sizes) < 100
-    assert all(rows <= padded_rows(rows) <= rows * 9 / 8 for rows in range(1, 8193))
-    assert [padded_rows(rows) for rows in (1, 15, 16, 17, 64, 65, 256, 257)] == [1, 15, 16, 18, 64, 72, 256, 288]
-
-
-def test_rows_go_through_whole_and_in_few_sizes():
-    sizes = set()
-    for rows in (1, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 77):
-        parts = blocks(rows)
-        assert [row for start, stop, _ in parts for row in range(start, stop)] == list(range(rows))
-        assert all(stop - start <= size <= BLOCK for start, stop, size in parts)
-        sizes |= {size for _, _, size in parts}
-    assert sizes <= {padded_rows(rows) for rows in range(1, BLOCK + 1)}

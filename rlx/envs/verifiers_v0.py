@@ -7,6 +7,7 @@ Tokens never pass through verifiers: the policy's episode keeps each request's `
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import re
@@ -99,10 +100,7 @@ class VerifiersEnvironment:
             await _abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
-
-        def fail(status: Status, stop: str, error: str) -> tuple[Rollout, None]:
-            return _failed(task, member, episode, timing, status, stop, error), None
-
+        fail = functools.partial(_failed, task, member, episode, timing)
         if not playing.done():
             await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
@@ -215,8 +213,8 @@ def _unscored(rollout: Rollout) -> Rollout:
     return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
 
 
-def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Status, stop: str, error: str) -> Rollout:
-    return Rollout(
+def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Status, stop: str, error: str) -> tuple[Rollout, None]:
+    rollout = Rollout(
         task=task,
         member=member,
         turns=episode.turns,
@@ -230,6 +228,7 @@ def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Sta
         error=error,
         timing=timing,
     )
+    return rollout, None
 
 
 def _snake(name: str) -> str:

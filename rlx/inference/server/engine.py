@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
-from rlx.inference.server.cpu_ops import NORMS, use_quick_ops
+from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes, twin_of_head
 
 log = logging.getLogger(__name__)
@@ -79,9 +79,7 @@ class PolicyEngine:
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
-            use_quick_ops()
-            norms = config.kernel_config.ir_op_priority
-            norms.rms_norm, norms.fused_add_rms_norm = [NORMS, "native"], [NORMS, "native"]
+            keep_weights()
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just asked for spawn, which takes 10 s more
         kind = InProcessCore if in_process else SeparateCore
 

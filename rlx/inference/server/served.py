@@ -29,7 +29,7 @@ def faithful(
 ) -> frozenset[str]:
     """Names of those of `tensors`, which the engine has just loaded, that it serves value by value as they are, but for their dtype.
 
-    `shapes`: of all of them. `kept`: weights of layers that hold a packed copy instead (`cpu_ops.kept_weights`), which cannot be read.
+    `shapes`: of all of them. `kept`: weights of layers that hold a packed copy instead (`kept.kept_weights`), which cannot be read.
     """
     parameters, packed = _parameters(model, kept)
     names = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rlx.inference.server.cpu_ops import kept_weights
+from rlx.inference.server.kept import kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, twin_of_head
 from rlx.inference.server.served import compare, faithful
 from rlx.paths import COMPLETE

@@ -1,0 +1,39 @@
+"""Layers of vLLM's CPU engine whose weights stay readable after they were packed.
+
+vLLM packs a layer's weight and throws it away: what is served could not be compared with what was trained, and a new version would go
+through its machinery for reloading, 40 ms for a tiny model. Here the weight is kept, new values are copied into it, and it is packed again.
+
+Knows vLLM's `UnquantizedLinearMethod`. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def keep_weights() -> None:
+    """Have the CPU layers that are made in this process, and in those forked from it, keep the weights that they pack."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    pack = UnquantizedLinearMethod.process_weights_after_loading
+
+    def pack_and_keep(method: UnquantizedLinearMethod, layer: Any) -> None:
+        weight = layer.weight
+        pack(method, layer)
+        if len(weight) and not len(layer.weight):
+            layer.__dict__["rlx_weight"] = weight  # not as a parameter of the module
+
+    UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
+
+
+def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
+    """Layers whose weight was packed and kept, with that weight; empty where some layer of the model is processed in another way."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    methods = {type(getattr(layer, "quant_method", None)) for layer in model.modules()}
+    if methods - {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}:
+        return {}
+    return {layer: layer.__dict__["rlx_weight"] for layer in model.modules() if "rlx_weight" in layer.__dict__}
