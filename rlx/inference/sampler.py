@@ -183,6 +183,6 @@ def _turn(prompt: bytes, completion: Completion) -> Turn:
         prompt_ids=np.frombuffer(prompt, INT),
         completion_ids=np.frombuffer(completion.token_ids, INT),
         logprobs=np.frombuffer(completion.logprobs, FLOAT),
-        versions=np.repeat(runs[:, 0], runs[:, 1]),
+        versions=runs[:, 0].repeat(runs[:, 1]),
         finish_reason=completion.finish_reason,
     )
