@@ -1,10 +1,11 @@
-# make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
-# make install EXTRA=cpu                 without a GPU's packages where there is a GPU; with EXTRA=gpu the other way round
-# make test                              set everything up, then run every test (make test-fast: without vLLM); on Debian as root
-#                                        also those on a SLURM of its own, which it installs, starts and stops
+# make train [ARGS="loss=gspo seed=1"]   install, then run the main job
+# make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
+# make test                              install, then run every test; as root on Debian also the SLURM tests, on a SLURM that it
+#                                        installs, starts and stops
+# make test-fast                         install, then run the tests that do not need vLLM
 SHELL := /bin/bash
 ARGS ?=
-# the first of these that runs and is 3.11, 3.12 or 3.13; a .venv keeps its own until another is named
+# The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.
 PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 

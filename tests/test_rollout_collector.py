@@ -340,7 +340,7 @@ def test_tokens_older_than_the_servers_claim_to_be_end_the_run() -> None:
         groups.set_version(1)  # the environment's policy stays at version 0
         await groups.collect()
 
-    with pytest.raises(RuntimeError, match="a token of version 0 came, although all servers had 1"):
+    with pytest.raises(RuntimeError, match="a token of version 0, although all servers had version 1"):
         run(main)
 
 

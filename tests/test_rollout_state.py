@@ -84,6 +84,6 @@ def test_examples_that_a_checkpoint_cannot_keep_are_refused_before_anything_is_p
     check_rows("e", [])
     check_rows("e", [{"prompt": "x", "bytes": b"x", "nan": float("nan")}])
     with pytest.raises(
-        ValueError, match=r"envs\.e: a checkpoint keeps the examples .* Its first example, at \['info'\]\['image'\]: Picture a pic"
+        ValueError, match=r"envs\.e: a checkpoint must hold the examples .* In the first example, at \['info'\]\['image'\]: Picture a pic"
     ):
         check_rows("e", [{"info": {"image": Picture()}}])
