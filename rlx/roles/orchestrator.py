@@ -52,12 +52,9 @@ from rlx.rollout.tasks import TaskSequence, check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import Preempted, first_failure
+from rlx.waiting import LEFT, Preempted, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
-
-
-LEFT = 75  # exit code after a preemption
 
 
 class Orchestrator:

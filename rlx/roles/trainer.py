@@ -30,7 +30,7 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
-from rlx.waiting import Preempted, wait_for
+from rlx.waiting import LEFT, Preempted, wait_for
 
 if TYPE_CHECKING:  # importing torch takes seconds; signal handlers are installed before
     pass
@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # importing torch takes seconds; signal handlers are installe
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds to wait for the initial model (a warm start or a download)
-LEFT = 75  # exit code after a preemption
 
 
 class Trainer:
@@ -258,9 +257,7 @@ def main() -> int:
     logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
     if place.world_size != cfg.trainer_ranks:
-        raise ValueError(
-            f"{place.world_size} trainer processes were started, but hardware.trainer_processes requires {cfg.trainer_ranks}"
-        )
+        raise ValueError(f"{place.world_size} trainer processes were started, but hardware.trainer_processes requires {cfg.trainer_ranks}")
 
     import torch
 
