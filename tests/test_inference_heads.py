@@ -78,7 +78,7 @@ def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_pa
 
 @torch.no_grad()
 def leave_only_the_head(run: Run, version: int) -> Path:
-    """Make the layers of a version add nothing, because their rounding depends on the order of sums. Only the head then rounds to 16 bit."""
+    """Make the layers of a version add nothing, because their rounding depends on the order of sums. Then only the head rounds."""
     folder = run.version(version) if version else run.paths.root / "model"
     model = run.models[version]
     for layer in model.model.layers:
@@ -91,7 +91,7 @@ def leave_only_the_head(run: Run, version: int) -> Path:
 
 
 def mismatch(root: Path, vllm: dict) -> tuple[float, float]:
-    """Mean |log-probability of a bf16 engine − of bf16 layers with a float32 head|, before and after an update. Checks that all is attested."""
+    """Mean |log-probability of a bf16 engine − of bf16 layers with a float32 head|, before and after an update. All is attested."""
     run = Run(root, tied=False, dtype="bfloat16", vllm=vllm)  # with a tied head such a model repeats the last token
     leave_only_the_head(run, 0)
     folder = leave_only_the_head(run, 1)

@@ -190,7 +190,7 @@ def test_the_reported_reward_is_that_of_all_rollouts_played_and_rules_are_counte
         assert record["batch/rollouts"] == len(trained) == 8 * (record["batch/groups"] / 2)
         assert record["batch/zero_advantage_frac"] == 0
         assert len(lines) == 4 * (record["batch/groups"] + record["filter/min_reward_variance"])
-        assert record["reward/mean"] == pytest.approx(np.mean([line["reward"] for line in lines])), "the mean of all played rollouts, before shaping"
+        assert record["reward/mean"] == pytest.approx(np.mean([line["reward"] for line in lines])), "all played rollouts, unshaped"
         assert {(line["left_out"], line["advantage"]) for line in lines if line not in trained} <= {("min_reward_variance", None)}
     assert sum(record["filter/min_reward_variance"] for record in metrics(paths)) > 0
     assert len(trainer.batches) == 3

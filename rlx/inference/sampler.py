@@ -91,7 +91,7 @@ class Sampler:
         await self._session.close()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, affinity: int = 0) -> Turn:
-        """Sample one completion of `prompt_ids` [P] from the newest policy. If the policy changes meanwhile, later tokens are of the new one.
+        """Sample one completion of `prompt_ids` [P] from the newest policy. If that changes meanwhile, later tokens are of the new one.
 
         `sampling`: the fields of `protocol.Sampling`. The same seed and policy give the same tokens.
         Requests of equal `affinity` go to one server. Cancelling the call aborts the request on the server.
