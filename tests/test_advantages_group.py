@@ -99,7 +99,7 @@ def test_equal_rewards_give_exact_zeros(name, reward):
 
 @pytest.mark.parametrize("name", RELATIVE)
 def test_a_group_of_one_is_refused(name):
-    with pytest.raises(ValueError, match="compares the rollouts of a group, and this group has 1; use advantage=none"):
+    with pytest.raises(ValueError, match="compares the rollouts of a group, but this group has 1; use advantage=none"):
         FUNCTIONS[name](scores([[1.0]]))
 
 

@@ -157,7 +157,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
         for parameter in first.reference.model.parameters():
             parameter.fill_(0.25)
     Saver(first, xxhash.xxh3_64).save(tmp_path / "moved", Progress(2, 2))
-    with pytest.raises(ValueError, match=r"followed the policy, and here it is the initial policy: ref\.sync_interval=null\. Set it to"):
+    with pytest.raises(ValueError, match=r"followed the policy, but ref\.sync_interval=null makes it the initial policy\. Set it to"):
         load(tmp_path / "moved", with_reference(model, None))
     other = with_reference(model, 10**9)
     load(tmp_path / "moved", other)
@@ -171,14 +171,14 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     with caplog.at_level("INFO", "rlx.trainer"):
         load(tmp_path / "frozen", follower)
     assert all(torch.equal(a, b) for a, b in zip(before, follower.reference.model.parameters(), strict=True))
-    assert "the reference begins as the initial policy" in caplog.text
+    assert "the reference starts as the initial policy" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
     Saver(make_trainer(model), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1))
     for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
         other.save_pretrained(tmp_path / name)
-        with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Go on with the model"):
+        with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Resume with the model"):
             load(tmp_path / "saved", make_trainer(str(tmp_path / name)))
     with pytest.raises(ValueError, match="does not fit this model and optimizer"):
         load(tmp_path / "saved", make_trainer(model, "Adagrad"))

@@ -15,5 +15,5 @@ def test_the_summary_says_which_kernels_trained(tmp_path: Path):
     assert "kernels" not in console.summary(1), "the trainer did not come so far"
     write_text(console.paths.kernels, '{"logprob": "triton", "layers": "rope, rms_norm of qwen3; 11 modules"}')
     assert "  kernels   log-probabilities by triton · Liger's layer kernels rope, rms_norm of qwen3; 11 modules\n" in console.summary(0)
-    write_text(console.paths.kernels, '{"logprob": "torch", "layers": "off", "warning": "sequences are clipped by rounding alone"}')
-    assert "  warning   sequences are clipped by rounding alone\n" in console.summary(0)
+    write_text(console.paths.kernels, '{"logprob": "torch", "layers": "off", "warning": "rounding alone clips sequences"}')
+    assert "  warning   rounding alone clips sequences\n" in console.summary(0)

@@ -199,7 +199,7 @@ def test_liger_gives_the_same_values_and_gradients_where_it_applies():
         ({"bias": torch.zeros(50)}, "this head has a bias"),
         ({"softcap": 2.0}, "these logits are bounded by 2;"),
         ({"softcap": 2.0, "bias": torch.zeros(50)}, "this head has a bias and these logits are bounded by 2;"),
-        ({}, "it knows one temperature, and these tokens have 0.6"),
+        ({}, "it supports one temperature, but these tokens have 0.6"),
     ],
 )
 def test_liger_is_refused_where_it_computes_something_else(keys, message):
@@ -211,10 +211,10 @@ def test_liger_is_refused_where_it_computes_something_else(keys, message):
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("triton", torch.float32, "it needs CUDA, and this is cpu"),
+        ("triton", torch.float32, "it needs CUDA, but this is cpu"),
         ("triton", torch.float64, "its kernels compute in float32"),
-        ("liger", torch.bfloat16, r"on cpu it rounds logits and entropy to torch\.bfloat16, and float32 is needed"),
-        ("liger", torch.float64, "it computes in float32, and these tensors are float64"),
+        ("liger", torch.bfloat16, r"on cpu it rounds logits and entropy to torch\.bfloat16, but float32 is needed"),
+        ("liger", torch.float64, "it computes in float32, but these tensors are float64"),
         ("cuda", torch.float32, "it must be one of auto, torch, triton, liger"),
     ],
 )
@@ -226,9 +226,9 @@ def test_a_backend_that_does_not_apply_is_refused_with_the_reason(name, dtype, m
 @pytest.mark.parametrize(
     ("capability", "dtype", "message"),
     [
-        ((9, 0), torch.bfloat16, "its kernel for compute capability 9.0 rounds the entropy to bfloat16, and float32 is needed"),
-        ((9, 0), torch.float32, "its kernel for compute capability 9.0 takes bfloat16, and these tensors are torch.float32"),
-        ((8, 0), torch.bfloat16, "on cuda it rounds logits and entropy to torch.bfloat16, and float32 is needed"),
+        ((9, 0), torch.bfloat16, "its kernel for compute capability 9.0 rounds the entropy to bfloat16, but float32 is needed"),
+        ((9, 0), torch.float32, "its kernel for compute capability 9.0 takes bfloat16, but these tensors are torch.float32"),
+        ((8, 0), torch.bfloat16, "on cuda it rounds logits and entropy to torch.bfloat16, but float32 is needed"),
         ((10, 0), torch.float32, None),
     ],
 )

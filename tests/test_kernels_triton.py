@@ -138,13 +138,13 @@ def test_a_missing_compiler_and_missing_headers_are_named_with_what_to_do(tmp_pa
 
     with monkeypatch.context() as changed:
         changed.setenv("CC", "/nowhere/cc")
-        refused("CC is `/nowhere/cc`, and there is no such program")
+        refused("CC is `/nowhere/cc`, but there is no such program")
         changed.delenv("CC")
         changed.setenv("PATH", str(tmp_path))
         refused("neither gcc nor clang is on PATH; install one")
     with monkeypatch.context() as changed:
         changed.setattr("sysconfig.get_paths", lambda **_: {"include": str(tmp_path)})
-        refused(f"it needs Python's headers, and there is no {tmp_path}/Python.h; install them")
+        refused(f"it needs Python's headers, but there is no {tmp_path}/Python.h; install them")
     with pytest.raises(ValueError, match="RuntimeError: the driver is too old"):
         check_triton(fails_by_the_driver)
 

@@ -376,16 +376,16 @@ def test_a_rollout_of_fifty_thousand_float32_tokens_has_the_gradient_of_float64(
 def test_lengths_ids_shapes_and_counts_that_do_not_agree_are_refused():
     tokens = make("random")  # rollouts of 3, 5, 2 and 7 tokens
     for wrong, counts, message in (
-        ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\] and logp \[17\]"),
-        ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\] and rollout_lengths \[4\]"),
-        ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, and rollout_lengths says 3"),
+        ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\], but logp has \[17\]"),
+        ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\], but rollout_lengths has \[4\]"),
+        ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, but rollout_lengths says 3"),
         (
             {"rollout_lengths": torch.tensor([3, 5, 2]), "group_lengths": None},
             (17, 4),
-            "rollout_ids go from 0 to 3, and rollout_lengths names 3 rollouts, 0 to 2",
+            "rollout_ids range from 0 to 3, but rollout_lengths has 3 rollouts, 0 to 2",
         ),
-        ({}, (16, 4), "has 17 trainable tokens, and the global batch is said to have 16"),
-        ({}, (17, 3), "has 4 rollouts with trainable tokens, and the global batch is said to have 3"),
+        ({}, (16, 4), "has 17 trainable tokens, but the global batch is said to have 16"),
+        ({}, (17, 3), "has 4 rollouts with trainable tokens, but the global batch is said to have 3"),
     ):
         with pytest.raises(ValueError, match=message):
             Objective(grpo, LossTerms(aggregate="token_mean"))(changed(tokens, **wrong), *counts)
@@ -405,12 +405,12 @@ def test_an_unknown_aggregate_and_a_missing_length_are_refused():
         Objective(grpo, LossTerms(aggregate="fixed_length"))
     objective = Objective(grpo, LossTerms(aggregate="group_token_mean"))
     for tokens, groups in ((make("random"), None), (changed(make("random"), group_lengths=None), 2)):
-        with pytest.raises(ValueError, match="do not say to which prompt's group they belong"):
+        with pytest.raises(ValueError, match="do not say which prompt's group they belong to"):
             objective(tokens, 17, 4, groups)
 
 
 def test_a_gate_that_cannot_be_and_a_teacher_that_is_not_there_are_refused():
     with pytest.raises(ValueError, match=r"loss\.tau_pos=0\.0 and loss\.tau_neg=1\.05 must be above 0"):
         sapo(make("random"), tau_pos=0.0)
-    with pytest.raises(ValueError, match=r"learns from a teacher, and there is none; name its model with ref\.name"):
+    with pytest.raises(ValueError, match=r"got none; name the teacher with ref\.name"):
         opd(changed(make("random"), ref_logp=None))

@@ -53,7 +53,7 @@ def test_the_corrections(name, correction):
         function, loss_of, penalty_of = apart(name)
         terms = LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap)
         if by_sequence(name) and not correction.startswith("seq_"):
-            with pytest.raises(ValueError, match=f"correction is {correction}, which goes by token.*set seq_{correction}"):
+            with pytest.raises(ValueError, match=f"correction is {correction}, which works by token.*set seq_{correction}"):
                 Objective(function, terms)(make("random"), 31, 6)
             continue
         equal_naive(make("random"), function, loss_of, terms, penalty_of)
@@ -117,7 +117,7 @@ def test_the_controller_moves_beta_towards_the_target_by_bounded_steps():
 
 def test_a_kl_term_without_a_reference_is_refused_and_beta_is_saved():
     objective = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))
-    with pytest.raises(ValueError, match=r"loss\.kl\.beta is 0\.1 and there is no reference model"):
+    with pytest.raises(ValueError, match=r"loss\.kl\.beta is 0\.1, but there is no reference model"):
         objective(changed(make("random"), ref_logp=None), 17, 4)
     objective.after_update({"ref/kl": 1.0})
     other = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))

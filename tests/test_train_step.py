@@ -206,8 +206,8 @@ def test_metrics_of_several_mini_batches_are_merged_by_their_meaning():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"ce_weights": 1.0}, "the batch has the stream `ce_weights` and this objective consumes none"),
-    ({"adapter": 2}, "a sample is for adapter 2, and this trainer trains the policy's own weights"),
+    ({"ce_weights": 1.0}, "the batch has the stream `ce_weights`, but this objective consumes none"),
+    ({"adapter": 2}, "a sample is for adapter 2, but this trainer trains the policy's own weights"),
 ])  # fmt: skip
 def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(change, message):
     samples = make_samples()
@@ -238,7 +238,7 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
     text = told(gspo, 2, 0.003)
     assert text is not None
     assert "differ by 0.003 nats" in text
-    assert "leave 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Take loss.proximal=recompute" in text
+    assert "allow 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Set loss.proximal=recompute" in text
     assert told(partial(gspo_token, eps_low=1e-3), 2, 0.003) is not None
     assert told(gspo, 2, 1e-4) is None, "within the bounds; what the second optimizer step finds was learned, not rounded"
     assert told(gspo, 1, 0.003) is None, "of an older version: not rounding alone"
