@@ -108,11 +108,11 @@ def test_the_orchestrator_writes_the_state_of_the_step_that_is_asked_for(tmp_pat
     assert snapshots.answer() == []
     assert read_state(folder, Number) == Number(number=5)
     folders.begin(paths, 3)
-    with pytest.raises(RuntimeError, match=r"after step 3; remembered are those of \[4, 5, 6\]"):
+    with pytest.raises(RuntimeError, match=r"after step 3, but only those of \[4, 5, 6\] are kept"):
         snapshots.answer()
     folders.abandon(paths, 3)
     (folder / "orchestrator" / STATE).unlink()
-    with pytest.raises(ValueError, match=r"no part of an orchestrator \(orchestrator/state.rlx\): it was written by a replay"):
+    with pytest.raises(ValueError, match=r"no orchestrator state \(orchestrator/state.rlx\): it was written by a replay"):
         read_state(folder, Number)
 
 

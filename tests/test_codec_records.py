@@ -165,8 +165,8 @@ def test_arrays_of_few_runs_take_no_room_and_come_back_bit_for_bit(values: list[
         ({"nested": ((), (inner(), dataclasses.replace(inner(), name=3)))}, "nested[1][1].name: int 3 is no str"),
         ({"many": (inner(), Inner(name="x", values=np.zeros(2)))}, "many[1].values: an array of float64 [2] is no array of float32 [n]"),
         ({"many": (inner(), inner(), dataclasses.replace(inner(), maybe=[1]))}, "many[2].maybe: list [1] is no array of int32 [n]"),
-        ({"plain": {"a": [1, {"b": (2, {3})}]}}, "plain['a'][1]['b'][1]: set {3} cannot be kept"),
-        ({"rows": ({}, {"image": object})}, "rows[1]['image']: type <class 'object'> cannot be kept"),
+        ({"plain": {"a": [1, {"b": (2, {3})}]}}, "plain['a'][1]['b'][1]: set {3} cannot be stored"),
+        ({"rows": ({}, {"image": object})}, "rows[1]['image']: type <class 'object'> cannot be stored"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_an_error_that_names_the_field(change: dict[str, Any], message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
 
     third = start("run", *SHORT, "resume=latest")
     assert third.wait(timeout=500) == 0, third.text()
-    assert f"checkpoint {newest.name} is skipped" in third.text()
+    assert f"skipping checkpoint {newest.name}: " in third.text()
     assert (newest.parent / f"damaged_{newest.name}").is_dir()
     assert (third.status()["attempt"], third.status()["state"]) == (2, "completed")
     assert {path.name for path in (third.run_dir / "logs").iterdir()} == {"attempt_0", "attempt_1", "attempt_2", "latest"}
