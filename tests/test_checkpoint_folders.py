@@ -134,5 +134,5 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ") + ".*" + re.escape(why)):
             read_state(folder, Number)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, and a rlx\.OrchestratorState/\d was asked for"):
+    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, but a rlx\.OrchestratorState/\d was requested"):
         read_state(folder, OrchestratorState)

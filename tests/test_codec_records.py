@@ -190,7 +190,7 @@ def test_an_annotation_that_the_codec_does_not_know_is_an_error_at_once() -> Non
 def test_cut_damaged_and_foreign_bytes_are_refused() -> None:
     content = b"".join(encode(outer()))
     for cut in (b"", content[:20], content[:100], content[:-1]):
-        with pytest.raises(CodecError, match=r"(bytes are no tests\.Outer/3|bytes came): the file was cut short"):
+        with pytest.raises(CodecError, match=r"(bytes are no tests\.Outer/3|bytes were read): the file was cut short"):
             decode(cut, Outer)
     with pytest.raises(CodecError, match="something was appended to it"):
         decode(content + b"\0", Outer)
@@ -201,7 +201,7 @@ def test_cut_damaged_and_foreign_bytes_are_refused() -> None:
             decode(damaged, Outer)
     with pytest.raises(CodecError, match=r"begins with b'RLXREC', not b'XLXREC': this is no tests\.Outer/3"):
         decode(b"X" + content[1:], Outer)
-    with pytest.raises(CodecError, match=r"this has layout b'02', and this rlx reads b'01': another version of rlx wrote it"):
+    with pytest.raises(CodecError, match=r"this has layout b'02', but this rlx reads b'01': another version of rlx wrote it"):
         decode(content[:6] + b"02" + content[8:], Outer)
 
 
@@ -233,14 +233,14 @@ def test_the_schemas_name_decides_and_not_the_class() -> None:
     content = bytearray(b"".join(encode(Original(name="x", values=inner().values))))
     back = decode(content, Renamed)
     assert (back.name, back.maybe, back.later) == ("x", None, (7,))
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, written by an earlier rlx, and this one reads tests\.Inner/2"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, written by an earlier rlx, but this one reads tests\.Inner/2"):
         decode(content, Newer)
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/2, written by a newer rlx, and this one reads tests\.Inner/1"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/2, written by a newer rlx, but this one reads tests\.Inner/1"):
         decode(b"".join(encode(Newer(name="x"))), Original)
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, and a tests\.Outer/3 was asked for"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, but a tests\.Outer/3 was requested"):
         decode(content, Outer)
     more = b"".join(encode(Renamed(name="x", values=inner().values)))
-    with pytest.raises(CodecError, match=r"fields of this tests\.Inner/1 are not those that this rlx knows: 'later'; another version"):
+    with pytest.raises(CodecError, match=r"this rlx does not know the fields of this tests\.Inner/1: 'later'; another version"):
         decode(more, Original)
 
 

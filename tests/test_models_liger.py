@@ -27,10 +27,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_on_cpu_auto_leaves_the_model_alone_and_says_why():
     hf = make_model()
-    assert apply_liger(hf, "auto", CPU) == "off: its kernels need CUDA, and this is cpu"
+    assert apply_liger(hf, "auto", CPU) == "off: its kernels need CUDA, but this is cpu"
     assert apply_liger(hf, False, CUDA) == "off: model.liger is false"
     check_packed_forward(PolicyModel(hf))
-    with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, and this is cpu; set model\.liger=auto"):
+    with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, but this is cpu; set model\.liger=auto"):
         apply_liger(hf, True, CPU)
 
 

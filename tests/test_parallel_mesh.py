@@ -57,7 +57,7 @@ def rank(number: int, folder: str) -> None:
         mesh.close()  # and leaves the other in a collective
         return
     module.PATIENCE = 0.0
-    with pytest.raises(RankLost, match="rank 1 of 2 lost another rank; the log of the one that left says why"):
+    with pytest.raises(RankLost, match="rank 1 of 2 lost another rank, whose own log says why"):
         mesh.barrier()
     Path(folder, "lost").touch()
 

@@ -42,7 +42,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
         "env", "example_id", "group", "prompt", "completion", "reward", "rewards", "advantage", "versions", "num_tokens", "stop", "error"
     }  # fmt: skip
     assert len(job.rollouts(10)) == 256
-    assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, and this is cpu" in job.text()
+    assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, but this is cpu" in job.text()
     job.wait_until_nothing_is_left(timeout=5)
 
 

@@ -176,5 +176,5 @@ def test_a_model_whose_packed_forward_is_wrong_is_refused():
 
 
 def test_varlen_attention_is_refused_without_cuda():
-    with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, and this is cpu"):
+    with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, but this is cpu"):
         PolicyModel(make_model(), attention="varlen").layout_kind(torch.device("cpu"))

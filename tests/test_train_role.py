@@ -97,7 +97,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     for paths in runs:
         finish(start(paths))
     paths = runs[0]
-    assert json.loads(paths.kernels.read_text()) == {"logprob": "torch", "layers": "off: its kernels need CUDA, and this is cpu"}
+    assert json.loads(paths.kernels.read_text()) == {"logprob": "torch", "layers": "off: its kernels need CUDA, but this is cpu"}
     found = records(paths)
     assert [(record["step"], record["source"]) for record in found] == [(step, "trainer") for step in range(STEPS)]
     for record in found:

@@ -96,5 +96,5 @@ def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_nu
     model = PolicyModel(make_model())
     check_packed_forward(model, "cpu")
     model.logit_scale = 1.5
-    with pytest.raises(ValueError, match=r"on cpu its packed forward and its own differ by [\d.]+ nats where .* spread by [\d.]+\."):
+    with pytest.raises(ValueError, match=r"on cpu its packed forward differs from its own by [\d.]+ nats, while .* spread by [\d.]+\."):
         check_packed_forward(model, "cpu")
