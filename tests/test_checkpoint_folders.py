@@ -1,4 +1,4 @@
-"""Checkpoints as folders: whole or not there, found by step, damaged ones skipped, the newest kept; the orchestrator's answer."""
+"""Checkpoints as folders: whole or absent, found by step, damaged ones skipped, the newest kept; the orchestrator's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlx.rollout.state import OrchestratorState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A state like any other."""
+    """Stands for any state."""
 
     SCHEMA: ClassVar[str] = "tests.Number/1"
     number: int

@@ -1,4 +1,4 @@
-"""Records as bytes and back: every kind of field, errors that name the field, and files that are cut, damaged, foreign or newer."""
+"""Records as bytes and back: every kind of field, errors that name the field, and cut, damaged, foreign or newer files."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_arrays_are_writable_views_of_the_one_buffer() -> None:
         assert one.values.flags.writeable
     before = bytes(content)
     back.many[0].values[:] = 123.0
-    assert sum(a != b for a, b in zip(before, content, strict=True)) > 0, "it is the buffer's own memory"
-    assert not decode(before, Outer).many[0].values.flags.writeable, "bytes cannot be written to"
+    assert sum(a != b for a, b in zip(before, content, strict=True)) > 0, "arrays must share the buffer's memory"
+    assert not decode(before, Outer).many[0].values.flags.writeable, "arrays on bytes must be read-only"
 
 
 def test_every_array_begins_at_a_multiple_of_64_bytes() -> None:
@@ -142,7 +142,7 @@ def test_every_array_begins_at_a_multiple_of_64_bytes() -> None:
 @pytest.mark.parametrize("values", [[0.0, -0.0], [math.nan, math.inf], [1.0, 1.0]])
 def test_arrays_of_few_runs_take_no_room_and_come_back_bit_for_bit(values: list[float]) -> None:
     long = np.repeat(np.array(values, np.float32), [70_000, 30_000])
-    long.view(np.uint32)[5:9] = 0x7FC00001  # another NaN
+    long.view(np.uint32)[5:9] = 0x7FC00001  # a NaN with other bits
     record = outer(many=(inner(), Inner(name="long", values=long), inner()))
     content = b"".join(encode(record))
     assert len(content) < 10_000
@@ -207,7 +207,7 @@ def test_cut_damaged_and_foreign_bytes_are_refused() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
-    """`Inner` in another program: another name of the class, one field more, which has a default."""
+    """`Inner` in another program: with another class name and one more field, which has a default."""
 
     SCHEMA: ClassVar[str] = "tests.Inner/1"
     name: str

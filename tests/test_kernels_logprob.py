@@ -26,7 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def inputs(n: int, d: int, v: int, dtype: torch.dtype = torch.float64) -> Tensors:
-    """(hidden, head, labels, temperature), a temperature for each token."""
+    """(hidden, head, labels, temperature); every token has its own temperature."""
     generator = torch.Generator().manual_seed(n * 1000 + v)
     hidden = torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head = torch.randn(v, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -36,7 +36,7 @@ def inputs(n: int, d: int, v: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def keys_of(name: str, v: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Keyword arguments of a kind of head."""
+    """Keyword arguments for a kind of head."""
     keys = dict(HEADS[name])
     if keys.get("bias"):
         keys["bias"] = torch.linspace(-1, 1, v, dtype=torch.float64).to(dtype).requires_grad_()
@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_the_naive_twin_on_ragged_tiles(kind, n, v, t
         head = head.detach()
         keys |= {"bias": keys["bias"].detach()} if "bias" in keys else {}
     weights = torch.linspace(-1, 2, n, dtype=torch.float64)
-    for with_entropy in (True, False):  # a frozen head makes the tiles again only for an entropy gradient
+    for with_entropy in (True, False):  # with a frozen head, only an entropy gradient recomputes the tiles
         results = []
         for function, more in ((logprob, {"tile": tile, "backend": "torch"}), (logprob_reference, {})):
             logp, entropy = function(hidden, head, labels, temperature, **keys, **more)
@@ -71,7 +71,7 @@ def test_gradcheck_of_both_outputs_with_ragged_tiles_and_tokens_left_out(kind):
     hidden, head, labels, temperature = inputs(7, 3, 11)
     keys = keys_of(kind, 11)
     bias = keys.pop("bias", None)
-    trainable = torch.tensor([0, 1, 3, 4, 6])  # the tokens that reach the head
+    trainable = torch.tensor([0, 1, 3, 4, 6])  # only these tokens reach the head
 
     def op(h, w, *b):
         return logprob(h[trainable], w, labels[trainable], temperature[trainable], bias=b[0] if b else None, tile=(2, 4), **keys)
@@ -91,7 +91,7 @@ def test_float32_is_within_1e_5_of_float64(kind):
 def test_bfloat16_inputs_give_float32_values_and_gradients_good_to_their_own_rounding():
     hidden, head, labels, temperature = inputs(512, 64, 3000, torch.bfloat16)
     with torch.no_grad():
-        head *= 0.3  # logits of a model's size
+        head *= 0.3  # gives logits as large as a real model's
     ours = values_and_gradients(logprob, hidden, head, labels, temperature, tile=(100, 256))
     exact = values_and_gradients(logprob_reference, *doubles(hidden, head), labels, temperature.double())
     assert ours[0].dtype == ours[1].dtype == torch.float32
@@ -126,7 +126,7 @@ def test_huge_logits_give_finite_values_and_gradients():
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_common_offset_of_all_logits_does_not_spoil_the_gradient(backend, frozen):
-    """Maximum and log-sum are kept apart: their sum, −1000 + log s, is rounded to 3e-5, and the offset multiplies that."""
+    """Maximum and log-sum are stored apart. Their sum, −1000 + log s, would be rounded to 3e-5, and the offset multiplies that error."""
     assert compare_with_offset(backend, frozen) < 3e-3
 
 
@@ -141,7 +141,7 @@ def test_no_tokens_give_zero_gradients_not_none(backend):
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns, and how many products were computed."""
+    """Records the size of the largest tensor that any operation returns, and counts products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,9 +281,9 @@ print(run(int(sys.argv[1]), 151_936))
 
 @pytest.mark.slow
 def test_extra_memory_does_not_grow_with_the_number_of_tokens():
-    """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. A process for each.
+    """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. Each measurement has its own process.
 
-    The C library is told to give back at once what is freed: what it keeps, or has kept before, would be counted or not by chance.
+    The C library is told to return freed memory at once. Otherwise memory that it keeps would count or not by chance.
     """
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
@@ -294,4 +294,4 @@ def test_extra_memory_does_not_grow_with_the_number_of_tokens():
 
     extra = {n: measure(n) for n in (4096, 8192)}
     assert extra[8192] < 1.05 * extra[4096]
-    assert extra[4096] < 0.05 * 4096 * 151_936 * 4 / 2**20  # the logits alone
+    assert extra[4096] < 0.05 * 4096 * 151_936 * 4 / 2**20  # 5 % of the logits alone

@@ -1,4 +1,4 @@
-"""Every objective against an independent form (`naive_objectives`): values, gradients, precision, identities, extremes."""
+"""Every objective against a second implementation (`naive_objectives`): values, gradients, precision, identities, extremes."""
 
 from __future__ import annotations
 
@@ -96,12 +96,14 @@ def make(case: str, dtype: torch.dtype = torch.float64, on_policy: list[bool] | 
         rollout_lengths=torch.tensor(lengths),
         ref_logp=ref.to(dtype),
         on_policy=None if on_policy is None else torch.tensor(on_policy),
-        group_lengths=torch.tensor([sum(lengths[i // 2 * 2 : i // 2 * 2 + 2]) + 3 for i in range(len(lengths))]),  # 3 are elsewhere
+        group_lengths=torch.tensor(
+            [sum(lengths[i // 2 * 2 : i // 2 * 2 + 2]) + 3 for i in range(len(lengths))]
+        ),  # 3 in other micro-batches
     )
 
 
 def by_sequence(name: str) -> bool:
-    """Whether all tokens carry their sequence's weight, as the objective declares."""
+    """Whether the objective declares that all tokens carry their sequence's weight."""
     function = OBJECTIVES[name][0]
     return getattr(getattr(function, "func", function), ATTRIBUTE).by_sequence
 
@@ -125,7 +127,7 @@ def split(tokens: TokenBatch, logp: torch.Tensor, entropy: torch.Tensor) -> list
 
 
 def naive_total(tokens: TokenBatch, loss_of, terms: LossTerms, n_tok: int, n_seq: int, penalty_of=None):
-    """(total, gradient for logp, gradient for entropy) in float64 of an objective with its terms, and a penalty behind them."""
+    """(total, gradient for logp, gradient for entropy) in float64, of an objective with its terms and a penalty added last."""
     logp, entropy = (t.detach().double().requires_grad_() for t in (tokens.logp, tokens.entropy))
     losses = []
     for r in split(tokens, logp, entropy):
@@ -182,7 +184,7 @@ def test_rloo_weighs_nothing_that_is_on_policy():
 @pytest.mark.parametrize("case", ["random", "ratios_far_outside"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradient_in_lower_precision(name, case, dtype, tolerance):
-    """With the preset's own aggregate, too."""
+    """Also with the preset's own aggregate."""
     function, loss_of = OBJECTIVES[name]
     tokens = make(case, dtype)
     n = len(tokens.logp)
@@ -299,7 +301,7 @@ def test_diagnostics_equal_plain_loops():
         assert metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
-OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # A is not the reward's there
+OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # their A does not come from the reward
 
 
 @pytest.mark.parametrize("terms", [{}, {"dual_clip": 1.5, "correction": "seq_tis"}, {"correction": "mis"}], ids=["alone", "tis", "mis"])
@@ -316,7 +318,7 @@ def test_the_effective_sample_size_is_that_of_the_weights_in_the_gradient(name, 
     size = float(weights.sum() ** 2 / (20 * weights.square().sum().clamp(min=1e-300)))
     assert metrics["policy/ess"] == pytest.approx(size, rel=1e-9)
     if not terms and name in ("reinforce", "aipo"):
-        assert (metrics["policy/ess"] == 1.0) is (name == "reinforce"), "what is not weighed is counted whole"
+        assert (metrics["policy/ess"] == 1.0) is (name == "reinforce"), "without weights every token counts fully"
 
 
 def test_an_objective_that_names_no_weights_has_the_ratios():
@@ -327,7 +329,7 @@ def test_an_objective_that_names_no_weights_has_the_ratios():
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_wide", "gspo", "gspo_wide", "dppo", "sapo"])
 def test_tokens_beyond_the_clamp_of_the_ratio_count_nothing_in_the_effective_sample_size(name):
-    """Their gradient is 0 though their ratio is e^20."""
+    """Their gradient is 0, although their ratio is e^20."""
     random = make("ratios_absurd")
     function = partial(OBJECTIVES[name][0], kl_tau=0.0) if name == "dppo" else OBJECTIVES[name][0]
     for tokens in (random, changed(random, old_logp=random.logp.detach() - 30)):
@@ -340,7 +342,7 @@ def test_tokens_beyond_the_clamp_of_the_ratio_count_nothing_in_the_effective_sam
 
 
 def long_rollout(dtype: torch.dtype, n: int = 50_000) -> TokenBatch:
-    """One rollout of many tokens, as bfloat16 engines and trainers differ."""
+    """One rollout of many tokens, with differences as between a bfloat16 engine and trainer."""
     generator = torch.Generator().manual_seed(0)
     logp = -torch.rand(n, generator=generator, dtype=torch.float64)
     old = logp + 0.03 * torch.randn(n, generator=generator, dtype=torch.float64)

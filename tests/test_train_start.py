@@ -1,4 +1,4 @@
-"""How a trainer's process begins: nothing of CUDA before the servers on its GPU answer, and signs of life while it loads."""
+"""The start of a trainer process: it uses CUDA only after the servers on its GPU answer, and sends heartbeats while it loads."""
 
 from __future__ import annotations
 
