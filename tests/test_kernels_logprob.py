@@ -267,7 +267,7 @@ def mib(field):
 def run(n, v):
     hidden, head = torch.randn(n, 16).requires_grad_(), torch.randn(v, 16).requires_grad_()
     labels, temperature = torch.randint(0, v, (n,)), torch.ones(n)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = mib("VmRSS")
     logp, entropy = logprob(hidden, head, labels, temperature)
     (logp.sum() + entropy.sum()).backward()

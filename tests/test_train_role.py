@@ -103,7 +103,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     for record in found:
         assert not set(ALWAYS) - record.keys()
         assert not record.keys() - METRICS.keys() - {"step", "source", "time"}, "a metric is not documented"
-    assert not list(paths.batches.glob("*.batch")), "batches must be deleted after training"
+    assert not list(paths.batches.glob("*.batch")), "batches must be deleted once received"
     assert versions(paths) == [1, 2, 3]
     assert verify(paths.weights_of(STEPS))["version"] == STEPS
     trained, initial = (AutoModelForCausalLM.from_pretrained(folder) for folder in (paths.weights_of(STEPS), tmp_path / "one" / "initial"))

@@ -90,7 +90,7 @@ class Saver:
     """Writes the state of one trainer, any number of times. Every rank of the mesh has a Saver and makes the same calls."""
 
     def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
-        """`new_hash` makes hashes for the files' digests. `in_background` needs as much memory as the state once more."""
+        """`new_hash` makes hashes for the files' digests. `in_background` needs memory for a second copy of the state."""
         self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
         self._stager: DefaultStager | None = None
         if in_background:

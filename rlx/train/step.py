@@ -91,7 +91,7 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """All optimizer steps of one batch: its mini-batches in order, `iterations` times. Returns one record of metrics.
 
-        The first step's scores by policy and reference serve all steps. `starts(update, of)` is called before each optimizer step.
+        Scores by policy and reference are taken once, before the first step. `starts(update, of)` is called before each step.
         Mini-batches without a trainable token do not count in the metrics, unless no mini-batch has one.
         Raises ValueError, before any change, for a stream that the objective does not consume.
         """
