@@ -20,6 +20,9 @@ class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
 
 
+LEFT = 75  # exit code of a run that gave way to a preemption, and of the roles that left for it (EX_TEMPFAIL)
+
+
 class Preempted(Exception):
     """The run is to give way: raised out of a wait by its `tick`, or where a role notices it."""
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.launch.verdict import GO_ON, LEFT, SETTLING, Process, Verdict, View, decide, find_hung
+from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
+from rlx.waiting import LEFT
 
 LATE = {"waited": 10.0}  # seconds after which nothing more is on its way
 COMPLETED = Verdict(state="completed")

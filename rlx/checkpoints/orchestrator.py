@@ -6,15 +6,19 @@ end of its last steps (references, no copies of rollouts) and writes the request
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlx import codec
 from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
 from rlx.paths import RunPaths, atomic
+from rlx.waiting import Preempted
 
 STATE = "state.rlx"
+POLL = 0.05  # seconds between two looks for a checkpoint being written
 
 T = TypeVar("T")
 
@@ -27,6 +31,24 @@ class Snapshots:
         self.paths, self.keep = paths, keep
         self._states: dict[int, Any] = {}
         self._synced = 0  # steps whose records are synced to disk
+        self._answered: set[int] = set()  # steps whose checkpoints have the orchestrator's part
+
+    async def keep_answering(self, recorded: Callable[[], Awaitable[int]]) -> None:
+        """Add the orchestrator's part to every checkpoint that the trainer writes. Raises Preempted once the trainer has left.
+
+        `recorded` returns the last step whose records are written, because a checkpoint must follow the records of the steps before it.
+        """
+        while not self.paths.preempted.exists():
+            if any(being_written(self.paths)):
+                last = await recorded()
+                self._answered.update(await asyncio.to_thread(self.answer, last + 1))
+            await asyncio.sleep(POLL)
+        raise Preempted
+
+    async def answered_for(self, step: int) -> None:
+        """Return when the checkpoint of `step` has the orchestrator's part."""
+        while step not in self._answered:
+            await asyncio.sleep(POLL)
 
     def take(self, step: int, state: Any) -> None:
         """Remember the state, a record, after the batches of `step` steps. Its parts must not change any more."""

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.runs.status import EXIT_CODES, describe_returncode
+from rlx.runs.status import describe_returncode
+from rlx.waiting import LEFT
 
 SIGTERM_SPREADS = 3.0  # seconds in which a signal to a whole SLURM job reaches all of it
 SETTLE = 1.0  # seconds in which a service's own death explains the failure of a process that used it
-LEFT = EXIT_CODES["preempted"]  # exit code of a role that left for a preemption with its checkpoint written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 from rlx.paths import RunPaths, write_text
 from rlx.process import FULL
+from rlx.waiting import LEFT
 
 FINAL = ("completed", "failed", "interrupted", "preempted")
 """States that a run does not leave."""
 
-EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 75}
+EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """The exit code of a run by its final state; 2 is a wrong configuration, and then there is no run."""
 
 

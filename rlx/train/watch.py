@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # so that a role can send heartbeats before torch is loaded
 
 log = logging.getLogger("rlx.trainer")
 
-LOOK = 0.25  # least seconds between two looks for the notice
+LOOK = 0.25  # seconds between two looks for the notice while waiting
 
 
 class Watch:
@@ -61,20 +61,20 @@ class Watch:
         if self.noticed():
             raise Preempted
 
-    def noticed(self) -> bool:
-        """Whether the run is preempted, on rank 0; False on other ranks."""
-        if self.first and not self._noticed and time.monotonic() - self._looked >= LOOK:
+    def noticed(self, every: float = LOOK) -> bool:
+        """Whether the run is preempted, on rank 0; False on other ranks. Looks at most once in `every` seconds."""
+        if self.first and not self._noticed and time.monotonic() - self._looked >= every:
             self._noticed = listed(self.paths.preempt)
             self._looked = time.monotonic()
         return self._noticed
 
     def give_way_with(self, mesh: Mesh) -> None:
         """Call it between two steps: raises Preempted on every rank if the run is preempted."""
-        if mesh.any(self.noticed()):
+        if mesh.any(self.noticed(every=0.0)):
             raise Preempted
 
     def give_up_with(self, mesh: Mesh) -> None:
         """Call it within a step, before its update: raises Preempted on every rank if the notice is older than the grace period."""
-        if mesh.any(self.noticed() and time.time() - self.paths.preempt.stat().st_mtime > self.grace):
+        if mesh.any(self.noticed(every=0.0) and time.time() - self.paths.preempt.stat().st_mtime > self.grace):
             log.info("giving up this step: the preemption notice is more than launcher.grace=%g s old", self.grace)
             raise Preempted
