@@ -154,7 +154,7 @@ def test_the_reference_takes_up_the_policy_when_it_is_time():
 
 
 def test_a_teacher_of_a_smaller_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"\(ref\.name\) has 30 token ids and the policy 40; it must know all of them"):
+    with pytest.raises(ValueError, match=r"\(ref\.name\) has 30 token ids, but the policy has 40; it must have all of them"):
         Reference(PolicyModel(make_model(vocab_size=30))).check_vocabulary(PolicyModel(make_model()))
 
 
