@@ -251,7 +251,7 @@ def test_different_dtypes_are_refused():
     half, full = torch.zeros(1, 2, dtype=torch.bfloat16), torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 but head is torch\.float32"):
         logprob(half, full, labels, one)
-    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and bias is torch\.float32"):
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 but bias is torch\.float32"):
         logprob(half, full.bfloat16(), labels, one, bias=torch.zeros(3))
 
 

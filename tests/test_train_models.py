@@ -171,7 +171,7 @@ def test_a_model_whose_packed_forward_is_wrong_is_refused():
     check_packed_forward(PolicyModel(make_model(BloomConfig, n_layer=2, n_head=4), attention="rows"))
     tampered = PolicyModel(make_model(GraniteConfig, logits_scaling=3.0))
     tampered.logit_scale = 1.0
-    with pytest.raises(ValueError, match="its head is not supported"):
+    with pytest.raises(ValueError, match="head is not supported"):
         check_packed_forward(tampered)
 
 
