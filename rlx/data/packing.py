@@ -25,8 +25,8 @@ class _Unit:
     """The samples of one rollout."""
 
     samples: list[TrainingSample]
-    tokens: int  # its share of a row
-    cost: int  # its share of a rank's time
+    tokens: int  # space that it takes in a row
+    cost: int  # time that it takes of a rank, see `cost_of`
     group_length: int  # trainable tokens of its group
 
 
@@ -94,8 +94,8 @@ def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
     """Distribute rollouts over rows; the costliest row comes first. The number of rows is a multiple of `ranks`, kept small.
 
-    The costliest piece goes first, each into the row with the lowest cost so far. A piece is a whole group, or a run of its rollouts if the
-    group exceeds a row or a row's fair share of the batch.
+    Pieces are placed costliest first, each into the row with the lowest cost so far. A piece is a whole group, or a run of its rollouts
+    if the group exceeds a row or a row's fair share of the batch.
     """
     total = sum(unit.tokens for group in groups for unit in group)
     per_rank = max(1, -(-total // (ranks * tokens)))

@@ -51,7 +51,7 @@ def _why_not(hf: Any, device: torch.device) -> str | None:
 
 
 def patch(hf: Any) -> str:
-    """Put Liger's kernels into this model, whose family Liger must support. Returns the kernels' names and the number of their modules."""
+    """Put Liger's kernels into this model, of a family that Liger supports. Returns their names and the number of patched modules."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family = hf.config.model_type
