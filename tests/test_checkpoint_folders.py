@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_is_us
     assert start is not None
     assert start.step == 5
     assert len(said) == 1
-    assert said[0].startswith("checkpoint step_10 is skipped: ")
+    assert said[0].startswith("skipping checkpoint step_10: ")
     with pytest.raises(NoCheckpoint, match="is damaged"):
         folders.at(paths, 10)
 
