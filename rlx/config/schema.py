@@ -266,7 +266,7 @@ class HardwareConfig:
 class KlTerms:
     beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off and needs no such model", low=0)
     estimator: str = key(
-        "k2", "of each token's KL: `k1`, `k2` or `k3`; k3 is the GRPO paper's, k2 has the correct gradient", choices=("k1", "k2", "k3")
+        "k2", "estimator of a token's KL: `k1`, `k2` or `k3`; GRPO's paper has k3, k2 has the correct gradient", choices=("k1", "k2", "k3")
     )
     target_kl: float | None = key(None, "adjust beta so that the KL, in nats per token, reaches this; null: beta stays constant", above=0)
     gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0)
