@@ -1,4 +1,4 @@
-"""Every preset that ships composes, passes the checks, can be built and can be planned."""
+"""Every shipped preset composes, passes the checks, builds and gets a plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
         assert all(value != "???" for value in vars(terms).values())
     built = instantiate(node)
     assert callable(built)
-    assert declared_by(node["_target_"]) == getattr(locate(node["_target_"]), ATTRIBUTE, Declared()), "from source, and from the object"
+    assert declared_by(node["_target_"]) == getattr(locate(node["_target_"]), ATTRIBUTE, Declared()), (
+        "read from the source, and from the object"
+    )
     real = inspect.signature(locate(node["_target_"]))
     read = signature_of(node["_target_"])
     assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [

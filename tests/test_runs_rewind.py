@@ -235,8 +235,8 @@ def test_a_replay_starts_the_trainer_alone(tmp_path: Path) -> None:
 
 
 def test_resuming_needs_a_name_and_does_not_go_with_clean() -> None:
-    with pytest.raises(ConfigError, match="does not say which run goes on"):
+    with pytest.raises(ConfigError, match="does not say which run to resume"):
         compose(["resume=latest"], environ={})
-    with pytest.raises(ConfigError, match="cannot be deleted and go on"):
+    with pytest.raises(ConfigError, match="cannot be both deleted and resumed"):
         compose(["resume=4", "run.name=x", "clean=true"], environ={})
     assert compose(["resume=4", "run.name=x"], environ={}).cfg.resume == "4"

@@ -1,4 +1,4 @@
-"""Sweeps started twice, at once or after a loss: each run has one process at a time, and what is done stays done."""
+"""Sweeps started twice, at the same time or after a failure: each run has one process at a time, and completed runs stay completed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlx.runs.status import Status
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Runs are toys, in a directory of their own."""
+    """Replaces real runs by toy runs, in a directory of their own."""
     monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
