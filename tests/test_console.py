@@ -239,7 +239,7 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
     assert (option, name, command, path) == ("-m", "rlx.cli", "show", str(console.paths.root))
     assert main([command, path]) == 0
     assert main([command, path, "step=7"]) == 2
-    assert "it has those of 1 … 1" in capsys.readouterr().err
+    assert "the run has those of steps 1 … 1" in capsys.readouterr().err
     assert main([command, path + ".absent"]) == 2
     assert "there is no directory" in capsys.readouterr().err
 

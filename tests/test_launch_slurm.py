@@ -152,7 +152,7 @@ def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
     if now is None:
         pytest.skip("this is no git checkout")
     paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
+    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is now at {now[:12]}"
     later = {"source": {**record["source"], "diff": "other.diff"}}
     paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
     (paths.root / "other.diff").write_text("another change")

@@ -34,8 +34,8 @@ def failed(blamed: str, code: int | None, reason: str) -> Verdict:
 
 ONE = failed("trainer", 1, "exit code 1")
 CRASH = "killed by SIGSEGV (a crash in native code)"
-EARLY = "left although it is to serve until the run ends (exit code 0)"
-NOTHING = "no step was begun yet: there is nothing to keep"
+EARLY = "exited early with exit code 0; it must serve until the run ends"
+NOTHING = "no step has begun: there is no progress to save"
 CASES = [
     # it goes on
     ("all run", seen(), {}, GO_ON),
@@ -50,8 +50,8 @@ CASES = [
     ("no: no signal came", seen(0, 0), {"remote": True, **LATE}, COMPLETED),
     ("yes: the job is requeued", seen(0, 0), {"remote": True, "waited": 1.0, "sigterm": "preempted"}, PREEMPTED),
     ("the launcher is gone", seen(), {"gone": "submitit"}, failed("launcher", None, "submitit was killed or died")),
-    ("a process is silent", seen(), {"hung": ("trainer", "gave no sign of life")}, failed("trainer", None, "gave no sign of life")),
-    ("but its end tells more than its silence", seen(0, 0), {"hung": ("trainer", "gave no sign of life")}, COMPLETED),
+    ("a process is silent", seen(), {"hung": ("trainer", "sent no heartbeat")}, failed("trainer", None, "sent no heartbeat")),
+    ("but its end tells more than its silence", seen(0, 0), {"hung": ("trainer", "sent no heartbeat")}, COMPLETED),
     # a failure, and whose
     ("an exit code: was it the server's death?", seen(7), {}, SETTLING),
     ("it was not", seen(7), LATE, failed("trainer", 7, "exit code 7")),
@@ -83,10 +83,10 @@ CASES = [
     ("the same, after the notice", seen(), {"sigterm": "preempted", "told": True}, Verdict(comes_back=True)),
     ("the notice", seen(), {"notice": True}, Verdict(give_way=True)),
     ("the notice, heard", seen(), {"notice": True, "told": True}, GO_ON),
-    ("the file, made by hand", seen(), {"asked": True}, Verdict(give_way=True, say="the file preempt is there")),
+    ("the file, made by hand", seen(), {"asked": True}, Verdict(give_way=True, say="the file preempt exists")),
     ("the file, made by a step on SIGTERM: are we sent one?", seen(), {"asked": True, "remote": True}, SETTLING),
-    ("we are not", seen(), {"asked": True, "remote": True, **LATE}, Verdict(give_way=True, say="the file preempt is there")),
-    ("the file is why a role has left", seen(LEFT), {"asked": True}, Verdict(give_way=True, say="the file preempt is there")),
+    ("we are not", seen(), {"asked": True, "remote": True, **LATE}, Verdict(give_way=True, say="the file preempt exists")),
+    ("the file is why a role has left", seen(LEFT), {"asked": True}, Verdict(give_way=True, say="the file preempt exists")),
     # giving way
     ("no step yet", seen(), {"told": True, "begun": False}, Verdict(state="preempted", say=NOTHING)),
     ("too late", seen(0), {"told": True, "overdue": 9.0}, Verdict(state="preempted", say="inference_0, orchestrator did not leave in 9 s")),
@@ -109,10 +109,10 @@ def test_every_case(case: str, view: View, more: dict, verdict: Verdict) -> None
     [
         ({}, "for 15 s (launcher.heartbeat_timeout=10)"),
         ({"trainer": {"time": 12.0, "phase": "loading"}}, None),
-        ({"trainer": {"time": 4.0, "phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); its last word was: loading"),
+        ({"trainer": {"time": 4.0, "phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); last reported phase: loading"),
         ({"trainer": {"time": -4.0, "phase": "of an earlier attempt"}}, "for 15 s (launcher.heartbeat_timeout=10)"),
     ],
 )
 def test_silence(beats: dict, said: str | None) -> None:
-    hung = None if said is None else ("trainer", f"gave no sign of life {said}")
+    hung = None if said is None else ("trainer", f"sent no heartbeat {said}")
     assert find_hung({"trainer": 0.0}, beats, now=15.0, timeout=10.0) == hung

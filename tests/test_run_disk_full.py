@@ -48,7 +48,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         said = [line for line in run.text().splitlines() if f"the disk is full: {disk}" in line]
         assert said, run.text()
         assert f"file system {disk} has " in said[-1]
-        assert "then go on with resume=latest" in said[-1]
+        assert "then continue with resume=latest" in said[-1]
         cause = run.status()["cause"]
         shown = run.text()[run.text().index(" failed: ") :]
         assert not any(word in shown for word in ("Traceback", "ExceptionGroup", "During handling")), shown
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         (disk / "full").unlink()
         run = MainJob(disk / "run", *keys, f"max_steps={good.step + 4}", "resume=latest", env=env)
         assert run.wait() == 0, run.text()
-        assert f"going on after {good.step} steps" in run.text()
+        assert f"resuming after {good.step} steps" in run.text()
         assert [r["step"] for r in run.metrics("trainer")] == list(range(good.step + 4))
     finally:
         run.destroy()

@@ -154,7 +154,7 @@ def test_clean_never_deletes_what_is_not_a_run(tmp_path: Path, files: list[str])
     for name in files:
         (tmp_path / name).write_text("precious")
     for clean in (False, True):
-        with pytest.raises(ConfigError, match="holds something else than a run"):
+        with pytest.raises(ConfigError, match="holds files that are not a run"):
             make(settled(tmp_path, clean=clean))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "precious")
 
@@ -260,13 +260,13 @@ def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monke
     assert looks_like_run(paths)
     assert load_run(paths.root).resume is None
     lock.close()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         make(cfg)
 
 
 def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
     paths, lock = make(settled(tmp_path / "run"))
     lock.close()
-    with pytest.raises(ConfigError, match="is the directory of this run, too"):
+    with pytest.raises(ConfigError, match="is also the directory of this run"):
         make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
     assert paths.config.exists()

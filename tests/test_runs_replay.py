@@ -71,7 +71,7 @@ def test_a_replay_that_asks_for_something_without_effect_is_refused_before_anyth
     with pytest.raises(ConfigError) as refused:
         make(wrong)
     said = str(refused.value)
-    assert f"replay={source.root} trains on batches that are made already" in said
+    assert f"replay={source.root} trains on batches that already exist" in said
     assert "sampling.temperature is 0.5, and the run was recorded with 1.0" in said
     assert f"seed is 7, and the run was recorded with {cfg.seed}" in said
     assert f"--config-dir {source.root} --config-name config replay={source.root}" in said

@@ -120,8 +120,8 @@ def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> 
     trim_metrics(paths, 3, said.append)
     assert recorded_steps(paths) == [(0, "trainer")]
     assert said == [
-        f"{paths.metrics}, line 2 is no record: it and the 1 lines after it are removed",
-        f"{paths.metrics} has no record of steps 1, 2: the machine lost it",
+        f"{paths.metrics}, line 2 is corrupt: it and the 1 lines after it are removed",
+        f"{paths.metrics} has no record of steps 1, 2: it was lost",
     ]
 
 
@@ -210,7 +210,7 @@ def test_a_fork_where_files_cannot_be_linked_reads_the_other_runs_checkpoint(tmp
     assert rewind(paths, warn=pytest.fail) == start, "an attempt without a checkpoint of its own starts where the fork did"
 
 
-@pytest.mark.parametrize(("resume", "message"), [("nowhere/else", "does not exist"), ("run/checkpoints/step_4", "no whole checkpoint")])
+@pytest.mark.parametrize(("resume", "message"), [("nowhere/else", "does not exist"), ("run/checkpoints/step_4", "no complete checkpoint")])
 def test_a_fork_of_nothing_is_refused(tmp_path: Path, resume: str, message: str) -> None:
     ended(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
@@ -223,7 +223,7 @@ def test_a_replay_needs_every_batch(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))
     assert load_run(paths.root).replay == str(source.root)
     assert paths.initial_model.read_text() == source.initial_model.read_text()
-    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; it has those of 0 … 8, and max_steps=10"):
+    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; the run has those of steps 0 … 8, and max_steps=10"):
         make(settled(tmp_path / "more", replay=str(source.root)))
     with pytest.raises(ConfigError, match="is no run directory"):
         make(settled(tmp_path / "more", replay=str(tmp_path)))

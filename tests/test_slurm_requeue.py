@@ -80,7 +80,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.state() == "COMPLETED"
     first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
     second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
-    found = re.search(r"going on after (\d) steps", second)
+    found = re.search(r"resuming after (\d) steps", second)
     assert found, second
     if disturb is requeue:
         assert int(found[1]) >= 3  # the last checkpoint that there was; SLURM's KillWait may have been enough for another

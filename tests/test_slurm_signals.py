@@ -145,7 +145,7 @@ def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     toys.until_started()
     slurm("scancel", "--signal=TERM", toys.id)
     second_attempt(toys)
-    assert ("wants the machine back" in toys.log(0)) or ("preempt is there" in toys.log(0))
+    assert ("wants the machine back" in toys.log(0)) or ("preempt exists" in toys.log(0))
     assert ("toy has left" in toys.log(0)) == (code is TAKES_NOTICE)
 
 
@@ -180,7 +180,7 @@ def test_a_job_whose_node_fails_comes_back(job):
 def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
     assert follow(toys.paths, toys.id) == 1
-    assert "killing toy_1: still there 1 s after SIGTERM" in toys.log(0)
+    assert "killing toy_1: still running 1 s after SIGTERM" in toys.log(0)
     cause = toys.status().cause
     assert cause is not None
     assert (cause.replica, cause.returncode) == (0, 3)

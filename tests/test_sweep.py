@@ -179,7 +179,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert main(argv) == 0
     text, said = capsys.readouterr()
     assert "2 completed already; 1 to go on with" in text
-    assert "going on after 1 steps" in said
+    assert "resuming after 1 steps" in said
     assert [(r["step"], r["source"]) for r, _ in read_metrics(toys / "seed=3" / "metrics.jsonl")] == [
         (step, source) for step in range(3) for source in ("orchestrator", "trainer")
     ]

@@ -98,7 +98,7 @@ def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_
     for number, each in enumerate(elements):
         note_job(each.paths, f"12_{number}")
         each.job = f"12_{number}"
-    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and whether that lives cannot be found out: squeue gave no answer"):
+    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and SLURM does not tell whether that job is alive: squeue gave no answer"):
         sweep.find_states(elements)
     for each in elements:
         status = Status()

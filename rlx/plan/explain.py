@@ -1,6 +1,6 @@
-"""The plan in words and numbers, for a person who wants to know what will happen before it does.
+"""Explains a plan in words and numbers before the run starts.
 
-Pure: text from a configuration and its plan. Knows nothing of files and processes.
+Pure: turns a configuration and its plan into text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlx.types import ProcessSpec
 
 
 def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
-    """What was composed, which process goes where, the arithmetic of a batch, and the memory it takes."""
+    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text."""
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
         ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
@@ -74,7 +74,7 @@ def _batch(cfg: Config) -> list[str]:
     stale = (
         f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
         if lag
-        else "none: every token comes from the policy it trains"
+        else "none: every token comes from the policy that it trains"
     )
     steps = cfg.max_steps * cfg.num_updates
     rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
@@ -100,14 +100,14 @@ def _batch(cfg: Config) -> list[str]:
 
 
 def _rounding(cfg: Config) -> str:
-    """What 16 bit does to importance ratios."""
+    """The effect of 16-bit arithmetic on importance ratios."""
     text = f"in {cfg.model.dtype} trainer and engine differ by some 0.04 nats a token before anything is learned (docs/objectives.md)"
     against = "the trainer itself" if cfg.loss.get("proximal") == "recompute" else "the engine"
     return f"{text}; ratios are against {against}: loss.proximal={cfg.loss.get('proximal', 'inference')}"
 
 
 def _new_tokens(cfg: Config) -> str:
-    """Most tokens that are sampled for a batch. An environment may have a bound of its own; each plays its share of the groups."""
+    """Upper bound on the tokens sampled for a batch. Environments may have their own bounds; each counts by its share of the groups."""
     rollouts, default = cfg.orchestrator.batch_size, cfg.sampling.max_tokens
     bounds = {name: env.sampling.max_tokens or default for name, env in cfg.envs.items() if env.weight > 0}
     if set(bounds.values()) <= {default}:
@@ -122,7 +122,7 @@ def _new_tokens(cfg: Config) -> str:
 
 
 def _more_prompts(cfg: Config) -> str:
-    """What oversampling and filters add to the prompts of a step."""
+    """The extra prompts of a step that oversampling and filters cause."""
     filters, text = cfg.orchestrator.difficulty_filter, ""
     if cfg.orchestrator.oversampling_factor > 1:
         text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
@@ -132,7 +132,7 @@ def _more_prompts(cfg: Config) -> str:
 
 
 def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
-    """Where the trainer's memory goes, line by line, with the arithmetic."""
+    """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
     where = "in host memory, " if memory.on_host else ""
