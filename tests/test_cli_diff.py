@@ -1,4 +1,4 @@
-"""`rlx diff`: what it finds, what it leaves out, and its exit codes."""
+"""`rlx diff`: what it shows, what it ignores, and its exit codes."""
 
 from __future__ import annotations
 

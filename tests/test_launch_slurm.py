@@ -1,4 +1,4 @@
-"""What is said to SLURM and understood of it, without one: the sbatch script, the rules, waiting jobs, code that has changed."""
+"""Input to SLURM and its output, tested without SLURM: the sbatch script, configuration checks, queued jobs, changed code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`controller(command=output)` puts commands of SLURM into the PATH that answer so."""
+    """`controller(command=output)` puts fake SLURM commands with this output into the PATH."""
 
     def answers(**commands: str) -> None:
         folder = tmp_path / "bin"

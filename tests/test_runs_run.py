@@ -1,4 +1,4 @@
-"""A run directory that is looked at: half made, somebody else's, alive, lost; and that looking leaves it alone."""
+"""Reading run directories that are half-made, another user's, alive or lost; reading changes nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_looking_takes_no_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp())  # pytest's own folders are closed to others
+    folder = Path(tempfile.mkdtemp())  # other users cannot read pytest's folders
     try:
         for name, mode in (("open", 0o644), ("closed", 0o600)):
             run = made(folder / name)
@@ -125,7 +125,7 @@ def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
             run.paths.status.chmod(mode)
         (folder / "private").mkdir(mode=0o700)
         folder.chmod(0o755)
-        # Another user may not read this Python: it becomes one when all is imported.
+        # Another user may not be able to read this Python, so the process changes its user after all imports.
         code = f"""
 import os, sys
 import rlx.cli.runs, rlx.plan.explain, rlx.runs.run

@@ -1,4 +1,4 @@
-"""What the status says of a process that ended."""
+"""How the status describes a process that has ended."""
 
 from __future__ import annotations
 

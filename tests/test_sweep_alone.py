@@ -112,7 +112,7 @@ def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
     from rlx.cli import sweeper
     from rlx.config.sweeps import Sweep
 
-    with pytest.raises(ConfigError, match="dry_run=true with a sweeper of hydra"):
+    with pytest.raises(ConfigError, match="dry_run=true does not work with hydra's sweepers"):
         sweeper.optimise(
             Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
         )
