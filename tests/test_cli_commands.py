@@ -166,7 +166,7 @@ def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.Captu
     [
         (
             ["trainer", "--replica", "5"],
-            ("the run has no trainer 5: the number of trainer processes is 1", "prepare, inference_0, orchestrator, trainer"),
+            ("no trainer 5: the number of trainer processes is 1", "prepare, inference_0, orchestrator, trainer"),
         ),
         (["orchestrator", "--replica", "1"], ("there is one orchestrator",)),
         (["inference", "--replica", "7"], ("no inference server 7: hardware.inference_replicas=1, counted from 0",)),

@@ -295,11 +295,11 @@ def test_the_length_of_a_row_is_the_same_wherever_the_configuration_is_read(tmp_
     [
         (
             {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}},
-            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (a turn)",
+            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (per turn)",
         ),
         (
             {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}, "weight": 3.0}, "long": {"id": "rlx-math"}},
-            "about 412,416 at most = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; a turn)",
+            "at most about 412,416 = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; per turn)",
         ),
         ({"math": {"id": "rlx-math", "sampling": {"max_tokens": 6144}}}, "1,572,864 = 256 × sampling.max_tokens 6,144"),
     ],
@@ -318,12 +318,12 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "hardware=auto: chose node8",
         "inference_3",
         "4,5,6,7",
-        "256 = 32 prompts × 8 rollouts of each",
+        "256 = 32 prompts × 8 rollouts per prompt",
         "1,572,864 = 256 × sampling.max_tokens 6,144",
         "2 minibatches of 128 rollouts",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
-        "in bfloat16 trainer and engine differ by some 0.04 nats a token",
+        "in bfloat16 trainer and engine differ by about 0.04 nats per token",
         "the card must have at least",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
@@ -336,8 +336,8 @@ def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> No
     text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
     for words in (
         "40 are requested at a time",
-        "left out by zero_advantage are replaced, at most 96",
-        "2 a step, 2 times over",
+        "filtered out by zero_advantage are replaced, at most 96",
+        "2 per step, 2 times over",
         "reference ",
     ):
         assert words in text, f"{words!r} is not in\n{text}"

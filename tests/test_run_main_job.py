@@ -29,7 +29,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert mean(rewards[:3]) < 0.6
     assert mean(rewards[-5:]) >= 0.9
     assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
-    # Every token is one version old, so this measures how much a training step changes the policy. The next test compares engine and trainer.
+    # Every token is one version old, so this measures the policy change of a training step. The next test compares engine and trainer.
     assert max(r["mismatch/kl"] for r in job.metrics("trainer")) < 5e-2
     written = {p.name for p in job.run_dir.iterdir()}
     assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}

@@ -98,7 +98,7 @@ def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
 def test_a_role_with_another_key_for_the_servers_does_not_join_and_neither_is_shown(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run")
     join(replace(cfg, inference=replace(cfg.inference, api_key="one-key")), [], [])
-    with pytest.raises(ConfigError, match=r"inference.api_key: another one") as caught:
+    with pytest.raises(ConfigError, match=r"inference.api_key: a different value") as caught:
         join(replace(cfg, inference=replace(cfg.inference, api_key="two-key")), [], [])
     assert "-key" not in str(caught.value)
 

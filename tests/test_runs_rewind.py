@@ -121,7 +121,7 @@ def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> 
     assert recorded_steps(paths) == [(0, "trainer")]
     assert said == [
         f"{paths.metrics}, line 2 is corrupt: it and the 1 lines after it are removed",
-        f"{paths.metrics} has no record of steps 1, 2: it was lost",
+        f"{paths.metrics} has no record of steps 1, 2: lost in a crash",
     ]
 
 

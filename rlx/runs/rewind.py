@@ -130,7 +130,7 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
                 trained.add(step)
     missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
     if missing:
-        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: it was lost")
+        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: lost in a crash")
     if len(kept) < len(lines):
         _forget_forwarded(paths, kept, ends)
         with atomic(paths.metrics) as temporary:
