@@ -17,6 +17,9 @@ class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
 
 
+LEFT = 75  # exit code of a preempted run, and of the roles that left because of the preemption (EX_TEMPFAIL)
+
+
 class Preempted(Exception):
     """The run must write a checkpoint and leave. Raised from a wait by its `tick`, or wherever a role notices the preemption."""
 

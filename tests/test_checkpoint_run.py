@@ -32,6 +32,7 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
 from rlx.rollout.record import read_rollouts
+from rlx.rollout.recorder import StepRecorder
 from rlx.runs.rewind import rewind
 from rlx.waiting import first_failure
 from rlx.weights.files import verify
@@ -125,12 +126,15 @@ def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) 
     paths, config = RunPaths(tmp_path), config_of(max_steps=3, ckpt__interval=None)
     there: list[bool] = []
 
-    class Late(Orchestrator):
-        async def _save(self, *arguments: Any) -> None:
+    class LateRecorder(StepRecorder):
+        async def begin(self, *arguments: Any) -> None:
             await asyncio.sleep(0.2)
-            await super()._save(*arguments)
+            await super().begin(*arguments)
 
-        async def _answer_checkpoints(self) -> None:
+    class Late(Orchestrator):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.recorder = LateRecorder(paths, config.orchestrator, None)
             answer = self.snapshots.answer
 
             def watched(*arguments: Any) -> list[int]:
@@ -139,7 +143,6 @@ def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) 
                 return steps
 
             self.snapshots.answer = watched  # type: ignore[method-assign]
-            await super()._answer_checkpoints()
 
     play(paths, config, CheckpointingTrainer(paths, config, at=(1, 2)), role=Late)
     assert there == [True, True]

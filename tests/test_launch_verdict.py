@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.launch.verdict import GO_ON, LEFT, SETTLING, Process, Verdict, View, decide, find_hung
+from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
+from rlx.waiting import LEFT
 
 LATE = {"waited": 10.0}  # seconds; the verdict no longer waits for more information
 COMPLETED = Verdict(state="completed")

@@ -7,15 +7,19 @@ Knows folders; what the state holds is the business of those that give it, a rec
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlx import codec
 from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
 from rlx.paths import RunPaths, atomic
+from rlx.waiting import Preempted
 
 STATE = "state.rlx"
+POLL = 0.05  # seconds between two looks for a checkpoint that is being written
 
 T = TypeVar("T")
 
@@ -28,6 +32,24 @@ class Snapshots:
         self.paths, self.keep = paths, keep
         self._states: dict[int, Any] = {}
         self._synced = 0  # steps whose records are known to be on the disk
+        self._answered: set[int] = set()  # steps whose checkpoints have the orchestrator's part
+
+    async def keep_answering(self, recorded: Callable[[], Awaitable[int]]) -> None:
+        """Add the orchestrator's part to every checkpoint that the trainer writes. Raises Preempted when the trainer has left.
+
+        `recorded` returns the last step whose records are in their files: a checkpoint comes after the records of the steps before it.
+        """
+        while not self.paths.preempted.exists():
+            if any(being_written(self.paths)):
+                last = await recorded()
+                self._answered.update(await asyncio.to_thread(self.answer, last + 1))
+            await asyncio.sleep(POLL)
+        raise Preempted
+
+    async def answered_for(self, step: int) -> None:
+        """Return when the checkpoint of `step` has the orchestrator's part."""
+        while step not in self._answered:
+            await asyncio.sleep(POLL)
 
     def take(self, step: int, state: Any) -> None:
         """Remember the state after the batches of `step` steps, a record. Its parts must not change any more."""

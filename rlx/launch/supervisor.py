@@ -25,12 +25,13 @@ from rlx.heartbeat import read_heartbeats
 from rlx.launch.children import Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.starters import LocalStarter, Starter
-from rlx.launch.verdict import LEFT, Process, Verdict, View, decide, find_hung, is_fine
+from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.status import Cause, Status, last_lines, read_status
+from rlx.waiting import LEFT
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
 SOON = 0.02  # seconds between two looks while the verdict is `settle`

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.runs.status import EXIT_CODES, describe_returncode
+from rlx.runs.status import describe_returncode
+from rlx.waiting import LEFT
 
 SIGTERM_SPREADS = 3.0  # seconds that a signal to a whole SLURM job needs to reach all its processes
 SETTLE = 1.0  # seconds to wait for the death of a service after a process that uses it has failed
-LEFT = EXIT_CODES["preempted"]  # exit code of a role that left because of a preemption, with its checkpoint written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ import uvloop
 
 from rlx.advantages.base import GroupScores, Remembers
 from rlx.advantages.shaping import shape
-from rlx.checkpoints import folders
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
@@ -47,19 +46,15 @@ from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, m
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
-from rlx.rollout.record import LeftOut, record_batch, records, write_rollouts
+from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
 from rlx.tracking import Tracker, open_tracker
-from rlx.types import Group, Rollout, StepBatch
-from rlx.waiting import Preempted, first_failure
+from rlx.types import Group, Rollout
+from rlx.waiting import LEFT, Preempted, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
-
-
-POLL = 0.05  # seconds between two looks for a checkpoint that is being written
-LEFT = 75  # exit code when the run gave way to a preemption
 
 
 class Orchestrator:
@@ -91,10 +86,8 @@ class Orchestrator:
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
-        self.answered: set[int] = set()  # steps whose checkpoints have our part
         self.step = self.first_step = 0
-        self._saving: asyncio.Future[None] | None = None
-        self.saved = -1  # the last step whose rollouts and batch are in their files
+        self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
 
@@ -123,7 +116,7 @@ class Orchestrator:
         """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
         state = read_state(start.checkpoint, OrchestratorState)
         self.step = self.first_step = start.step
-        self.saved = start.step - 1
+        self.recorder.saved = start.step - 1
         self.collector.restore(state.collector)
         if isinstance(self.advantage, Remembers) and state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
@@ -137,7 +130,7 @@ class Orchestrator:
     async def run(self) -> None:
         """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
         try:
-            forever = [self._beat(), self._track(), self._answer_checkpoints()]
+            forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             await first_failure(self._work_until_preempted(), forever=forever)
         finally:
             await self.collector.close()
@@ -157,7 +150,10 @@ class Orchestrator:
 
     async def _work(self) -> None:
         await self.updates.reach(self.first_step)  # no token is sampled before the servers have the policy of the checkpoint
-        await first_failure(self._train(), self.updates.follow(), self._last_checkpoint())
+        parts = [self._train(), self.updates.follow()]
+        if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
+            parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins it after its last version
+        await first_failure(*parts)
 
     async def _train(self) -> None:
         clock = StepClock(self.collector)
@@ -184,9 +180,8 @@ class Orchestrator:
             self.snapshots.take(step + 1, self._state())
             await asyncio.to_thread(send, self.paths, batch)
             log.info("step %d: reward %.4f, %s", step, values["reward/mean"], self._in_words(groups, clock))
-            await self._save(groups, failures, filtered, batch)
-        if self._saving is not None:
-            await asyncio.shield(self._saving)
+            await self.recorder.begin(groups, failures, filtered, batch)
+        await self.recorder.wait()
 
     def _scores(self, batch: Sequence[Sequence[Rollout]]) -> GroupScores:
         return shape(scores_of(batch), self.config.reward, self._max_tokens)
@@ -200,22 +195,6 @@ class Orchestrator:
         versions = [int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns]
         oldest = min(versions, default=self.collector.version)
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
-
-    async def _save(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
-        """Write the rollouts, and the batch made of them, in the background, one step at a time."""
-        if self._saving is not None:
-            await asyncio.shield(self._saving)  # a checkpoint waits for it, also when this step's work is cancelled
-        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save_now, groups, failures, left_out, batch))
-
-    def _save_now(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
-        step = batch.step
-        if self.config.orchestrator.save_batches:
-            record_batch(self.paths.recorded_of(step), batch)
-        if self.config.orchestrator.save_rollouts:
-            write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
-        self.saved = step
-        if self.tracker is not None and self.tracker.wants_rollouts(step):
-            self.tracker.rollouts(step, list(records(groups)))
 
     async def _inference_state(self) -> dict[str, float]:
         """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""
@@ -234,23 +213,6 @@ class Orchestrator:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
             await asyncio.sleep(INTERVAL / 2)
-
-    async def _answer_checkpoints(self) -> None:
-        """Give every checkpoint that the trainer writes our part, until the trainer has left for a preemption."""
-        while not self.paths.preempted.exists():
-            if any(folders.being_written(self.paths)):
-                if self._saving is not None:
-                    await asyncio.shield(self._saving)  # raises when it failed
-                # The files of a step come before the checkpoint that follows it, also when writing them has not begun yet.
-                self.answered.update(await asyncio.to_thread(self.snapshots.answer, self.saved + 1))
-            await asyncio.sleep(POLL)
-        raise Preempted
-
-    async def _last_checkpoint(self) -> None:
-        """Stay until the run's last checkpoint, which the trainer begins after its last version, has our part."""
-        last = self.config.max_steps
-        while self.config.ckpt.interval is not None and self.first_step < last and last not in self.answered:
-            await asyncio.sleep(POLL)
 
     async def _track(self) -> None:
         """Forward metrics to the services that are asked for."""

@@ -30,7 +30,7 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
-from rlx.waiting import Preempted, wait_for
+from rlx.waiting import LEFT, Preempted, wait_for
 
 if TYPE_CHECKING:  # torch takes seconds; signals are heard before
     pass
@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # torch takes seconds; signals are heard before
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
-LEFT = 75  # exit code when the run gave way to a preemption
 
 
 class Trainer:

@@ -11,11 +11,12 @@ from typing import Any
 
 from rlx.paths import RunPaths, write_text
 from rlx.process import FULL
+from rlx.waiting import LEFT
 
 FINAL = ("completed", "failed", "interrupted", "preempted")
 """Final states of an attempt. A preempted run starts again when SLURM restarts its job."""
 
-EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": 75}
+EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
 

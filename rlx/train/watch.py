@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # so that a role can watch before torch is loaded
 
 log = logging.getLogger("rlx.trainer")
 
-LOOK = 0.25  # seconds between two looks for the notice
+LOOK = 0.25  # seconds between two looks for the notice while waiting
 
 
 class Watch:
@@ -32,7 +32,7 @@ class Watch:
         self.paths, self.first, self.grace = paths, first, grace
         self.heartbeat = Heartbeat(paths, name) if name is not None else None
         self.checks: list[Callable[[], None]] = []  # of what goes on in threads; each may raise what went wrong there
-        self._noticed: float | None = None  # when the notice was given, seconds since the epoch
+        self._noticed = False
         self._looked = -LOOK
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -61,21 +61,20 @@ class Watch:
         if self.noticed():
             raise Preempted
 
-    def noticed(self) -> bool:
-        """Whether the run is to give way, on rank 0; False elsewhere."""
-        if self.first and self._noticed is None and time.monotonic() - self._looked >= LOOK:
-            if listed(self.paths.preempt):
-                self._noticed = self.paths.preempt.stat().st_mtime
+    def noticed(self, every: float = LOOK) -> bool:
+        """Whether the run is to give way, on rank 0; False elsewhere. Asks the file system at most `every` so many seconds."""
+        if self.first and not self._noticed and time.monotonic() - self._looked >= every:
+            self._noticed = listed(self.paths.preempt)
             self._looked = time.monotonic()
-        return self._noticed is not None
+        return self._noticed
 
     def give_way_with(self, mesh: Mesh) -> None:
         """Between two steps: raises Preempted on every rank when the run is to give way."""
-        if mesh.any(self.noticed()):
+        if mesh.any(self.noticed(every=0.0)):
             raise Preempted
 
     def give_up_with(self, mesh: Mesh) -> None:
         """Within a step of which nothing is applied: raises Preempted on every rank when the notice is older than the grace."""
-        if mesh.any(self.noticed() and self._noticed is not None and time.time() - self._noticed > self.grace):
+        if mesh.any(self.noticed(every=0.0) and time.time() - self.paths.preempt.stat().st_mtime > self.grace):
             log.info("this step is given up: the run was told to give way more than launcher.grace=%g s ago", self.grace)
             raise Preempted

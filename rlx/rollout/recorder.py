@@ -1,0 +1,42 @@
+"""Writes what is kept of each step beside the main loop, one step at a time: the formats are in `rlx.rollout.record`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlx.config.schema import OrchestratorConfig
+from rlx.paths import RunPaths
+from rlx.rollout.record import LeftOut, record_batch, records, write_rollouts
+from rlx.tracking import Tracker
+from rlx.types import Group, Rollout, StepBatch
+
+
+class StepRecorder:
+    """The rollouts and the batch of each step, on their way to the disk and to the tracker."""
+
+    def __init__(self, paths: RunPaths, config: OrchestratorConfig, tracker: Tracker | None) -> None:
+        self.paths, self.config, self.tracker = paths, config, tracker
+        self.saved = -1  # the last step whose records are in their files
+        self._saving: asyncio.Future[None] | None = None
+
+    async def begin(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
+        """Start to write the records of a step, once those of the step before are written. Raises what writing those raised."""
+        await self.wait()
+        self._saving = asyncio.ensure_future(asyncio.to_thread(self._save, groups, failures, left_out, batch))
+
+    async def wait(self) -> int:
+        """Wait for what was begun and return the last step whose records are in their files. Raises what writing raised."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)  # a checkpoint needs it, also when the work on the step is cancelled
+        return self.saved
+
+    def _save(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
+        step = batch.step
+        if self.config.save_batches:
+            record_batch(self.paths.recorded_of(step), batch)
+        if self.config.save_rollouts:
+            write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
+        self.saved = step
+        if self.tracker is not None and self.tracker.wants_rollouts(step):
+            self.tracker.rollouts(step, list(records(groups)))
