@@ -1,4 +1,4 @@
-"""Runs that are preempted, killed, damaged and forked, on the real stack: what they write is what one uninterrupted run writes."""
+"""Preempted, killed, damaged and forked runs on the real stack write the same results as one uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = ("max_async_level=0", "orchestrator.batch_size=32", f"max_steps={STEPS}"
 
 
 def kill_everything(job: MainJob) -> None:
-    """SIGKILL to every process of a run, as a power cut would do."""
+    """SIGKILL every process of a run, like a power cut."""
     for process in job.processes().values():
         try:
             process.kill()
