@@ -131,6 +131,7 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
     # Like vLLM's engine, which overwrites its environment with its title, so only its process group identifies it.
@@ -170,6 +171,7 @@ def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable
     assert status.cause.role == "launcher"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
@@ -220,6 +222,7 @@ def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.S
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
@@ -231,6 +234,7 @@ def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[...
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -243,6 +247,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], grace=0.5)

@@ -134,6 +134,7 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
     return torch.load(out)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first case may install TRL
 @pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)

@@ -62,6 +62,7 @@ def rank(number: int, folder: str) -> None:
     Path(folder, "lost").touch()
 
 
+@pytest.mark.slow
 def test_two_ranks_hear_each_other_and_one_that_loses_the_other_says_so(tmp_path: Path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     said = "[True, False] [3.0, 10.0] [1.0]"

@@ -60,6 +60,7 @@ def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
     assert other.reproducible_lines() != first.reproducible_lines()
 
 
+@pytest.mark.long
 def test_replaced_groups_several_passes_and_a_reference_repeat_bit_for_bit(start):
     overrides = ("max_async_level=0", *SHORT, "loss=dapo", "loss.proximal=recompute", "loss.correction=tis", "loss.kl.beta=0.01")
     overrides += ("trainer.num_minibatches=2", "trainer.num_iterations=2", "ref.sync_interval=2")
@@ -77,6 +78,7 @@ def test_replaced_groups_several_passes_and_a_reference_repeat_bit_for_bit(start
         assert record["ref/kl"] > 0
 
 
+@pytest.mark.long
 def test_the_script_of_a_run_reproduces_it_bit_for_bit(start, model_cache):
     job = start("run", "max_async_level=0", *SHORT)
     assert job.wait() == 0, job.text()
@@ -126,6 +128,7 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     assert any(len(rollout["completion"]) > 1 for rollout in multi)
 
 
+@pytest.mark.long
 def test_math_and_the_mix_improve(start):
     job = start("run", "env=[math,reverse_text]", "max_steps=40")
     assert job.wait(timeout=500) == 0, job.text()
@@ -137,6 +140,7 @@ def test_math_and_the_mix_improve(start):
         assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side_do_not_meet(start):
     jobs = [start(name, *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "two"))]
     codes = [job.wait() for job in jobs]

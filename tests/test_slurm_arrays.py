@@ -103,7 +103,7 @@ def signal_before_the_time_limit(array: Array) -> None:
     slurm("scancel", "--batch", "--signal=USR2", array.ids[-1])
 
 
-@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit])
+@pytest.mark.parametrize("disturb", [requeue, pytest.param(signal_before_the_time_limit, marks=pytest.mark.long)])
 def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb):
     assert array.ids[-1].endswith("_2")
     disturb(array)
@@ -112,6 +112,7 @@ def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb)
     assert [array.status(i).job for i in range(3)] == array.ids
 
 
+@pytest.mark.long
 def test_one_of_an_array_is_cancelled_or_fails_and_the_others_do_not_notice(array):
     slurm("scancel", array.ids[2])
     os.kill(int(array.log(1).split("here ")[1].split()[0]), signal.SIGKILL)

@@ -68,7 +68,13 @@ def preempt_without_a_signal_of_its_own(job: SlurmJob) -> None:
     slurm("scancel", "--signal=TERM", job.id)  # only to the steps, as at the start of a partition's GraceTime
 
 
-@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit, preempt_without_a_signal_of_its_own])
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        requeue,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (signal_before_the_time_limit, preempt_without_a_signal_of_its_own)),
+    ],
+)
 def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, undisturbed, disturb):
     job = submit("run", *RUN)
     job.until_step(4)

@@ -63,6 +63,7 @@ def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, t
         subprocess.run(["scancel", array], check=False)
 
 
+@pytest.mark.long
 def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(submit, tmp_path, model_cache):
     job = submit("run", NODES, *LONG)
     for more in ("clean=false", "clean=true"):
@@ -76,7 +77,13 @@ def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(
     assert job.left() == []
 
 
-@pytest.mark.parametrize(("role", "replica", "node"), [("inference", 0, 1), ("orchestrator", 0, 2), ("trainer", 0, 2), ("trainer", 1, 3)])
+@pytest.mark.parametrize(
+    ("role", "replica", "node"),
+    [
+        ("trainer", 1, 3),
+        *(pytest.param(*which, marks=pytest.mark.long) for which in (("inference", 0, 1), ("orchestrator", 0, 2), ("trainer", 0, 2))),
+    ],
+)
 def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role, replica, node):
     job = submit("run", NODES, *LONG)
     pid = job.pid(role, replica)
@@ -94,6 +101,7 @@ def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role
     assert slurm("sinfo", "-h", "-o", "%T", "-p", "debug").split() == ["idle"]
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_ends_the_job(submit):
     job = submit("run", *LONG)
     job.pid("orchestrator")

@@ -138,7 +138,7 @@ TAKES_NOTICE = LEAVES.replace(
 )
 
 
-@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
+@pytest.mark.parametrize("code", [TAKES_NOTICE, pytest.param(LEAVES, marks=pytest.mark.long)])
 def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     """As in preemption without a user signal in a partition with a GraceTime: SLURM signals the steps, not the batch script."""
     toys = job(code, code)
@@ -149,6 +149,7 @@ def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     assert ("toy has left" in toys.log(0)) == (code is TAKES_NOTICE)
 
 
+@pytest.mark.long
 def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
     toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)", code_changes="snapshot")
     assert follow(toys.paths, toys.id) == 0, toys.log(0)
@@ -159,6 +160,7 @@ def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
     ]
 
 
+@pytest.mark.long
 def test_a_job_whose_node_fails_comes_back(job):
     # `srun` returns 0 for a step on a failed node; the supervisor must not treat that as completion.
     toys = job(LEAVES, LEAVES)
@@ -177,6 +179,7 @@ def test_a_job_whose_node_fails_comes_back(job):
             slurm("scontrol", "update", f"NodeName={host}", "State=RESUME")
 
 
+@pytest.mark.long
 def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
     assert follow(toys.paths, toys.id) == 1
@@ -187,6 +190,7 @@ def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     toys.until(lambda: queue()[toys.id] == "FAILED", timeout=30)
 
 
+@pytest.mark.long
 def test_a_job_comes_back_no_more_than_it_may(job):
     toys = job(LEAVES.replace("sys.exit(0)", "pass"), max_requeues=1)
     for attempt in (0, 1):
@@ -198,6 +202,7 @@ def test_a_job_comes_back_no_more_than_it_may(job):
     assert "launcher.max_requeues=1 is used up" in str(toys.status().cause)
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
     toys = job(LEAVES, max_requeues=0)
     toys.until_started()
