@@ -83,7 +83,7 @@ def test_a_value_that_a_constructor_refuses_is_found_before_anything_starts(tmp_
     (tmp_path / "optim" / "own.yaml").write_text(own)
     assert main(["train", *argv]) == 2
     said = capsys.readouterr().err
-    assert "`optim` cannot be made by torch.optim.SGD: ValueError: Nesterov momentum" in said
+    assert "torch.optim.SGD cannot build `optim`: ValueError: Nesterov momentum" in said
     assert not (tmp_path / "run").exists()
     assert main(["train", *argv[:2], "-m", "seed=1,2", f"run.dir={tmp_path / 'sweep'}"]) == 2
     assert not (tmp_path / "sweep").exists()

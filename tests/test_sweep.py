@@ -178,8 +178,8 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     (toys / "mended").touch()
     assert main(argv) == 0
     text, said = capsys.readouterr()
-    assert "2 completed already; 1 to go on with" in text
-    assert "going on after 1 steps" in said
+    assert "2 already completed; 1 to resume" in text
+    assert "resuming after 1 steps" in said
     assert [(r["step"], r["source"]) for r, _ in read_metrics(toys / "seed=3" / "metrics.jsonl")] == [
         (step, source) for step in range(3) for source in ("orchestrator", "trainer")
     ]
@@ -244,12 +244,12 @@ def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, cap
     assert {path.name for path in toys.glob("seed=*")} == {"seed=1", "seed=2"}
     jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=2"], ["seed=1"]], 0)
     assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=2"], 0.2), (["seed=1"], 0.1)]
-    assert "2 completed already" in capsys.readouterr().out
+    assert "2 already completed" in capsys.readouterr().out
     assert through_hydra("seed=3,4") == 1
     assert "seed=3: failed" in capsys.readouterr().out
     jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=5"], ["seed=5"]], 0)  # as Optuna does in a small space
     assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=5"], 0.5)] * 2
-    with pytest.raises(ConfigError, match="different runs with one directory"):
+    with pytest.raises(ConfigError, match="different runs with the same directory"):
         RlxLauncher("mine", str(toys), []).launch([["run.name=a/b"], ["run.name=a_b"]], 0)
 
 

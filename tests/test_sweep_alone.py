@@ -98,7 +98,7 @@ def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_
     for number, each in enumerate(elements):
         note_job(each.paths, f"12_{number}")
         each.job = f"12_{number}"
-    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and whether that lives cannot be found out: squeue gave no answer"):
+    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and SLURM does not tell whether that job is alive: squeue gave no answer"):
         sweep.find_states(elements)
     for each in elements:
         status = Status()
@@ -112,7 +112,7 @@ def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
     from rlx.cli import sweeper
     from rlx.config.sweeps import Sweep
 
-    with pytest.raises(ConfigError, match="dry_run=true with a sweeper of hydra"):
+    with pytest.raises(ConfigError, match="dry_run=true does not work with hydra's sweepers"):
         sweeper.optimise(
             Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
         )
