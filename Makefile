@@ -1,12 +1,12 @@
-# make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
-# make install EXTRA=cpu                 without a GPU's packages where there is a GPU; with EXTRA=gpu the other way round
-# make test                              set everything up, then run the tests: real vLLM, real processes and, on Debian as root, a real
-#                                        SLURM that it installs, starts and stops; a quarter of an hour on two cores
-# make test-fast                         those that start neither: two minutes
-# make test-long                         what make test leaves out: every kill of every role, every kind of requeue, the comparison with TRL
+# make train [ARGS="loss=gspo seed=1"]   install, then run the main job
+# make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
+# make test-fast                         install, then run the tests that start neither vLLM nor SLURM (2 minutes)
+# make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
+#                                        that the tests install, start and stop (a quarter of an hour on two cores)
+# make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
 SHELL := /bin/bash
 ARGS ?=
-# the first of these that runs and is 3.11, 3.12 or 3.13; a .venv keeps its own until another is named
+# The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.
 PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 

@@ -99,7 +99,7 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
     with torch.no_grad():
         model.attn.qkv_proj.weight[5, 0] += 1
         model.embed_tokens.weight[14] += 1  # padding
-    with pytest.raises(ValueError, match=r"not what was trained: 1 of 9 tensors have other values: attn\.k_proj\.weight$"):
+    with pytest.raises(ValueError, match=r"not those that were trained: 1 of 9 tensors differ: attn\.k_proj\.weight$"):
         compare(model, layers, facts_of, every)
     with torch.no_grad():
         kept[0, 0] += 1

@@ -1,13 +1,12 @@
-"""Quicker forms of three operations of vLLM's CPU engine. Every row's result stays independent of the rows beside it.
+"""Faster forms of three operations and of loading in vLLM's CPU engine. A row's result does not depend on the other rows.
 
-Products: oneDNN compiles a kernel for every number of rows that it has not met lately (milliseconds each, of a MB each, of which it keeps
-1024), and answers of different lengths make that number change at almost every step. So rows go through in blocks of one size, which stay
-near the core, and the rest is padded to one of few sizes. Norms: vLLM's C++ kernels, which it has for CPUs but leaves unused there.
+Products: oneDNN compiles a kernel for every new number of rows. Each takes milliseconds and a MB, and oneDNN keeps 1024 of them. With
+answers of different lengths that number changes at almost every step. So rows go through in blocks of one size, which fit the cache, and
+the rest is padded to one of few sizes.
+Norms: vLLM has C++ kernels for CPUs but does not use them there; we do.
 SwiGLU: one intermediate tensor less.
-Loading: vLLM packs a layer's weight and throws it away, and a new version then goes through its machinery for that, 40 ms for a tiny
-model. Here the weight is kept, new values are copied into it, and it is packed again.
-
-Knows vLLM's `_custom_ops`, its IR operations and `SiluAndMul`. Knows nothing of models.
+Loading: vLLM packs a layer's weight and drops the original, so a new version takes a slow path (40 ms for a tiny model). Here the
+original is kept, new values are copied into it, and it is packed again.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 256  # rows: with 1,000 columns of float32 a MB, which fits the second-level cache
+BLOCK = 256  # rows; with 1,000 float32 columns that is one MB, which fits the second-level cache
 NORMS = "rlx_cpu"  # our name among the implementations of vLLM's norms
 
 
 def padded_rows(rows: int) -> int:
-    """The smallest size that is at least `rows`: all up to 16, then steps of an eighth of the power of two below."""
+    """`rows` rounded up to an allowed size: every size up to 16, then steps of an eighth of the power of two below."""
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
 
 
 def blocks(rows: int) -> list[tuple[int, int, int]]:
-    """`(start, stop, size)`: rows start … stop - 1 go through as `size` rows."""
+    """`(start, stop, size)`: rows start … stop - 1 are multiplied as one block of `size` rows."""
     whole = rows - rows % BLOCK
     parts = [(start, start + BLOCK, BLOCK) for start in range(0, whole, BLOCK)]
     return parts if whole == rows else [*parts, (whole, rows, padded_rows(rows - whole))]
 
 
 def use_quick_ops() -> None:
-    """Replace the products and SwiGLU of vLLM's CPU layers in this process and in those forked from it, and offer `NORMS`."""
+    """Replace the products and SwiGLU of vLLM's CPU layers and register `NORMS`, in this process and those forked from it."""
     from vllm import _custom_ops as ops
     from vllm import ir
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -56,7 +55,7 @@ def use_quick_ops() -> None:
         return output.view(*x.shape[:-1], handler.n)
 
     def silu_and_mul(x: Tensor) -> Tensor:
-        """silu of the first half of the last dimension, times the second."""
+        """silu of the first half of the last dimension, times the second half."""
         half = x.shape[-1] // 2
         return torch.nn.functional.silu(x[..., :half]).mul_(x[..., half:])
 
@@ -66,7 +65,7 @@ def use_quick_ops() -> None:
         weight = layer.weight
         pack(method, layer)
         if len(weight) and not len(layer.weight):
-            layer.__dict__["rlx_weight"] = weight  # not as a parameter of the module
+            layer.__dict__["rlx_weight"] = weight  # in `__dict__`, so that it is not a parameter of the module
 
     UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
     ops.onednn_mm = onednn_mm  # type: ignore[assignment]
@@ -77,7 +76,7 @@ def use_quick_ops() -> None:
 
 
 def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
-    """Layers whose weight was packed and kept, with that weight; empty where some layer of the model is processed in another way."""
+    """Layers whose weight was packed, with the original weight. Empty if any layer of the model uses another quantization method."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -96,7 +95,7 @@ def _plain_sum_norm(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilo
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    x = x.contiguous()  # the kernel takes rows to lie one behind the other
+    x = x.contiguous()  # the kernel requires contiguous rows
     output = torch.empty_like(x)
     torch.ops._C.rms_norm(output, x, weight, epsilon)
     return output
