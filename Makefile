@@ -1,10 +1,9 @@
 # make train [ARGS="loss=gspo seed=1"]   install, then run the main job
 # make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
-# make test                              install, then run the tests with real vLLM and real processes; as root on Debian also with a real
-#                                        SLURM, which it installs, starts and stops; a quarter of an hour on two cores
-# make test-fast                         install, then run the tests without vLLM and SLURM: two minutes
-# make test-long                         install, then run the tests that `make test` omits: every kill of every role, every kind of
-#                                        requeue, the comparison with TRL
+# make test-fast                         install, then run the tests that start neither vLLM nor SLURM (2 minutes)
+# make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
+#                                        that the tests install, start and stop (a quarter of an hour on two cores)
+# make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
 SHELL := /bin/bash
 ARGS ?=
 # The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.

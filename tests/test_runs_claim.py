@@ -75,7 +75,7 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
 
     again = ["--config-dir", str(paths.root), "--config-name", "config"]
     assert "add inference.api_key=VALUE" in paths.reproduce.read_text()
-    with pytest.raises(ConfigError, match=r"`inference.api_key` has no value: it is secret, so the file does not hold it.\nGive it again:"):
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret, so the file does not hold its value.\nGive it again:"):
         compose(again, {})
     resumed = compose([*again, "inference.api_key=other-key", "resume=latest"], {}).cfg
     paths, lock = create(resumed, [], make_plan(resumed, paths.root))

@@ -301,7 +301,7 @@ class Builder:
         missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
         keys = tuple(key for key, _ in missing)
         if set(keys) <= self.origins.secret:
-            text = "".join(f"`{key}` has no value: it is secret, so the file does not hold it.\nGive it again: {key}=… " for key in keys)
+            text = "".join(f"`{key}` is secret, so the file does not hold its value.\nGive it again: {key}=… " for key in keys)
             return Problem(text + "(${oc.env:NAME} reads a variable), or null if it is no longer needed.", keys)
         if len(keys) == 1:
             return Problem(f"`{keys[0]}` has no value: {missing[0][1]}. Set {keys[0]}=…", keys)
