@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
@@ -31,9 +30,6 @@ from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
-
-if TYPE_CHECKING:  # importing torch takes seconds; signal handlers are installed before
-    pass
 
 log = logging.getLogger("rlx.trainer")
 
