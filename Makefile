@@ -1,14 +1,16 @@
-# make train [ARGS="loss=gspo seed=1"]   set everything up, then run the main job
-# make install EXTRA=cpu                 without a GPU's packages where there is a GPU; with EXTRA=gpu the other way round
-# make test                              set everything up, then run every test (make test-fast: without vLLM); on Debian as root
-#                                        also those on a SLURM of its own, which it installs, starts and stops
+# make train [ARGS="loss=gspo seed=1"]   install, then run the main job
+# make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
+# make test-fast                         install, then run the tests that start neither vLLM nor SLURM (2 minutes)
+# make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
+#                                        that the tests install, start and stop (a quarter of an hour on two cores)
+# make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
 SHELL := /bin/bash
 ARGS ?=
-# the first of these that runs and is 3.11, 3.12 or 3.13; a .venv keeps its own until another is named
+# The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.
 PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: install train test test-fast lint docs
+.PHONY: install train test test-fast test-long lint docs
 
 install:
 	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11, 3.12 or 3.13; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -17,13 +19,27 @@ install:
 train: install
 	@.venv/bin/python train.py $(ARGS)
 
+# Parts of a tier all run, also when one before them failed; the exit code says whether all passed.
+PYTEST = .venv/bin/python -m pytest
+FAST = $(PYTEST) -n 2 -m "not slow and not slurm and not gpu"
+SLOW = $(PYTEST) -n 2 --dist loadfile -m "slow and not slurm and not gpu
+SLURM = $(PYTEST) -m "slurm and not gpu
+
 test: install
-	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not slurm"
-	.venv/bin/python -m pytest -m "slurm and not gpu"
+	@failed=0; set -x; \
+	$(FAST) || failed=1; \
+	$(SLOW) and not long" || failed=1; \
+	$(SLURM) and not long" || failed=1; \
+	exit $$failed
+
+test-long: install
+	@failed=0; set -x; \
+	$(SLOW) and long" || failed=1; \
+	$(SLURM) and long" || failed=1; \
+	exit $$failed
 
 test-fast: install
-	.venv/bin/python -m pytest -n 2 -m "not slow and not slurm and not gpu"
+	$(FAST)
 
 lint: install
 	.venv/bin/ruff check .

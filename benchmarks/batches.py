@@ -1,9 +1,9 @@
-"""A step's batch on its way to the trainer: bytes on the wire, time to encode and decode, time to pack for one rank of several.
+"""A step's batch on its way to the trainer: size in bytes, time to encode and decode, time to pack for one of several ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/batches.py [--ranks 8] [--row 8192] [--repeat 20]
 
-About 430,000 tokens, cut into samples in three ways: 256 long ones as of a reasoning model, 1,024 of middle length, 4,096 short ones.
-Packing is what rank 0 does for itself: the split of all samples over all ranks, and the arrays of its own rows. Medians of CPU time.
+The batch has about 430,000 tokens, cut in three ways: 256 long samples (a reasoning model's), 1,024 of medium length, 4,096 short ones.
+Packing is rank 0's own work: it splits all samples over all ranks and builds the arrays of its own rows. Times are medians of CPU time.
 Prints one table.
 """
 
@@ -28,7 +28,7 @@ SHAPES = {  # groups, members, prompt and completion tokens
 
 
 def median(action: Callable[[], Any], repeat: int) -> float:
-    """Milliseconds of CPU."""
+    """Median CPU time of `action` in milliseconds."""
     seconds = []
     for _ in range(repeat + 1):
         began = time.process_time()

@@ -1,10 +1,10 @@
-"""How long a checkpoint takes, against writing the same bytes with torch.save, and how long one in the background holds the trainer.
+"""How long a checkpoint takes compared with torch.save of the same bytes, and how long a background checkpoint blocks the trainer.
 
     python benchmarks/checkpoint.py [--parameters 600] [--folder DIR] [--repeat 3]
 
-A model of that many million parameters with random weights and AdamW's state, float32, in one process without training: 12 bytes a
-parameter. All ways end with fsync, in turn, on the same disk; before each the disk's queue is emptied. Memory: the state, and once more
-for the background's copy.
+The model has that many million random float32 parameters and AdamW's state, in one process without training: 12 bytes per parameter.
+All variants take turns on the same disk and end with fsync; the disk's queue is emptied before each. Memory: the state, and the same
+again for the background's copy.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rlx.train.step import PolicyTrainer
 
 
 def make_trainer(million: int) -> PolicyTrainer:
-    """Qwen3-0.6B's shapes, with as many layers as the number of parameters asks for."""
+    """Qwen3-0.6B's shapes, with the number of layers that gives about `million` million parameters."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     layers = max(1, round((million - 155.6) / 15.73))  # embedding and head are one matrix of 151,936 × 1,024
     config = Qwen3Config(vocab_size=151936, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
     model = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="token_mean")), torch.optim.AdamW(model.parameters(), lr=1e-4))
-    for parameter in model.parameters():  # as after a step, without its gradients' memory
+    for parameter in model.parameters():  # the state after a step, without memory for gradients
         trainer.optimizer.state[parameter] = {
             "step": torch.tensor(1.0),
             "exp_avg": torch.randn_like(parameter),
@@ -68,7 +68,7 @@ def synchronous(trainer: PolicyTrainer, folder: Path) -> float:
 
 
 def in_background(saver: Saver, folder: Path) -> tuple[float, float]:
-    """Seconds that the trainer is held, and until all is on the disk."""
+    """(seconds that the trainer is blocked, seconds until everything is on disk)."""
     began = time.perf_counter()
     saving = saver.save(folder / "trainer", Progress(1, 1))
     saving.wait_copied()

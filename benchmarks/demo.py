@@ -1,15 +1,16 @@
-"""The default run beside TRL's GRPOTrainer, on this machine: same warm-started model, prompts, batch, learning rate and sampling.
+"""Compares the default run with TRL's GRPOTrainer on this machine: same warm-started model, prompts, batch, learning rate and sampling.
 
     python benchmarks/demo.py [--seeds 0 1 2] [--only reward|tails] [--runs OUR_RUN_DIR …] [--write]
 
-Two set-ups. `reward`: the default run, words of 3 to 6 letters, 32 prompts × 8 rollouts of at most 12 tokens; wall-clock from the
-first rollout's start until the mean reward of five steps reaches 0.9, and steps a second. `tails`: answers of 4 to 256 tokens with a
-heavy tail, 16 prompts × 8, learning rate 1e-9, so that both sample from one fixed distribution of lengths; samples a second.
+There are two set-ups. `reward` is the default run: words of 3 to 6 letters, 32 prompts × 8 rollouts of at most 12 tokens. It measures
+seconds from the first rollout's start until the mean reward of five steps reaches 0.9, and steps per second. `tails` has answers of 4 to
+256 tokens with a heavy tail, 16 prompts × 8, learning rate 1e-9, so both sample from one fixed distribution of lengths. It measures
+samples per second.
 
-TRL (the newest that is found) gets a virtual environment of its own under the cache, with the same torch and transformers.
-Both sides run one after the other, each alone on the machine. Ours has its processes and settings as `python train.py` chooses
-them (rollouts up to one version old); TRL has `--threads` threads in one process and is on-policy; see `demo_trl.py` for its settings.
-`--runs` takes finished default runs instead of starting them. `--write` appends the table to `benchmarks/RESULTS.md`.
+The newest TRL gets its own virtual environment under the cache, with the same torch and transformers.
+Both sides run one after the other, each alone on the machine. Ours has the processes and settings that `python train.py` chooses
+(rollouts up to one version old). TRL has `--threads` threads in one process and is on-policy; see `demo_trl.py` for its settings.
+`--runs` uses finished default runs instead of starting them. `--write` appends the table to `benchmarks/RESULTS.md`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "benchmarks"
-GOAL, WINDOW = 0.9, 5  # the goal is a mean reward over so many steps
-SKIPPED = 3  # first steps that do not count for rates
+GOAL, WINDOW = 0.9, 5  # the goal is a mean reward over this many steps
+SKIPPED = 3  # first steps that rates leave out
 TAILS = (
     "env=custom",
     "envs.custom.id=rlx_bench_tails",
@@ -54,7 +55,7 @@ TAILS = (
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run did. Entry n of the lists belongs to step n."""
+    """The history of one run. Entry n of the lists belongs to step n."""
 
     started: float  # seconds since the epoch when the first rollout began
     times: list[float]  # seconds since the epoch when the step's rewards were known
@@ -62,19 +63,19 @@ class Curve:
     tokens: list[float]  # sampled tokens per rollout, mean
 
     def goal_step(self) -> int | None:
-        """The first step at whose end the mean reward of the last five steps was at the goal."""
+        """The first step after which the mean reward of the last five steps is at the goal; None if never reached."""
         for step in range(WINDOW - 1, len(self.rewards)):
             if statistics.mean(self.rewards[step - WINDOW + 1 : step + 1]) >= GOAL:
                 return step
         return None
 
     def goal_seconds(self) -> float | None:
-        """Seconds from the first rollout's start to that moment."""
+        """Seconds from the first rollout's start to the end of `goal_step`; None if never reached."""
         step = self.goal_step()
         return None if step is None else self.times[step] - self.started
 
     def steps_per_second(self) -> float:
-        """Over all steps but the first ones."""
+        """Steps per second, without the first ones."""
         return (len(self.times) - 1 - SKIPPED) / (self.times[-1] - self.times[SKIPPED])
 
     def tokens_per_rollout(self) -> float:
@@ -93,7 +94,7 @@ def ours(run: Path) -> Curve:
 
 
 def theirs(out: Path) -> Curve:
-    """The curve of what `demo_trl.py` wrote."""
+    """The curve from `demo_trl.py`'s output."""
     first, *records = [json.loads(line) for line in out.read_text().splitlines()]
     return Curve(
         started=first["time"],
@@ -104,7 +105,7 @@ def theirs(out: Path) -> Curve:
 
 
 def run_ours(run: Path, overrides: Sequence[str]) -> Config:
-    """One run of `train.py`; the configuration it ran with."""
+    """Run `train.py` once. Returns the run's configuration."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "environments"), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "train.py", *overrides, f"run.dir={run}"]
     print("$", shlex.join(["python", *command[1:]]), flush=True)
@@ -113,7 +114,7 @@ def run_ours(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def install_trl() -> Path:
-    """TRL's own environment, made once; the path of its Python. Raises RuntimeError with what uv said when it cannot be made."""
+    """Create TRL's own environment once. Returns the path of its Python. Raises RuntimeError with uv's output on failure."""
     folder = cache_root() / "benchmarks" / "trl"
     python, installed = folder / "bin" / "python", folder / "installed"
     pins = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
@@ -143,7 +144,7 @@ def trl_version(python: Path) -> str:
 
 
 def environment_rows(env: EnvConfig) -> list[dict[str, Any]]:
-    """The rows our run draws its prompts from, in a process of their own: environments may not be loaded twice in one."""
+    """The rows that our run draws its prompts from, read in a separate process: one process must not load an environment twice."""
     code = (
         "import importlib, json, sys\n"
         "env = importlib.import_module(sys.argv[1]).load_environment(**json.loads(sys.argv[2]))\n"
@@ -155,7 +156,7 @@ def environment_rows(env: EnvConfig) -> list[dict[str, Any]]:
 
 
 def run_theirs(python: Path, folder: Path, run: Path, steps: int, goal: float | None, reward: str, args: argparse.Namespace) -> Curve:
-    """TRL on what the run directory `run` was made of."""
+    """Run TRL with the model, prompts and settings of the run directory `run`."""
     config = load_run(run)
     (env,) = config.envs.values()
     folder.mkdir(parents=True)
@@ -198,7 +199,7 @@ def ratio(better: float | None, worse: float | None) -> str:
 
 
 def reward_rows(pairs: Sequence[tuple[int, Curve, Curve]]) -> list[str]:
-    """Table rows of the first set-up; the last one has the medians."""
+    """Table rows of the first set-up. The last row has the medians."""
     rows = []
     for seed, a, b in pairs:
         rows += [

@@ -1,12 +1,12 @@
-"""TRL's side of `demo.py`: GRPOTrainer on the same model, prompts, batch and learning rate. Runs in an environment of TRL's own.
+"""TRL's side of `demo.py`: GRPOTrainer on the same model, prompts, batch and learning rate. Runs in TRL's own environment.
 
     python demo_trl.py SETTINGS.json
 
-Knows nothing of rlx. Writes one JSON line a step to `out`: `{step, time, reward, tokens}`, when the batch's rewards are known,
-and ends once the mean reward of five steps has reached `goal`.
+Does not import rlx. Writes one JSON line per step to `out`, `{step, time, reward, tokens}`, as soon as the batch's rewards are known.
+Ends once the mean reward of five steps has reached `goal`.
 
-Made as fast as its settings allow on a CPU: float32, no gradient checkpointing, one forward and backward for the whole batch, no
-reference model, nothing logged or saved, transformers' generation with the dynamic cache (`--continuous-batching` tries the other
+The settings are the fastest on a CPU: float32, no gradient checkpointing, one forward and backward for the whole batch, no
+reference model, no logging or saving, transformers' generation with the dynamic cache (`--continuous-batching` tries the other
 engine). It is on-policy: every step waits for the longest answer of its batch.
 """
 
@@ -35,7 +35,7 @@ REWARDS = {"exact": exact, "even": even}
 
 
 class Recorder(TrainerCallback):
-    """Writes down the reward of every batch when it is known, and says when the goal is reached."""
+    """Records the reward of every batch as soon as it is known, and stops the training at the goal."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.function, self.goal = REWARDS[settings["reward"]], settings["goal"]

@@ -1,8 +1,8 @@
-"""What the policy server's engine costs on CPU: `python benchmarks/inference.py --run RUN`.
+"""The cost of the policy server's engine on CPU: `python benchmarks/inference.py --run RUN`.
 
-A finished run gives configuration, initial model and prompts (those of its last rollouts). The engine is driven without HTTP by as many
-requests at once as a step has rollouts. Printed per batch of rollouts: seconds and CPU seconds; then the same with one weight update as
-soon as the batch's first rollout has ended, applied at once or when the batch is done.
+A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
+and gets as many concurrent requests as a step has rollouts. Prints seconds and CPU seconds per batch of rollouts, first undisturbed,
+then with one weight update as soon as the batch's first rollout has ended, applied at once or when the batch is done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlx.inference.server.arguments import engine_arguments, environment, runs_i
 from rlx.paths import RunPaths
 from rlx.weights.files import latest_version
 
-LIMIT = 1 << 20  # tokens: every update waits
+LIMIT = 1 << 20  # tokens: more than any rollout has, so every update waits for the batch
 
 
 async def measure(run: Path, batches: int) -> None:
@@ -46,7 +46,7 @@ async def measure(run: Path, batches: int) -> None:
         work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
         if update:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            engine.core.version = version - 1  # the same files again and again
+            engine.core.version = version - 1  # so that the same files can be loaded again
             await engine.update_weights(paths.weights_of(version), version, drain)
         tokens = sum(await asyncio.gather(*work))
         return time.perf_counter() - began, time.process_time() - cpu, tokens

@@ -1,13 +1,13 @@
-"""The log-probability op beside the naive form and Liger: time and memory of forward + backward with an entropy gradient.
+"""Compares the log-probability op with the naive form and Liger: time and memory of forward and backward with an entropy gradient.
 
-    python benchmarks/logprob.py [--device cpu|cuda] [--write]       (where rlx is not installed: PYTHONPATH=. in front)
+    python benchmarks/logprob.py [--device cpu|cuda] [--write]       (if rlx is not installed: with PYTHONPATH=. in front)
 
-CPU: T=4096, H=512, V=151,936, float32, one thread; every way in a process of its own. Extra memory is the peak of the resident set above
-what the inputs take; it includes the gradients of hidden (8 MiB) and head (297 MiB). 5 minutes.
-CUDA: T=16,384, H=1024, 2560, 4096, V=151,936, bfloat16. First each way's error against float64 on a smaller problem, then TFLOP/s counted
-as 8·T·H·V for all (the naive form computes 6, a frozen head 4: its row says so), and the peak of memory above inputs and gradients; then
-the tiles. About 3 minutes. Liger's op is timed on CUDA though the backend `liger` refuses 16-bit tensors: its entropy is bfloat16.
-Needs torch and triton; Liger's rows are left out where it is missing. `--write` appends the table to benchmarks/RESULTS.md.
+CPU: T=4096, H=512, V=151,936, float32, one thread, each variant in its own process, 5 minutes. Extra memory is the peak of the resident
+set above the inputs; it includes the gradients of hidden (8 MiB) and head (297 MiB).
+CUDA: T=16,384, H=1024, 2560, 4096, V=151,936, bfloat16, about 3 minutes. It measures each variant's error against float64 on a smaller
+problem, then TFLOP/s and the peak of memory above inputs and gradients, then the tiles. TFLOP/s count 8·T·H·V for all variants; the naive
+form computes 6 and a frozen head 4, as its row says. The backend `liger` refuses 16-bit tensors, because its entropy is bfloat16, but its
+op is timed on CUDA anyway. Needs torch and triton; without Liger, its rows are omitted. `--write` appends to benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype, de
 
 
 def by(function: Callable[..., tuple[Tensor, Tensor]], **keys: Any) -> Callable[[Inputs], Tensor]:
-    """A loss with an advantage a token and an entropy bonus, as an objective would make it."""
+    """A loss with an advantage per token and an entropy bonus, as an objective would compute it."""
 
     def loss(inputs: Inputs) -> Tensor:
         logp, entropy = function(*inputs, **keys)
@@ -65,7 +65,7 @@ def by(function: Callable[..., tuple[Tensor, Tensor]], **keys: Any) -> Callable[
 
 
 def frozen(function: Callable[..., tuple[Tensor, Tensor]], **keys: Any) -> Callable[[Inputs], Tensor]:
-    """The head gets no gradient, and entropy is only measured."""
+    """A loss without a gradient for the head; entropy is only measured."""
 
     def loss(inputs: Inputs) -> Tensor:
         hidden, head, labels, temperature = inputs
@@ -82,7 +82,7 @@ def liger_scaled(inputs: Inputs) -> Tensor:
 
 
 def liger_grpo(inputs: Inputs) -> Tensor:
-    """Liger's chunked GRPO on full rows: no padding to its disadvantage, no entropy, which it does not have."""
+    """Liger's chunked GRPO on full rows, so padding costs it nothing. It has no entropy."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     hidden, head, labels, _ = inputs
@@ -94,7 +94,7 @@ def liger_grpo(inputs: Inputs) -> Tensor:
 
 
 def sixteen_bit(hidden: Tensor, head: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """What a short script writes: 16-bit logits made float32, then `log_softmax`."""
+    """The form of a short script: 16-bit logits cast to float32, then `log_softmax`."""
     log_probs = ((hidden @ head.T).float() / temperature[:, None]).log_softmax(-1)
     return log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
@@ -113,11 +113,11 @@ CPU_WAYS: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def cpu_main(repeats: int) -> Iterator[str]:
-    """Lines of the table."""
+    """Yields the lines of the table."""
     tokens, width = CPU_SHAPE
     found: dict[str, list[dict[str, float]]] = {}
     ways = [name for name in CPU_WAYS if "Liger" not in name or find_spec("liger_kernel")]
-    for _ in range(repeats):  # in turns, so that the machine's mood hits all
+    for _ in range(repeats):  # in turns, so that changes in the machine's load affect all variants
         for name in ways:
             command = [sys.executable, __file__, "--way", name]
             done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -137,20 +137,20 @@ def cpu_main(repeats: int) -> Iterator[str]:
 
 
 def cpu_way(name: str) -> None:
-    """One forward and backward in this process; prints wall seconds, CPU seconds and extra MiB as JSON."""
+    """Run one forward and backward in this process. Prints wall seconds, CPU seconds and extra MiB as JSON."""
     torch.set_num_threads(1)
     way = CPU_WAYS[name]
     tokens, width = CPU_SHAPE
     warm = make_inputs(ROW, width, 2000, torch.float32, "cpu")
-    way(warm).backward()  # threads, library handles; for Liger also compilation of its chunk, whose vocabulary it takes as dynamic
+    way(warm).backward()  # starts threads and library handles; compiles Liger's chunk, with a dynamic vocabulary
     inputs = make_inputs(tokens, width, VOCABULARY, torch.float32, "cpu")
     if name.startswith("Liger chunked"):
         hidden, head, labels, temperature = inputs
-        way((hidden[:ROW].detach().requires_grad_(), head, labels[:ROW], temperature[:ROW])).backward()  # compiled for this vocabulary
+        way((hidden[:ROW].detach().requires_grad_(), head, labels[:ROW], temperature[:ROW])).backward()  # compiles for this vocabulary
         head.grad = None
     del warm
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory_mib("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     way(inputs).backward()
@@ -178,7 +178,7 @@ def cuda_ways() -> dict[str, Callable[[Inputs], Tensor]]:
 
 
 def cuda_main(repeats: int) -> Iterator[str]:
-    """Lines of the tables."""
+    """Yields the lines of the tables."""
     yield from cuda_errors()
     yield ""
     yield f"V={VOCABULARY:,}, bfloat16, forward + backward, median of {repeats}"
@@ -199,7 +199,7 @@ def cuda_main(repeats: int) -> Iterator[str]:
 
 
 def cuda_time(way: Callable[[Inputs], Tensor], tokens: int, width: int, repeats: int) -> str:
-    """`ms | TFLOP/s | GiB` of a way, or what went wrong."""
+    """`ms | TFLOP/s | GiB` of a variant, or its error."""
     inputs = make_inputs(tokens, width, VOCABULARY, torch.bfloat16, "cuda")
     milliseconds, extra = [], 0.0
     try:
@@ -217,7 +217,7 @@ def cuda_time(way: Callable[[Inputs], Tensor], tokens: int, width: int, repeats:
             milliseconds.append(start.elapsed_time(end))
             gradients = sum(t.grad.nbytes for t in inputs[:2] if t.grad is not None)
             extra = (torch.cuda.max_memory_allocated() - before - gradients) / 2**30
-    except Exception as error:  # the other ways still have their turn
+    except Exception as error:  # continue with the other variants
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]} | |"
     finally:
         del inputs
@@ -227,7 +227,7 @@ def cuda_time(way: Callable[[Inputs], Tensor], tokens: int, width: int, repeats:
 
 
 def cuda_errors() -> Iterator[str]:
-    """Each way against float64 on the same bfloat16 inputs: T=512, H=1024, V=20,000."""
+    """Each variant against float64 on the same bfloat16 inputs: T=512, H=1024, V=20,000."""
     yield "| way | largest error of logp | of entropy | relative error of dh | of dW |"
     yield "| --- | --- | --- | --- | --- |"
     hidden, head, labels, temperature = make_inputs(512, 1024, 20_000, torch.bfloat16, "cuda")

@@ -1,10 +1,10 @@
-"""Every objective in the real main job: does the reward rise, and how fast, on the CPU default with the same budget for all?
+"""Every objective on the default run, with the same budget on the CPU: does the reward rise, and how fast?
 
     python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--out DIR] [--table] [--write] [OVERRIDE …]
 
-One run of `python train.py loss=NAME seed=S` after the other; a run directory that is complete is not run again, so the benchmark can be
-stopped and gone on with. `--table` only prints what is there. `--write` appends the table to `benchmarks/RESULTS.md`.
-Presets keep their papers' constants; everything else is the default run's. `sft` and `opd` are left out: they do not follow the reward.
+Runs `python train.py loss=NAME seed=S` one after the other. Complete run directories are not run again, so the benchmark can be
+stopped and continued. `--table` only prints existing results. `--write` appends the table to `benchmarks/RESULTS.md`.
+Presets keep their papers' constants; everything else is the default run's. `sft` and `opd` are left out, because they ignore the reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUDGET = 100  # steps
 
 
 def presets() -> list[str]:
-    """Names of the objectives that follow the reward."""
+    """Names of the objectives that use the reward."""
     return [path.stem for path in sorted((conf_directory() / "loss").glob("*.yaml")) if path.stem not in LEFT_OUT]
 
 
@@ -37,13 +37,13 @@ def run_of(out: Path, name: str, seed: int) -> Path:
 
 
 def is_complete(run: Path) -> bool:
-    """Whether the run is done with the budget that the default run has now: rows of one table have the same."""
+    """Whether the run completed with the current budget, so that all rows of the table have the same budget."""
     status = Run(run).status
     return status is not None and status.state == "completed" and status.max_steps == BUDGET
 
 
 def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
-    """One run, unless it is there already; what is left of an interrupted one is deleted."""
+    """Run one objective unless it is complete. Deletes the rest of an interrupted run."""
     run = run_of(out, name, seed)
     if is_complete(run):
         return
@@ -64,7 +64,7 @@ def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
 
 
 def table(out: Path) -> str:
-    """A row an objective; the values of its seeds side by side."""
+    """One row per objective, with its seeds' values side by side."""
     lines = [
         f"| objective | seeds | reward, first {WINDOW} steps | last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
         "| --- | --- | --- | --- | --- |",

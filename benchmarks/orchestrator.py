@@ -1,8 +1,8 @@
 """CPU time of the orchestrator per rollout, against a mock server that answers at once: `python benchmarks/orchestrator.py`.
 
 Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, encoding, metrics.
-Mock: the policy, in another process, whose time does not count; it repeats the prompt's word and stops.
-Prints milliseconds of CPU per rollout of the whole main loop, and rollouts a second.
+Mock: the policy. It runs in another process, whose time does not count, and sends the same tokens every time.
+Prints milliseconds of CPU per rollout of the whole main loop, and rollouts per second.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
 
 
 async def publish(paths: RunPaths, steps: int) -> None:
-    """A trainer of no time: every batch is consumed and followed by a version."""
+    """A trainer that takes no time: it consumes every batch and publishes the next version."""
     for step in range(steps):
         while not paths.batch_of(step).exists():
             await asyncio.sleep(0.005)
@@ -93,8 +93,8 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=8, help="tokens of every completion")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds of every request")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per completion")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds per request")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -136,7 +136,7 @@ def main() -> None:
             return time.monotonic() - wall, time.process_time() - cpu, orchestrator.collector.tally.finished
 
     profile = cProfile.Profile()
-    gc.freeze()  # as the role does: a collection that walks all that was imported takes 0.2 s, and their number is chance
+    gc.freeze()  # as the role does; else half of the CPU goes into collections that walk everything imported
     with tempfile.TemporaryDirectory() as folder:
         runner = uvloop.run if options.loop == "uvloop" else asyncio.run
         if options.profile:

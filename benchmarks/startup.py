@@ -1,4 +1,4 @@
-"""How long things take before the first step: the command line's import, compose + check + plan, and a start with a cached warm start.
+"""Time before the first step: the command line's import, compose + check + plan, and a start with a cached warm start.
 
     python benchmarks/startup.py [--runs 3] [--no-run]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def timed(command: list[str]) -> float:
-    """Wall-clock seconds of one process; its failure is ours."""
+    """Wall-clock seconds of one process. Raises if the process fails."""
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
@@ -31,7 +31,7 @@ def row(label: str, seconds: list[float], goal: str = "") -> None:
 
 
 def timed_start(command: list[str], run: Path) -> list[tuple[str, float]]:
-    """Run the whole stack for a step; seconds from the command to each event of its start, in order."""
+    """Run the whole stack for one step. Returns the seconds from the command to each event of its start, in order."""
     endpoint = run / "endpoints" / "inference_0.json"  # deleted when the server ends
     started, answers = time.time(), 0.0
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--no-run", action="store_true", help="leave out the starts of the whole stack")
     args = parser.parse_args()
     python = sys.executable
-    own = "import rlx.losses.grpo; "  # with it torch
+    own = "import rlx.losses.grpo; "  # imports torch too
     plan = "from rlx.config.load import compose; from rlx.plan.rl import make_plan; c = compose({}); make_plan(c.cfg, 'none')"
     print("| what | median s | range | goal |\n| --- | --- | --- | --- |")
     row("`python -c pass`", [timed([python, "-c", "pass"]) for _ in range(args.runs)])

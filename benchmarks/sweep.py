@@ -1,8 +1,8 @@
-"""How long a sweep takes from the command to the prompt: 64 runs composed, checked, planned, their directories made, one array submitted.
+"""How long a sweep takes from the command to the prompt: compose, check and plan 64 runs, make their directories, submit one array.
 
     slurm/dev_cluster.sh up; python benchmarks/sweep.py [--runs 3] [--elements 64]
 
-The jobs are submitted held, and cancelled at once. Without a SLURM, `--dry` stops before the directories.
+The jobs are submitted held and cancelled at once. `--dry` needs no SLURM and stops before the directories.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
             found = re.search(r"^  (\d+)_0 ", done.stdout, re.MULTILINE)
             if found:
                 subprocess.run(["scancel", found[1]], check=True)
-                time.sleep(1)  # the controller still writes in the folder
+                time.sleep(1)  # the controller still writes to the folder
     what = "compose + check + plan" if args.dry else "compose + check + plan + submit"
     print("| what | median s | range | goal |\n| --- | --- | --- | --- |")
     print(f"| {what}, {args.elements} runs | {statistics.median(seconds):.2f} | {min(seconds):.2f}–{max(seconds):.2f} | ≤ 15 |")

@@ -1,10 +1,10 @@
-"""The trainer's step beside a bare Hugging Face loop on the same batch: forward, loss, backward, clip, AdamW.
+"""Compares the trainer's step with a bare Hugging Face loop on the same batch: forward, loss, backward, clip, AdamW.
 
     OMP_NUM_THREADS=1 python benchmarks/trainer.py [--steps 20]
 
-The batch is that of the default run: 32 prompts × 8 rollouts of reverse_text's lengths, one optimizer step. The bare loop pads each
-prompt's eight rollouts to a rectangle (what a short script does), takes `log_softmax` of the logits, and knows no packing, no
-entropy and no diagnostics. Both take turns, step by step, so that the machine's mood hits both. Prints one table.
+The batch is that of the default run: 32 prompts × 8 rollouts of reverse_text's lengths, one optimizer step. The bare loop does what a
+short script does: it pads 64 rollouts at a time to a rectangle and takes `log_softmax` of the logits, without packing, entropy or
+diagnostics. Both take turns, step by step, so that changes in the machine's load affect both. Prints one table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS, ROLLOUTS, VOCABULARY = 32, 8, 100
 
 
 def bare_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[TrainingSample]) -> None:
-    """What a short script does: padded rectangles, one per prompt group, log_softmax, REINFORCE, token mean."""
+    """The step of a short script: padded rectangles of 64 samples, log_softmax, REINFORCE, token mean."""
     total = sum(int(s.loss_mask.sum()) for s in samples)
     for start in range(0, len(samples), 64):
         rows = samples[start : start + 64]

@@ -1,17 +1,17 @@
-"""Any frozen record as bytes and back: typed by the dataclass's own annotations, versioned by a schema name, without pickle.
+"""Frozen records as bytes and back: typed by the dataclass's own annotations, versioned by a schema name, without pickle.
 
-    prefix (32 bytes)    magic with the container's version · header length · whole length · CRC-32 of what follows the prefix
+    prefix (32 bytes)    magic with the container's version · header length · total length · CRC-32 of everything after the prefix
     header               JSON: {"schema": "rlx.StepBatch/1", "record": its columns}, padded to 64 bytes
-    arrays               raw little-endian memory in the order in which the header names them, each padded to 64 bytes
+    arrays               raw little-endian memory, in the order of the header's entries, each padded to 64 bytes
 
-Records lie in columns: of the 256 samples of a batch the header has one list of members, one of environments, and so on, and there is one
-array of all their token ids with a list of lengths, `{"lengths": [96, 88, …], "size": [24576]}`. A decoded sample holds slices of it.
-An array of few runs (a mask, versions, one advantage a rollout) is lengths and values of its runs, `"size": [24576, 512]`.
-So a sample costs about 8 bytes a token, for ids and log-probabilities.
+Records are stored as columns. For the 256 samples of a batch, the header has one list of members, one of environments, and so on. Their
+token ids form one array with a list of lengths, `{"lengths": [96, 88, …], "size": [24576]}`. A decoded sample holds slices of it.
+An array with few runs (a mask, versions, one advantage per rollout) is stored as its runs' lengths and values, `"size": [24576, 512]`.
+So a sample costs about 8 bytes per token, for ids and log-probabilities.
 
-A record that is encoded by itself has a class variable `SCHEMA`, a name with a number. The name is not taken from the class, so a class
-may be renamed; the number goes up when old files can no longer be read. A field with a default may be added without that: files that lack
-it get the default. Fields annotated as `Any` hold plain values (`rlx.plain`).
+A top-level record has a class variable `SCHEMA`, a name with a number. The name is independent of the class name, so a class may be
+renamed. Raise the number when old files can no longer be read. Adding a field with a default needs no new number: files without it get
+the default. Fields annotated as `Any` hold plain values (`rlx.plain`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAGIC = b"RLXREC"
 CONTAINER = b"01"  # version of the layout around the record
 _PREFIX = struct.Struct("<6s2sQQI4x")
 _ALIGN = 64
-_RUNS_FROM = 1024  # bytes: a shorter array is not worth looking for runs in
+_RUNS_FROM = 1024  # bytes; runs are not searched in shorter arrays
 _BITS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 Piece = bytes | memoryview
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> list[Piece]:
-    """The pieces whose concatenation is the message (for `writelines`, or a join).
+    """The record's bytes as pieces to concatenate (for `writelines` or `join`).
 
-    Raises CodecError naming the field that cannot be held, with its value.
+    Raises CodecError naming the field that cannot be stored, and its value.
     """
     arrays: list[Piece] = []
     kind: Any = type(record)
@@ -61,9 +61,9 @@ def encode(record: Any) -> list[Piece]:
 
 
 def decode(buffer: bytearray | bytes | memoryview, kind: type[T]) -> T:
-    """The record of type `kind` whose arrays are views on `buffer`: writable where the buffer is (a bytearray).
+    """The record of type `kind` in `buffer`. Its arrays are views on the buffer, writable if the buffer is (a bytearray).
 
-    Raises CodecError when the bytes were cut or damaged, are something else, or were written by another version of rlx.
+    Raises CodecError if the bytes are cut, damaged, another record, or written by another version of rlx.
     """
     wanted: str = getattr(kind, "SCHEMA")  # noqa: B009  (a TypeVar has no attributes)
     hint: Any = kind
@@ -74,10 +74,10 @@ def decode(buffer: bytearray | bytes | memoryview, kind: type[T]) -> T:
     if magic != MAGIC:
         raise CodecError(f"a record of rlx begins with {MAGIC!r}, not {magic!r}: this is no {wanted}")
     if container != CONTAINER:
-        raise CodecError(f"this has layout {container!r}, and this rlx reads {CONTAINER!r}: another version of rlx wrote it; use that one")
+        raise CodecError(f"this has layout {container!r}, but this rlx reads {CONTAINER!r}: another version of rlx wrote it; use that one")
     if len(view) != size:
         what = "the file was cut short" if len(view) < size else "something was appended to it"
-        raise CodecError(f"a {wanted} of {size} bytes was written, and {len(view)} bytes came: {what}")
+        raise CodecError(f"a {wanted} of {size} bytes was written, but {len(view)} bytes were read: {what}")
     if zlib.crc32(view[_PREFIX.size :]) != check:
         raise CodecError(f"the checksum of these {size} bytes is wrong: they were damaged after they were written")
     header = json.loads(bytes(view[_PREFIX.size : _PREFIX.size + header_size]))
@@ -87,9 +87,7 @@ def decode(buffer: bytearray | bytes | memoryview, kind: type[T]) -> T:
     try:
         (record,) = _column(hint).read(header["record"], 1, arrays)
     except (TypeError, KeyError, AttributeError) as error:
-        raise CodecError(
-            f"the fields of this {wanted} are not those that this rlx knows: {error}; another version of rlx wrote it"
-        ) from error
+        raise CodecError(f"this rlx does not know the fields of this {wanted}: {error}; another version of rlx wrote it") from error
     return record
 
 
@@ -98,13 +96,13 @@ def _check_schema(found: str, wanted: str) -> None:
         return
     (name, _, number), (wanted_name, _, wanted_number) = found.partition("/"), wanted.partition("/")
     if name != wanted_name:
-        raise CodecError(f"this is a {found}, and a {wanted} was asked for")
+        raise CodecError(f"this is a {found}, but a {wanted} was requested")
     which = "a newer" if int(number) > int(wanted_number) else "an earlier"
-    raise CodecError(f"this is a {found}, written by {which} rlx, and this one reads {wanted}: use the rlx that wrote it")
+    raise CodecError(f"this is a {found}, written by {which} rlx, but this one reads {wanted}: use the rlx that wrote it")
 
 
 class _Arrays:
-    """Reads arrays off a buffer, one behind the other."""
+    """Reads consecutive arrays from a buffer."""
 
     def __init__(self, buffer: memoryview, offset: int) -> None:
         self.buffer, self.offset = buffer, offset
@@ -117,15 +115,15 @@ class _Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """How the values of one annotation are written and read, many at once."""
+    """Writes and reads the values of one annotation, many at once."""
 
-    write: Callable[[Sequence[Any], list[Piece]], Any]  # (values, arrays that follow the header) -> what stands in the header
-    read: Callable[[Any, int, _Arrays], Sequence[Any]]  # (what stands in the header, number of values, the arrays) -> values
+    write: Callable[[Sequence[Any], list[Piece]], Any]  # (values, arrays after the header, to append to) -> the header's entry
+    read: Callable[[Any, int, _Arrays], Sequence[Any]]  # (the header's entry, number of values, the arrays) -> values
 
 
 @functools.cache
 def _column(hint: Any) -> _Column:
-    """The column of an annotation. Raises TypeError for one that records must not have."""
+    """The column of an annotation. Raises TypeError for an unsupported annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _records(hint)  # type: ignore[arg-type]
@@ -199,7 +197,7 @@ def _arrays(dtype: np.dtype) -> _Column:
 
 
 def _runs(array: NDArray) -> tuple[NDArray, NDArray] | None:
-    """Lengths and values of the runs of equal values, where they are half as long. Bits are compared, so NaN and -0.0 come back."""
+    """Lengths and values of runs of equal values, if they take at most half the space. Compares bits, so NaN and -0.0 survive."""
     if array.nbytes < _RUNS_FROM:
         return None
     bits: NDArray = array.view(_BITS[array.itemsize])
@@ -216,7 +214,7 @@ def _append(array: NDArray, arrays: list[Piece]) -> None:
 
 
 def _optionals(column: _Column) -> _Column:
-    """`null` where all are None; else the places of those that are not (`null`: all) and their column."""
+    """`null` if all are None; otherwise the indices of the others (`null`: all) and their column."""
 
     def write(values: Sequence[Any], arrays: list[Piece]) -> list | None:
         places = [row for row, value in enumerate(values) if value is not None]
@@ -282,7 +280,7 @@ def _mappings(column: _Column) -> _Column:
 
 
 def _place(lengths: list[int], item: int) -> tuple[int, int]:
-    """Of an item of a flat list: the row it came from, and its place in that row."""
+    """The row that an item of a flat list came from, and its index in that row."""
     ends = list(accumulate(lengths))
     row = bisect_right(ends, item)
     return row, item - ends[row] + lengths[row]

@@ -1,8 +1,8 @@
-"""What each role is doing right now, in one small file per role, rewritten at most twice a second.
+"""What each process is doing now, in one small file per process.
 
-The console shows it while things start; the supervisor takes a role whose file grows old for hung; who waits for a role that says it is
-busy with something that takes as long as it takes goes on waiting (`AtWork`).
-Knows the run directory only.
+Each file is rewritten when the phase changes, and otherwise at most twice a second. The console shows the phases while a run starts. The
+supervisor treats a process as hung when its file is too old. A waiter does not time out while a process reports unbounded work
+(`AtWork`), such as a download.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from rlx.paths import RunPaths, write_text
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
-SILENT = 20.0  # seconds after which a process that says nothing is not taken to be at work any more
+SILENT = 20.0  # seconds without a heartbeat after which a process no longer counts as at work
 WAITING_FOR_MODEL = "waiting for the initial model"
-FETCHING = "fetching"  # begins the phase of a process that downloads a model
+FETCHING = "fetching"  # prefix of the phase of a process that downloads a model
 
 
 @dataclass
 class Heartbeat:
-    """Call `beat(phase)` wherever the main loop makes progress or waits knowingly."""
+    """Writes the heartbeats of this process. Call `beat(phase)` wherever the main loop makes progress or waits on purpose."""
 
     paths: RunPaths
     name: str  # the process's name in the plan: "trainer", "inference_0", …
@@ -35,7 +35,7 @@ class Heartbeat:
     _written: float = field(default=0.0, repr=False)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Say what is being done (`loading model`, `waiting for batch 12`) and that the process is alive."""
+        """Report that the process is alive and what it does (`loading model`, `waiting for batch 12`)."""
         now = time.time()
         if phase != self.phase:
             self.phase, self.since = phase, now
@@ -43,12 +43,12 @@ class Heartbeat:
             return
         self._written = now
         record = {"name": self.name, "pid": os.getpid(), "phase": phase, "since": self.since, "step": step, "time": now}
-        with contextlib.suppress(OSError):  # a full disk is for those to say whose files matter: a checkpoint, the metrics
+        with contextlib.suppress(OSError):  # writers of important files (checkpoints, metrics) report a full disk
             write_text(self.path, json.dumps(record))
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """Beat from a thread while the caller is in a call that cannot, and that ends by itself when nothing moves (a download)."""
+        """Beat from a thread during a call that cannot beat. The call must end by itself when it makes no progress (a download)."""
         ended = threading.Event()
 
         def beat_on() -> None:
@@ -70,10 +70,10 @@ class Heartbeat:
 
 
 class AtWork:
-    """Whether a process says, time and again, that it is in one of some phases. Cheap to ask often."""
+    """Whether a process currently reports one of the given phases. Cheap to call often."""
 
     def __init__(self, paths: RunPaths, name: str, phases: tuple[str, ...] = ("",)) -> None:
-        """`name`: of the process; `phases`: what its phase must begin with, one of them."""
+        """`name`: the process's name in the plan. `phases`: the phase must start with one of these prefixes."""
         self._file = paths.heartbeats / f"{name}.json"
         self._phases = phases
         self._seen: object = None  # the newest beat
@@ -88,14 +88,14 @@ class AtWork:
                 beat = json.loads(self._file.read_text())
             except (OSError, ValueError):
                 return False
-            if beat["time"] != self._seen:  # compared, not subtracted from our time: it is the clock of another machine, maybe
+            if beat["time"] != self._seen:  # only compared with each other: it may be another machine's clock
                 self._seen, self._since = beat["time"], now
             self._busy = beat["phase"].startswith(self._phases)
         return self._busy and now - self._since < SILENT
 
 
 def read_heartbeats(paths: RunPaths) -> dict[str, dict]:
-    """All heartbeats of a run by process name; files that are being replaced are skipped."""
+    """All heartbeats of a run, by process name. Skips unreadable files."""
     found = {}
     for path in sorted(paths.heartbeats.glob("*.json")):
         try:

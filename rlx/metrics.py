@@ -1,7 +1,7 @@
-"""Every metric name with its meaning and unit, and the one way to write a record to `metrics.jsonl`.
+"""Every metric name with its meaning and unit, and the writer and reader of `metrics.jsonl`.
 
-Knows the file's format: one flat JSON object a line, appended whole. Fields under `time/`, `perf/` and `time` are wall-clock;
-every other field reproduces. `docs/metrics.md` is generated from `METRICS`.
+The file has one flat JSON object per line, each appended whole. `time` and fields under `time/` and `perf/` are wall-clock measurements;
+all other fields are reproducible. `docs/metrics.md` is generated from `METRICS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METRICS: dict[str, str] = {
     # orchestrator
     "reward/mean": "mean reward over all rollouts of the step's groups, before filtering",
     "reward/std": "standard deviation of the same rewards",
-    "reward/<env>/mean": "the same mean for one environment; this and its other names only in steps that played the environment",
+    "reward/<env>/mean": "the same mean for one environment; this and its other metrics appear only in steps with its groups",
     "reward/<env>/<function>": "mean of one reward function of an environment, unweighted",
     "env/<env>/share": "share of the step's groups that came from this environment",
     "env/<env>/<metric>": "mean of one of the environment's own metrics",
@@ -26,45 +26,44 @@ METRICS: dict[str, str] = {
     "batch/rollouts": "rollouts trained on",
     "batch/samples": "training samples (a rollout gives several when its turns do not share a prefix)",
     "batch/loss_tokens": "trainable tokens",
-    "batch/overlong_frac": "share of the groups' sampled tokens that `loss.mask_overlong` left out",
+    "batch/overlong_frac": "share of the groups' sampled tokens that `loss.mask_overlong` dropped",
     "batch/tokens": "tokens, prompts included",
     "batch/zero_advantage_frac": "share of groups whose advantages are all 0",
     "length/completion_mean": "sampled tokens per rollout, mean",
     "length/completion_max": "sampled tokens per rollout, largest",
     "length/truncated_frac": "share of rollouts cut by a length limit",
-    "filter/<rule>": "groups that a rule of `orchestrator.difficulty_filter` left out of the step; only rules that are on",
-    "rollouts/dropped_<cause>": "rollouts thrown away since the run began, in groups: off_policy (too old); error, timeout (of a member)",
-    "rollouts/failed_<cause>": "rollouts that failed since the run began, each attempt, by what stopped them: timeout, prompt_too_long, "
-    "logprob_not_finite, …",
+    "filter/<rule>": "groups of the step that a rule of `orchestrator.difficulty_filter` dropped; only for active rules",
+    "rollouts/dropped_<cause>": "rollouts discarded since the run began, by whole groups: off_policy (stale); error, timeout (of a member)",
+    "rollouts/failed_<cause>": "failed rollout attempts since the run began, by cause: timeout, prompt_too_long, logprob_not_finite, …",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
-    "time/rollout_max": "the same, largest",
-    "time/wait_rollouts": "seconds the batch waited for rollouts",
+    "time/rollout_max": "largest of the same",
+    "time/wait_rollouts": "seconds the orchestrator waited for rollouts to complete the batch",
     "time/wait_weights": "seconds the orchestrator waited for new weights",
     "time/update_weights": "seconds until all servers had the new weights",
     "time/step": "seconds of the step in this source",
-    "perf/rollouts_per_second": "finished rollouts a second",
-    "perf/inference_tokens_per_second": "sampled tokens a second",
+    "perf/rollouts_per_second": "finished rollouts per second",
+    "perf/inference_tokens_per_second": "sampled tokens per second",
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
     "perf/cpu_ms_per_rollout": "CPU time of the orchestrator process per finished rollout, milliseconds",
     # trainer
     "loss/policy": "the objective, aggregated over the global batch",
     "loss/kl": "the KL term, weighted",
     "loss/entropy": "the entropy term, weighted",
-    "loss/total": "what was minimised",
+    "loss/total": "the minimised sum",
     "policy/entropy": "mean entropy of the policy over trainable tokens, nats",
     "policy/clip_frac_low": "share of trainable tokens (sequences for gspo and rloo) clipped at the lower bound",
     "policy/clip_frac_high": "the same at the upper bound",
     "policy/ratio_mean": "mean importance ratio against the proximal policy",
     "policy/ratio_min": "smallest importance ratio",
     "policy/ratio_max": "largest importance ratio",
-    "policy/ess": "effective sample size as a share of the tokens, (Σw)² / (N Σw²): w is what the objective multiplies A ∇log π of a token "
-    "with, corrections included, and 0 where a token is clipped or left out",
-    "policy/masked_frac": "share of trainable tokens that the objective or its correction left out; those of `loss.mask_overlong` do not "
-    "reach the trainer: `batch/overlong_frac`",
+    "policy/ess": "effective sample size as a share of the tokens, (Σw)² / (N Σw²). w is a token's factor of A ∇log π in the objective, "
+    "corrections included, and 0 for clipped or dropped tokens",
+    "policy/masked_frac": "share of trainable tokens that the objective or its correction dropped. Those dropped by `loss.mask_overlong` "
+    "do not reach the trainer: `batch/overlong_frac`",
     "mismatch/kl": "k3 estimate of KL between trainer and inference on the sampled tokens, nats",
     "mismatch/abs_logp_diff_mean": "mean |log-probability by the trainer − by inference|, nats",
     "mismatch/abs_logp_diff_max": "largest of the same",
-    "mismatch/seq_abs_logp_diff_mean": "mean over sequences of |the mean over its tokens of trainer − inference|, nats: how far the "
+    "mismatch/seq_abs_logp_diff_mean": "mean over sequences of |mean over tokens of trainer − inference|, nats: how far the "
     "geometric mean of a sequence's ratios is from 1",
     "ref/kl": "k3 estimate of KL between trainer and reference model on the sampled tokens, nats; only with a reference",
     "ref/beta": "weight of the KL term in this step; only with a reference",
@@ -73,12 +72,12 @@ METRICS: dict[str, str] = {
     "off_policy/lag_mean": "mean age of the trained tokens, policy versions",
     "off_policy/lag_max": "largest age of a trained token, policy versions",
     "time/wait_batch": "seconds the trainer waited for the batch",
-    "time/forward_backward": "seconds of forward and backward, scoring by the old policy and the reference included",
-    "time/optimizer": "seconds of gradient reduction left, clipping and optimizer",
-    "time/broadcast": "seconds that the step waited for the new weights: for the version before to be written, and for copying this one",
-    "time/write_weights": "seconds of checksums and files of the version before, written beside this step; 0 in the first",
-    "perf/tokens_per_second": "tokens trained on a second of forward, backward and optimizer, prompts included; waiting not counted",
-    "perf/compute_frac": "share of the trainer's step that is forward, backward and optimizer; the rest waits and writes",
+    "time/forward_backward": "seconds of forward and backward, including scoring by the old policy and the reference",
+    "time/optimizer": "seconds of remaining gradient reduction, clipping and optimizer",
+    "time/broadcast": "seconds that the step waited for weights: for the previous version to be written, and for copying this one",
+    "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
+    "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
+    "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
     "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
     # inference
     "perf/kv_cache_usage": "share of the key-value cache in use when the step's batch was complete",
@@ -89,7 +88,7 @@ METRICS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends records of one source to a run's `metrics.jsonl`."""
+    """Appends the records of one source to a run's `metrics.jsonl`."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.source, self._path = source, path
@@ -97,7 +96,7 @@ class MetricsWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one record, whole, in one system call. Raises OSError when it cannot be written whole (a full disk)."""
+        """Append one record in one system call. Raises OSError if it cannot be written whole (a full disk)."""
         record = {"step": step, "source": self.source, "time": time.time(), **{k: float(values[k]) for k in sorted(values)}}
         line = (json.dumps(record) + "\n").encode()
         written = os.write(self._fd, line)
@@ -109,9 +108,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
-    """Yield `(record, offset behind it)` for every whole line from `offset` on; nothing when there is no file yet.
+    """Yield `(record, offset after it)` for every complete line from `offset` on. Yields nothing if there is no file yet.
 
-    A line that is no record (a full disk cut it, and another process's record was appended) is passed over: who resumes the run is told.
+    Corrupt lines (cut by a full disk, with another process's record appended) are skipped. Resuming a run warns about them.
     """
     if not path.exists():
         return

@@ -1,7 +1,4 @@
-"""Every path that a run writes, and how a file appears whole or not at all.
-
-Knows the layout of a run directory. Knows nothing of what the files hold.
-"""
+"""The layout of a run directory, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class RunPaths:
 
     @property
     def secrets(self) -> Path:
-        """The configuration's secret values, which `config.yaml` has not got; readable by the run's owner alone."""
+        """The configuration's secret values, which are not in `config.yaml`. Only the run's owner can read the file."""
         return self.root / "secrets.yaml"
 
     @property
@@ -56,7 +53,7 @@ class RunPaths:
 
     @property
     def job(self) -> Path:
-        """The SLURM job that the run was given to: `{"id": "12_3", "submitted": seconds}`."""
+        """The run's last SLURM job: `{"id": "12_3", "submitted": seconds}`."""
         return self.root / "job.json"
 
     @property
@@ -65,7 +62,7 @@ class RunPaths:
 
     @property
     def explained(self) -> Path:
-        """What a dry run said of the plan: processes, a step's arithmetic, memory."""
+        """A dry run's explanation of the plan: processes, a step's arithmetic, memory."""
         return self.root / "plan.txt"
 
     @property
@@ -78,7 +75,7 @@ class RunPaths:
 
     @property
     def tracking(self) -> Path:
-        """What W&B and TensorBoard have been told: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's name there}}`."""
+        """How far W&B and TensorBoard have been forwarded: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's id there}}`."""
         return self.root / "tracking.json"
 
     @property
@@ -93,7 +90,7 @@ class RunPaths:
 
     @property
     def endpoints(self) -> Path:
-        """Where a process that bound a port says so: `inference_0.json`."""
+        """Files in which processes publish their bound ports: `inference_0.json`."""
         return self.root / "endpoints"
 
     @property
@@ -107,7 +104,7 @@ class RunPaths:
 
     @property
     def batches(self) -> Path:
-        """Step batches on their way from the orchestrator to the trainer."""
+        """Step batches that the orchestrator hands to the trainer."""
         return self.root / "batches"
 
     def batch_of(self, step: int) -> Path:
@@ -133,7 +130,7 @@ class RunPaths:
         return self.root / "weights"
 
     def weights_of(self, version: int) -> Path:
-        """The Hugging Face folder of a policy version; complete when it holds `COMPLETE`."""
+        """The Hugging Face folder of a policy version; complete when it contains `COMPLETE`."""
         return self.weights / f"step_{version}"
 
     @property
@@ -141,39 +138,38 @@ class RunPaths:
         return self.root / "checkpoints"
 
     def checkpoint_of(self, step: int) -> Path:
-        """The state after `step` training steps, of trainer and orchestrator; complete when it holds `COMPLETE`."""
+        """The state of trainer and orchestrator after `step` training steps; complete when it contains `COMPLETE`."""
         return self.checkpoints / f"step_{step}"
 
     @property
     def start(self) -> Path:
-        """Which checkpoint this attempt starts from, written by the launcher; absent when it starts from version 0."""
+        """The checkpoint that this attempt starts from, written by the launcher; absent if it starts from version 0."""
         return self.root / "start.json"
 
     def ask_to_give_way(self) -> None:
-        """Make `preempt`. Where it is there already, its time stays that of the first notice."""
+        """Create the file `preempt`. An existing file keeps its time, that of the first notice."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.preempt, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
 
     @property
     def preempted(self) -> Path:
-        """The trainer's answer to `preempt`, after its checkpoint: `{"step": steps done}`. The orchestrator leaves when it is there."""
+        """The trainer's answer to `preempt`, after its checkpoint: `{"step": completed steps}`. The orchestrator leaves when it exists."""
         return self.root / "preempted.json"
 
     @property
     def kernels(self) -> Path:
-        """What the trainer computes with, as it was chosen: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`,
-        and `warning` where the objective's bounds were measured to be too tight."""
+        """The trainer's chosen kernels: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`,
+        and `warning` if the objective's bounds were measured to be too tight."""
         return self.root / "kernels.json"
 
     @property
     def initial_model(self) -> Path:
-        """A file that holds the path or hub name of policy version 0, written when it is ready."""
+        """A file with the path or hub name of policy version 0, written when that version is ready."""
         return self.root / "initial_model.txt"
 
 
 def listed(path: Path) -> bool:
-    """Whether there is such a path, by listing its folder: who asks a network file system for an absent name by name may be answered from
-    memory, for a minute."""
+    """Whether a path exists, by listing its folder: a network file system may cache for a minute that a name does not exist."""
     try:
         return path.name in os.listdir(path.parent)
     except FileNotFoundError:
@@ -181,17 +177,17 @@ def listed(path: Path) -> bool:
 
 
 COMPLETE = "COMPLETE"
-"""Name of the marker file that is written last into a folder of several files."""
+"""Name of the marker file that is written last into a folder."""
 
 
 def cache_root() -> Path:
-    """Where warm-started models are kept between runs: `RLX_CACHE`, else `~/.cache/rlx`."""
+    """Folder that keeps warm-started models between runs: `RLX_CACHE`, else `~/.cache/rlx`."""
     return Path(os.environ.get("RLX_CACHE") or Path.home() / ".cache" / "rlx")
 
 
 @contextmanager
 def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary file name in the folder of `path`; rename it to `path` when the block ends well, with permissions `mode`."""
+    """Yield a temporary file in the folder of `path`; rename it to `path`, with permissions `mode`, if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -206,6 +202,6 @@ def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a whole file atomically, with permissions `mode`."""
+    """Write a file atomically, with permissions `mode`."""
     with atomic(path, mode) as temporary:
         temporary.write_text(text)

@@ -1,6 +1,6 @@
-"""Single values as JSON and back, for the codec: typed ones (int, float, bool, str, one of some) and plain ones of any kind.
+"""Single values to JSON and back, for the codec: typed values (int, float, bool, str, literals) and plain values of any type.
 
-Plain are None, bool, int, float, str, bytes, dates and times, and lists, tuples and dicts of plain values.
+Plain values are None, bool, int, float, str, bytes, dates and times, and lists, tuples and dicts of plain values.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 
 
 class CodecError(ValueError):
-    """A record that cannot be written, or bytes that are not the wanted record. The message names the field where there is one."""
+    """A record that cannot be written, or bytes that are not the wanted record. The message names the field, if there is one."""
 
     def __init__(self, problem: str, row: int = 0) -> None:
-        """`row`: which value of the column that is being written."""
+        """`row` is the index of the value in the column being written."""
         super().__init__(problem)
         self.problem, self.row, self.path = problem, row, ""
 
     def inside(self, part: str, row: int) -> CodecError:
-        """The same, one level further out: `part` is `.field` or `[index]`."""
+        """The same error, one level further out. `part` is `.field` or `[index]`."""
         self.path, self.row = part + self.path, row
         self.args = (f"{self.path.lstrip('.')}: {self.problem}",)
         return self
 
 
 def write_each(write: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-    """`write` of every value. A CodecError says in its `row` which one it was."""
+    """`write` of every value. A CodecError carries the value's index in its `row`."""
     body: list[Any] = []
     try:
         body.extend(map(write, values))
@@ -70,11 +70,11 @@ def _str(value: Any) -> str:
 
 
 SCALARS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bool, str: _str}
-"""How a value that is annotated so becomes one of JSON; numpy's scalars are taken for Python's."""
+"""Converts a value of the annotated type to its JSON value. numpy scalars count as Python's."""
 
 
 def one_of(choices: tuple[Any, ...], value: Any) -> Any:
-    """The value, which must be one of the choices."""
+    """Return the value if it is one of the choices; otherwise raise CodecError."""
     if value not in choices:
         raise CodecError(f"{value!r} is none of {', '.join(map(repr, choices))}")
     return value
@@ -87,12 +87,12 @@ _TAGGED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
     "$timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)),
 }
-"""Plain values that JSON does not know, as `{tag: what stands for it}`; tuples and odd dicts are `$tuple` and `$dict`."""
+"""Plain values that JSON lacks, as `{tag: JSON value}`. Tuples, and dicts with other than plain str keys, use `$tuple` and `$dict`."""
 _TAG_OF = {kind: (tag, write) for tag, (kind, write, _) in _TAGGED.items()}
 
 
 def to_json(value: Any) -> Any:
-    """A plain value as JSON. Raises CodecError for any other, saying where in it."""
+    """A plain value as JSON. Raises CodecError for any other value, with its path."""
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
@@ -116,7 +116,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return to_json(value.item())
     raise CodecError(
-        f"{name_of(value)} cannot be kept: only None, bool, int, float, str, bytes, dates, times, and lists, tuples and dicts of them"
+        f"{name_of(value)} cannot be stored: only None, bool, int, float, str, bytes, dates, times, and lists, tuples and dicts of them"
     )
 
 
@@ -128,7 +128,7 @@ def _items(values: Sequence[Any]) -> list:
 
 
 def from_json(body: Any) -> Any:
-    """The plain value that `to_json` was given."""
+    """The plain value behind a `to_json` result."""
     if type(body) is list:
         return [from_json(value) for value in body]
     if type(body) is not dict:
@@ -144,7 +144,7 @@ def from_json(body: Any) -> Any:
 
 
 def name_of(value: Any) -> str:
-    """What stands in an error for a value: its type, and of an array its dtype and shape."""
+    """How an error names a value: by its type and text, or for an array by its dtype and shape."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} {list(value.shape)}"
     text = repr(value)

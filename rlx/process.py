@@ -1,7 +1,6 @@
-"""What every role does to its own process first: die with its parent, take its share of the CPU, know who sends its signals.
-And what it says last when a full disk ends it.
+"""Process setup that every role does first: die with the parent, limit CPU threads, interpret SIGTERM. Also reports a full disk.
 
-Knows Linux process control only; it never imports torch, it only speaks to one that is already loaded.
+Linux only. Never imports torch; it only configures a torch that is already loaded.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-ORPHANED = 1  # exit code when the parent was gone before we could ask to die with it
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what the system says of a full disk, and of a quota that is used up
-LITTLE = 2**18  # bytes: with less room than this a disk is full
-HOST = "RLX_HOST"  # environment variable with the name by which other hosts of the run reach this one; not set where there is one host
-SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable by which a supervisor tells its descendants on the same host its process id
+ORPHANED = 1  # exit code of a process whose parent died before `die_with_parent`
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a full disk and a used-up quota
+LITTLE = 2**18  # bytes: a disk with less free space counts as full
+HOST = "RLX_HOST"  # environment variable: the name by which other hosts of the run reach this one; set only in steps of a SLURM job
+SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable: the supervisor's process id, for its descendants on the same host
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when the thread that started it ends; exit at once if the parent is gone already.
+    """Ask the kernel to SIGKILL this process when the thread that started it ends; exit at once if the parent is already gone.
 
-    Gone means: the process named by `RLX_SUPERVISOR_PID` does not live, or, where that is not set, init has adopted us.
-    Children do not inherit the request: each calls this itself.
-    Raises OSError when the kernel refuses.
+    The parent is gone if the process `RLX_SUPERVISOR_PID` is not alive or, without that variable, if init has adopted this process.
+    Children do not inherit the request: each calls this function itself.
+    Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -44,15 +43,15 @@ def die_with_parent() -> None:
 
 
 def host_name() -> str:
-    """The name by which other hosts reach this one."""
+    """The name by which other hosts of the run reach this host."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def sigterm_is_a_notice() -> bool:
-    """Whether SIGTERM says that the machine will be taken away, rather than that this process is to end.
+    """Whether SIGTERM announces that the machine will be taken away, instead of asking this process to stop.
 
-    In a SLURM job it is SLURM that sends it to all steps when it preempts, requeues or cancels the job, some time before SIGKILL; the
-    supervisor ends its steps with SIGINT.
+    In a SLURM job, SLURM sends SIGTERM to all steps when it preempts, requeues or cancels the job, some time before SIGKILL. The
+    supervisor stops its steps with SIGINT.
     """
     return HOST in os.environ
 
@@ -68,9 +67,9 @@ def _lives(pid: int) -> bool:
 
 
 def set_cpu_threads(threads: int) -> None:
-    """Limit this process's numeric libraries, and those of processes it starts, to `threads` threads each.
+    """Limit numeric libraries in this process, and in processes that it starts, to `threads` threads each.
 
-    Environment variables reach libraries that are imported later; a torch that is already loaded is told directly.
+    Environment variables reach libraries that are imported later. A torch that is already loaded is set directly.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
@@ -80,9 +79,9 @@ def set_cpu_threads(threads: int) -> None:
 
 
 def full_disk(error: BaseException, run_dir: Path) -> str | None:
-    """What a person reads where a disk or a quota is full, in one line; None where that is not what happened.
+    """One line for the user about a full disk or quota; `None` if `error` has another cause.
 
-    Found in whatever `error` wraps too: in exception groups, and among the exceptions that it was raised from or during.
+    Also searches the exceptions inside `error`: members of exception groups, causes and contexts.
     """
     found = next(((each, number) for each in _all_of(error) if (number := _full(each)) is not None), None)
     if found is None:
@@ -90,12 +89,12 @@ def full_disk(error: BaseException, run_dir: Path) -> str | None:
     filename = getattr(found[0], "filename", None)
     path = Path(os.fsdecode(filename)) if isinstance(filename, str | bytes) else run_dir
     what = "the quota is used up" if found[1] == errno.EDQUOT else "the disk is full"
-    remedy = "free space there, or move the run's directory and name it by run.dir=; then go on with resume=latest"
+    remedy = "free some space, or move the run's directory and set run.dir= to it; then continue with resume=latest"
     return f"{what}: {path} could not be written, {_space(path)}; {remedy}"
 
 
 def disk_is_full(run_dir: Path) -> str | None:
-    """The same line where nothing more can be written to a run's directory; None: there is room."""
+    """The line of `full_disk` if the disk of a run's directory is full; else `None`."""
     try:
         has_room = shutil.disk_usage(run_dir).free >= LITTLE
     except OSError:
@@ -104,14 +103,14 @@ def disk_is_full(run_dir: Path) -> str | None:
 
 
 def _full(error: BaseException) -> int | None:
-    """ENOSPC or EDQUOT where an exception is about one of them; safetensors and torch raise others with the system's words."""
+    """ENOSPC or EDQUOT if an exception reports one of them. safetensors and torch raise other types that contain the system's message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return error.errno
     return next((number for number in FULL if os.strerror(number) in str(error)), None)
 
 
 def _all_of(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and all that it holds or came from."""
+    """An exception, its causes and contexts, and the members of exception groups."""
     waiting, seen = [error], set()
     while waiting:
         each = waiting.pop(0)
@@ -125,7 +124,7 @@ def _all_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _space(path: Path) -> str:
-    """The file system that a path is on, and what is left of it."""
+    """The file system of a path and its free space, as text."""
     folder = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
     try:
         mount = next(each for each in (folder.resolve(), *folder.resolve().parents) if os.path.ismount(each))
@@ -136,9 +135,9 @@ def _space(path: Path) -> str:
 
 
 def say_full_disk(main: Callable[[], int]) -> int:
-    """The exit code of a role's `main`; where a full disk ends it, that is said in one line, last, and the code is 1.
+    """Run a role's `main` and return its exit code. If a full disk ends it, print one line about that last and return 1.
 
-    What `main` raises for another reason is raised. The run's directory is what the command line names with --run-dir.
+    Other exceptions pass through. The run's directory is the --run-dir of the command line.
     """
     try:
         return main()
@@ -150,6 +149,6 @@ def say_full_disk(main: Callable[[], int]) -> int:
             raise
         with suppress(OSError):  # the log may be on that disk
             if not isinstance(error, OSError | BaseExceptionGroup):
-                print(str(error).partition("\n")[0], file=sys.stderr)  # what it was doing
+                print(str(error).partition("\n")[0], file=sys.stderr)  # which operation failed
             print(line, file=sys.stderr, flush=True)
         return 1

@@ -1,8 +1,8 @@
-"""Forwarding `metrics.jsonl`, distributions and samples of rollouts to Weights & Biases and TensorBoard.
+"""Forwards `metrics.jsonl`, distributions and sample rollouts to Weights & Biases and TensorBoard.
 
-Reads what every role has written, so that one process tracks the whole run. `tracking.json` in the run directory keeps, for each
-service, up to where the records have been forwarded: the next attempt goes on there, in the same W&B run.
-Not for an event loop: both services block. Threads may call it at once.
+It reads the records of all roles, so one process tracks the whole run. `tracking.json` in the run directory stores how far each service
+has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event loop.
+It is thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, write_text
 
 COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
-DISTRIBUTIONS = {  # field of a record -> name of the histogram of all that were trained on in the step
+DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts that the step trained on
     "reward": "distribution/reward",
     "advantage": "distribution/advantage",
     "num_tokens": "distribution/completion_length",
@@ -35,7 +35,7 @@ BINS = 30
 
 
 class Sink(Protocol):
-    """One service. Every `interval` steps it gets the distributions of the step's rollouts, and `samples` of them; 0 is none."""
+    """One service. Every `interval` steps it gets the distributions of the step's rollouts and `samples` single rollouts (0: none)."""
 
     name: str  # of the service, in `tracking.json`
     samples: int
@@ -51,18 +51,18 @@ class Sink(Protocol):
 
 
 class Progress:
-    """`tracking.json`: what each service has been told. Records that a run takes back are forgotten here too (`rlx.runs.rewind`)."""
+    """`tracking.json`: how far each service has been forwarded. `rlx.runs.rewind` corrects it when it removes records."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.path = paths.tracking
         self._services: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def offset(self, service: str) -> int:
-        """Bytes of `metrics.jsonl` that it has been told."""
+        """Bytes of `metrics.jsonl` that have been forwarded to a service."""
         return self._services.get(service, {}).get("forwarded", 0)
 
     def identity(self, service: str) -> str:
-        """The run's id there: made once, kept for all attempts."""
+        """The run's id at a service: created once and kept for all attempts."""
         known = self._services.setdefault(service, {})
         if "id" not in known:
             known["id"] = secrets.token_hex(8)
@@ -85,14 +85,14 @@ class Tracker:
         self.paths = paths
         self.sinks = sinks
         self._progress = Progress(paths)
-        self._alone = threading.Lock()  # one thread forwards while another, whose task was cancelled, still does
+        self._alone = threading.Lock()  # a thread whose task was cancelled may still be forwarding when another starts
 
     def wants_rollouts(self, step: int) -> bool:
-        """Whether `rollouts` would forward anything of this step."""
+        """Whether `rollouts` would forward anything for this step."""
         return any(step % sink.interval == 0 for sink in self.sinks)
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Forward the rollouts trained on in a step, as `rlx.rollout.record` writes them: all as distributions, some as they are."""
+        """Forward the rollouts of a training step (records of `rlx.rollout.record`): all as distributions, some as samples."""
         with self._alone:
             for sink in self.sinks:
                 if step % sink.interval != 0 or not records:
@@ -103,20 +103,20 @@ class Tracker:
                     sink.rollouts(step, records[: sink.samples])
 
     def forward(self) -> None:
-        """Forward what was written to `metrics.jsonl` since the last call, and what an attempt before this one could not."""
+        """Forward the new records of `metrics.jsonl`, including those that an earlier attempt could not forward."""
         with self._alone:
             for sink in self.sinks:
                 offset = self._progress.offset(sink.name)
                 for record, after in read_metrics(self.paths.metrics, offset):
                     step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
-                    # The stages of the roles share names (time/step), so their records are told apart by source.
+                    # Roles share stage names (time/step), so the source is added as a prefix.
                     values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
                     sink.scalars(step, values, seconds)
                     offset = after
-                self._progress.forwarded(sink.name, offset)  # after they were: what is repeated is not lost
+                self._progress.forwarded(sink.name, offset)  # only after forwarding: a crash may repeat records but not lose them
 
     def close(self) -> None:
-        """Forward the rest and flush; returns when the services have it."""
+        """Forward the remaining records and flush; returns when the services have them."""
         self.forward()
         with self._alone:
             for sink in self.sinks:
@@ -124,7 +124,7 @@ class Tracker:
 
 
 def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
-    """The services that `logger` asks for; None when it asks for none. Raises ValueError when a package is missing."""
+    """The tracker for the services in `logger`; `None` if there are none. Raises ValueError if a package is missing."""
     sinks: list[Sink] = []
     if config.logger.wandb is not None:
         sinks.append(Wandb(config.logger.wandb, config, paths))
@@ -136,7 +136,7 @@ def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
 class Wandb:
     """Weights & Biases. Its files are in the run directory's `wandb/`; `wandb sync` uploads an offline run.
 
-    All attempts of a run are one run there, by the id that is kept in the run directory; a fork has a directory, and an id, of its own.
+    All attempts of a run are one W&B run, through the id stored in the run directory. A fork has its own directory and id.
     """
 
     name = "wandb"
@@ -156,7 +156,7 @@ class Wandb:
             config=asdict(hidden(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Roles report a step at different times, and W&B's own step may only grow: every metric has `step` as its axis instead.
+        # W&B's own step may only grow, but roles report a step at different times. So each metric uses `step` as its axis.
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
@@ -172,7 +172,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-        self._teardown()  # an offline run's file is written by W&B's own process, which `finish` does not wait for
+        self._teardown()  # waits for W&B's own process, which writes an offline run's file; `finish` does not
 
 
 class Tensorboard:
@@ -194,7 +194,7 @@ class Tensorboard:
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         for number, record in enumerate(records):
-            # Markdown would read a model's text as markup, so it is escaped and shown as it was written.
+            # Escape the model's text, which Markdown would otherwise read as markup.
             text = "\n".join(f"**{column}**\n<pre>{html.escape(_cell(record.get(column)))}</pre>" for column in COLUMNS[1:])
             tensor = self._tensors.TensorProto(dtype=self._dtypes.DT_STRING, string_val=[text.encode()])
             tensor.tensor_shape.dim.add(size=1)

@@ -1,23 +1,23 @@
-"""The records that travel between the rooms of rlx, as frozen dataclasses of numbers, lists and numpy arrays.
+"""The records that travel between the parts of rlx: frozen dataclasses of numbers, lists and numpy arrays.
 
-Read this file to know what flows:
+The data flow:
 
-    Task → Rollout of Turns → Group with advantages → TrainingSample → StepBatch      in the orchestrator; a StepBatch is what it sends
-    StepBatch → MicroBatch rows → MiniBatch → RankBatch                               in each rank of the trainer, for itself
+    Task → Rollout of Turns → Group with advantages → TrainingSample → StepBatch      in the orchestrator, which sends the StepBatch
+    StepBatch → MicroBatch rows → MiniBatch → RankBatch                               in each trainer rank
 
 Shapes: P prompt tokens, C completion tokens, L tokens of one sample, T tokens of one packed row,
 S packed samples (attention segments), R rollouts in a micro-batch, G rollouts in a group.
 
-One case through all of them, an episode of two turns with a tool's reply in between; the weights are updated before the second turn:
+One worked case: an episode of two turns with a tool's reply in between. The weights are updated before the second turn:
 
     Turn 1            prompt_ids [11 12 13], completion_ids [21 22], versions [4 4]
     Turn 2            prompt_ids [11 12 13 21 22 31 32], completion_ids [41], versions [5]         31 32 is the tool's reply
     TrainingSample    token_ids   11 12 13 21 22 31 32 41        one sample: the second prompt extends the first turn token for token
-                      loss_mask    ·  ·  ·  T  T  ·  ·  T        what the policy sampled
+                      loss_mask    ·  ·  ·  T  T  ·  ·  T        tokens that the policy sampled
                       versions    -1 -1 -1  4  4 -1 -1  5
     MicroBatch        token_ids   11 12 13 21 22 31 32 41 | 51 52 61             packed with another rollout, prompt 51 52, answer 61
                       labels      12 13 21 22 31 32 41  0 | 52 61  0             shifted: position t predicts labels[t]
-                      loss_mask    ·  ·  T  T  ·  ·  T  · |  ·  T  ·             shifted with them
+                      loss_mask    ·  ·  T  T  ·  ·  T  · |  ·  T  ·             shifted with the labels
                       versions    -1 -1  4  4 -1 -1  5 -1 | -1  4 -1
                       position_ids 0  1  2  3  4  5  6  7 |  0  1  2
                       rollout_ids  0  0  0  0  0  0  0  0 |  1  1  1             rollout_lengths [3 1]
@@ -41,12 +41,12 @@ Status = Literal["ok", "error", "timeout", "cancelled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One example of one environment, to be rolled out once per member of a group."""
+    """One example of one environment. Each member of a group rolls it out once."""
 
     env: str  # the environment's name in the run (key of the `envs` section)
     example_id: int  # the example's id in its environment's data set
-    index: int  # its number in the run; follows from its environment and its place in that environment's order (`rlx.rollout.tasks`)
-    row: dict[str, Any]  # the data set's row, as verifiers wants it (prompt, answer, info, …)
+    index: int  # its number in the run; follows from the environment and the example's place in its order (`rlx.rollout.tasks`)
+    row: dict[str, Any]  # the data set's row, as verifiers needs it (prompt, answer, info, …)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One scored episode. `turns` is empty when the rollout failed before the policy answered."""
+    """One scored episode. `turns` is empty if the rollout failed before the policy answered."""
 
     task: Task
     member: int  # index of this rollout inside its group, 0 … G-1
     turns: tuple[Turn, ...]
-    prompt: Any  # messages or text, as the environment gave it (for people to read)
-    completion: Any  # messages or text, likewise
+    prompt: Any  # messages or `str`, as the environment gave it, for people to read
+    completion: Any  # messages or `str`, as the environment gave it, for people to read
     reward: float
     rewards: dict[str, float]  # reward functions by name, unweighted
     metrics: dict[str, float]  # the environment's own metrics
@@ -77,7 +77,7 @@ class Rollout:
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
     timing: dict[str, float] = field(default_factory=dict)  # seconds
-    arrival: int = -1  # how many rollouts of the run had been finished before this one; -1: it failed
+    arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
     def num_completion_tokens(self) -> int:
@@ -86,7 +86,7 @@ class Rollout:
 
     @property
     def longest_turn(self) -> int:
-        """Sampled tokens of the longest turn: what `sampling.max_tokens` bounds."""
+        """Sampled tokens of the longest turn, which `sampling.max_tokens` bounds."""
         return max((len(turn.completion_ids) for turn in self.turns), default=0)
 
 
@@ -102,13 +102,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """A token sequence to train on. A rollout gives one sample, or several when its turns do not share a prefix.
+    """A token sequence to train on. A rollout gives one sample, or several if its turns do not share a prefix.
 
-    The optional streams are per-token numbers for objectives that consume them; `STREAMS` says what they mean and what None stands for.
+    The optional streams are per-token numbers for objectives that read them. `STREAMS` defines their meanings and their defaults for None.
     """
 
     group: int
-    member: int  # of the group: which of its rollouts
+    member: int  # index of the rollout in its group
     env: str
     token_ids: Int  # [L]
     loss_mask: Bool  # [L] True where the policy sampled the token
@@ -120,23 +120,23 @@ class TrainingSample:
     ce_weights: Float | None = None  # [L]
     ref_kl_weights: Float | None = None  # [L]
     teacher_logprobs: Float | None = None  # [L]
-    adapter: int = 0  # which adapter is trained on it; 0: the policy's own weights
+    adapter: int = 0  # the adapter to train with this sample; 0: the policy's own weights
 
 
 STREAMS = {
     "policy_weights": 1.0,  # factor of the policy loss
     "ce_weights": 0.0,  # factor of a cross-entropy loss on the token
     "ref_kl_weights": 1.0,  # factor of the KL term against the reference
-    "teacher_logprobs": float("nan"),  # log-probability of the token under a teacher; NaN: nobody asked one
+    "teacher_logprobs": float("nan"),  # log-probability of the token under a teacher; NaN: not scored
 }
-"""The optional per-token streams of a sample, and the value of tokens whose sample has none."""
+"""The optional per-token streams of a sample, each with its value for tokens of samples without the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Everything the trainer needs for one step, from policy version `step` to version `step + 1`. This is what travels and is recorded.
+    """Everything the trainer needs for one step, from policy version `step` to version `step + 1`. The orchestrator sends and records it.
 
-    It says nothing of ranks and rows: every rank packs it for itself (`rlx.data.packing`).
+    It does not depend on ranks or rows: every rank packs it for itself (`rlx.data.packing`).
     """
 
     SCHEMA: ClassVar[str] = "rlx.StepBatch/1"
@@ -163,10 +163,10 @@ class MicroBatch:
     versions: Int  # [T] -1 where loss_mask is False
     rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
     rollout_lengths: Int  # [R] trainable tokens of each rollout
-    group_lengths: Int  # [R] trainable tokens of each rollout's group, in all of the mini-batch
+    group_lengths: Int  # [R] trainable tokens of each rollout's group, in the whole mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
-    adapters: Int  # [S] of each sample; 0: the policy's own weights
-    policy_weights: Float | None = None  # [T], as the next three; None: no sample of the mini-batch has them
+    adapters: Int  # [S] adapter of each sample; 0: the policy's own weights
+    policy_weights: Float | None = None  # [T], like the next three; None: no sample of the mini-batch has the stream
     ce_weights: Float | None = None
     ref_kl_weights: Float | None = None
     teacher_logprobs: Float | None = None
@@ -174,26 +174,26 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """One rank's rows of one optimizer step, and the counts of the global batch. Every rank has the same number of rows."""
+    """One rank's rows of one optimizer step, and the global batch's counts. Every rank has the same number of rows."""
 
     micro_batches: tuple[MicroBatch, ...]
     num_loss_tokens: int  # N_tok: trainable tokens over all ranks and micro-batches
     num_sequences: int  # N_seq: rollouts with at least one trainable token, over all ranks and micro-batches
-    num_groups: int  # groups with at least one trainable token, likewise
+    num_groups: int  # groups with at least one trainable token, over all ranks and micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """One rank's part of a step. It exists in the trainer only."""
+    """One rank's part of a step. It exists only in the trainer."""
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
-    num_tokens: int  # tokens of all samples that are trained on, over all ranks
+    num_tokens: int  # tokens of all trained samples, over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """A policy version that can be taken up: `WeightVersion(version=13, kind="files", where="/run/weights/step_13")`."""
+    """A policy version that servers can load: `WeightVersion(version=13, kind="files", where="/run/weights/step_13")`."""
 
     version: int
     kind: Literal["files", "adapter", "memory"]
@@ -208,10 +208,10 @@ class ProcessSpec:
     replica: int
     node: int  # index of the host in the allocation
     gpus: tuple[int, ...]  # device indices on that host; empty on CPU
-    ports: dict[str, int] = field(default_factory=dict)  # purpose -> port; 0 means: bound free by the process itself
+    ports: dict[str, int] = field(default_factory=dict)  # purpose -> port; 0: the process binds a free port itself
     env: dict[str, str] = field(default_factory=dict)  # added to the environment
     argv: tuple[str, ...] = ()  # the command
-    service: bool = False  # True: serves until it is stopped; leaving early is a failure
+    service: bool = False  # True: it serves until stopped, so an early exit is a failure
 
     @property
     def name(self) -> str:

@@ -1,7 +1,4 @@
-"""Waiting with a deadline, saying for what: every wait between processes goes through here. And for several tasks of one loop.
-
-Knows time only.
-"""
+"""Waiting with a deadline: every wait between processes uses `wait_for`. Also runs several tasks of one event loop."""
 
 from __future__ import annotations
 
@@ -12,25 +9,25 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SHARE = 0.01  # of what was waited so far is the pause before the next poll,
-LONGEST = 0.1  # but at most so many seconds
+SHARE = 0.01  # pause before the next poll, as a share of the time waited so far
+LONGEST = 0.1  # longest pause, in seconds
 
 
 class WaitTimeout(TimeoutError):
     """Something did not happen in time; the message says what and where to look."""
 
 
-LEFT = 75  # exit code of a run that gave way to a preemption, and of the roles that left for it (EX_TEMPFAIL)
+LEFT = 75  # exit code of a preempted run, and of the roles that left because of the preemption (EX_TEMPFAIL)
 
 
 class Preempted(Exception):
-    """The run is to give way: raised out of a wait by its `tick`, or where a role notices it."""
+    """The run must write a checkpoint and leave. Raised from a wait by its `tick`, or wherever a role notices the preemption."""
 
 
 class Pause:
-    """How long to sleep between two polls: 1 % of what was waited so far, so a wait is late by at most 1 %.
+    """How long to sleep between two polls: 1 % of the time waited so far, so a wait ends at most 1 % late.
 
-    At first `quick` seconds, from a wait of ten seconds on 100 ms.
+    The pause is at least `quick` seconds and at most 100 ms, which it reaches after ten seconds.
     """
 
     def __init__(self, quick: float) -> None:
@@ -49,11 +46,10 @@ def wait_for(
     tick: Callable[[], None] | None = None,
     excused: Callable[[], bool] | None = None,
 ) -> T:
-    """Call `probe` until it returns something true and return that.
+    """Call `probe` until it returns a true value, and return that value.
 
-    `timeout` and `poll` are seconds: `poll` at first, then the pause grows (`Pause`). `tick` is called at every poll (a heartbeat). While
-    `excused` holds, the time does not count: it begins anew when that ends.
-    Raises WaitTimeout naming `what`.
+    `timeout` and `poll` are seconds; the pause starts at `poll` and grows (`Pause`). `tick` is called at every poll (a heartbeat).
+    The timeout restarts whenever `excused` returns true. Raises WaitTimeout, which names `what`.
     """
     deadline, pause = time.monotonic() + timeout, Pause(poll)
     while True:
@@ -70,7 +66,7 @@ def wait_for(
 
 
 async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
-    """Run all; return when `parts` are done, raise what the first of all to fail raises. Nothing is left running."""
+    """Run all coroutines; return when `parts` are done, or raise the first exception of any. Cancels what still runs."""
     needed = {asyncio.ensure_future(part) for part in parts}
     tasks = needed | {asyncio.ensure_future(part) for part in forever}
     try:

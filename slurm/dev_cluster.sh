@@ -1,31 +1,31 @@
 #!/bin/bash
 # A real SLURM on this machine, for development and tests: one controller and several emulated nodes with fake GPUs.
 #
-#   slurm/dev_cluster.sh up      install Debian's packages if need be, start, wait until all nodes are idle; nothing to do if it runs
-#   slurm/dev_cluster.sh down    cancel all jobs, stop every process that `up` started, take its entries out of /etc/hosts
-#   slurm/dev_cluster.sh status  exit code 0 when it runs
+#   slurm/dev_cluster.sh up      install Debian's packages if needed, start, wait until all nodes are idle; does nothing if it is running
+#   slurm/dev_cluster.sh down    cancel all jobs, stop every process that `up` started, remove its entries from /etc/hosts
+#   slurm/dev_cluster.sh status  exit code 0 if it is running
 #
-# Exit code 3: it cannot be on this machine (no root, no Debian, another cluster, packages that apt cannot get). 1: it should and does not.
+# Exit code 3: it cannot run on this machine (no root, no Debian, another cluster, no packages from apt). 1: it failed.
 #
-# Needs root on Debian or Ubuntu. NODES, CPUS, GPUS and MEMORY (MiB) of each node may be given as variables.
-# It writes /etc/slurm, and refuses to do so where another cluster's configuration is.
+# Needs root on Debian or Ubuntu. The variables NODES, and CPUS, GPUS and MEMORY (MiB) of each node, set its size.
+# It writes /etc/slurm, but refuses if another cluster's configuration is there.
 set -euo pipefail
 
 NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-4} MEMORY=${MEMORY:-8000}
 MARK="# written by rlx's slurm/dev_cluster.sh"
 CONF=/etc/slurm RUN=/run/rlx-slurm SPOOL=/var/spool/rlx-slurm LOG=/var/log/rlx-slurm
-ADDRESS=192.0.2.101 # of the range for documentation: it is nobody's
+ADDRESS=192.0.2.101 # from the range reserved for documentation, so nobody uses it
 
 fail() { echo "dev_cluster: $*" >&2; exit 1; }
 not_here() { echo "dev_cluster: $*" >&2; exit 3; }
 
 ours() { [ -f $CONF/slurm.conf ] && head -1 $CONF/slurm.conf | grep -qF "$MARK"; }
 
-runs() { # process $1 has the name $2
+runs() { # whether process $1 has the name $2
   [ "$(cat "/proc/$1/comm" 2>/dev/null)" = "$2" ]
 }
 
-alive() { # the process of a pid file lives and has the expected name
+alive() { # whether the process of pid file $1 is alive and has the name $2
   [ -s "$1" ] && runs "$(cat "$1")" "$2"
 }
 
@@ -33,16 +33,16 @@ is_up() { ours && alive $RUN/slurmctld.pid slurmctld && [ "$(sinfo -h -o %D -t i
 
 install_packages() {
   command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v squeue >/dev/null && command -v munged >/dev/null && return
-  command -v apt-get >/dev/null || not_here "SLURM is not installed, and this is no Debian: install slurmctld, slurmd, slurm-client and munge yourself"
+  command -v apt-get >/dev/null || not_here "SLURM is not installed, and this is not Debian: install slurmctld, slurmd, slurm-client and munge yourself"
   local policy=/usr/sbin/policy-rc.d made=
-  if [ ! -e $policy ]; then # apt is to install, not to start services
+  if [ ! -e $policy ]; then # keeps apt from starting services
     printf '#!/bin/sh\nexit 101\n' >$policy
     chmod +x $policy
     made=1
   fi
   export DEBIAN_FRONTEND=noninteractive
   local packages=(slurmctld slurmd slurm-client munge) log=$LOG/apt.log status=0
-  # a mirror that does not answer is given up soon: without a network there would be minutes of silence
+  # short timeouts: without a network apt would hang for minutes
   local apt=(apt-get -qq -o Acquire::http::Timeout=15 -o Acquire::https::Timeout=15 -o Acquire::Retries=1)
   local get=("${apt[@]}" install -y --no-install-recommends "${packages[@]}")
   "${get[@]}" >"$log" 2>&1 || { "${apt[@]}" update >>"$log" 2>&1 && "${get[@]}" >>"$log" 2>&1; } || status=1
@@ -50,7 +50,7 @@ install_packages() {
   [ $status = 0 ] || not_here "apt-get could not install ${packages[*]}; the end of $log: $(tail -3 "$log")"
 }
 
-edit_hosts() { # /etc/hosts without our lines, then with those of standard input; in place, since containers mount the file
+edit_hosts() { # replace our lines in /etc/hosts by those of standard input; in place, because containers mount the file
   local rest
   rest=$(grep -vF "$MARK" /etc/hosts || true)
   { echo "$rest"; cat; } >$RUN/hosts
@@ -64,7 +64,7 @@ ClusterName=rlxdev
 SlurmctldHost=$(hostname)(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
-# a requeued job's old credential must expire before it starts again, and nobody waits two minutes for that here
+# a requeued job starts again only after its old credential has expired; the default is two minutes
 AuthInfo=cred_expire=5
 StateSaveLocation=$SPOOL/ctld
 SlurmdSpoolDir=$SPOOL/%n
@@ -74,12 +74,12 @@ SlurmctldLogFile=$LOG/slurmctld.log
 SlurmdLogFile=$LOG/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-# nodes have as many processors as we say, whatever the machine has
+# nodes have the configured number of processors, whatever the machine has
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-# a job of partition \`high\` takes the nodes of one in \`debug\`, which is told by its --signal and has GraceTime to leave
+# a job in partition \`high\` preempts one in \`debug\`, which gets its --signal and then has GraceTime to leave
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
@@ -91,7 +91,7 @@ NodeName=node[1-$NODES] NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=[17001-
 PartitionName=debug Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 DefMemPerCPU=$((MEMORY / CPUS))
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=off DefMemPerCPU=$((MEMORY / CPUS))
 X
-  # slurmd wants cgroups even where the plugins that use them are off, and finds version 1 without asking the system
+  # slurmd needs a cgroup plugin even if no other plugin uses cgroups; version 1 needs no system service
   printf '%s\nCgroupPlugin=cgroup/v1\n' "$MARK" >$CONF/cgroup.conf
   printf '%s\nNodeName=node[1-%s] Name=gpu File=/dev/fakegpu[0-%s]\n' "$MARK" "$NODES" $((GPUS - 1)) >$CONF/gres.conf
 }
@@ -100,7 +100,7 @@ up() {
   [ "$(id -u)" = 0 ] || not_here "needs root: it installs packages and writes $CONF"
   [ ! -e $CONF/slurm.conf ] || ours || not_here "$CONF/slurm.conf is another cluster's; nothing was changed"
   if is_up; then
-    echo "SLURM is up already: $(wc -l <$RUN/nodes) nodes"
+    echo "SLURM is already up: $(wc -l <$RUN/nodes) nodes"
     return
   fi
   down >/dev/null
@@ -111,11 +111,11 @@ up() {
     echo "127.0.1.$i node$i $MARK"
   done | edit_hosts
   seq "$NODES" >$RUN/nodes
-  for i in $(seq 0 $((GPUS - 1))); do # gres files must be devices of their own; these are like /dev/null
+  for i in $(seq 0 $((GPUS - 1))); do # each gres file must be its own device; these act like /dev/null
     [ -e "/dev/fakegpu$i" ] || mknod "/dev/fakegpu$i" c 1 3
   done
   if [ -z "$(hostname -I | tr -d ' ')" ] && command -v ip >/dev/null; then
-    ip address add $ADDRESS/32 dev lo # srun gives up on a host that has nothing but 127.0.0.1
+    ip address add $ADDRESS/32 dev lo # srun fails on a host whose only address is 127.0.0.1
     touch $RUN/address
   fi
   write_config
@@ -138,7 +138,7 @@ up() {
   fail "the nodes are not idle after 30 s; see $LOG"
 }
 
-stop() { # $1 pid file, $2 name: SIGTERM, and SIGKILL after five seconds; returns when the process is gone, which removes the file earlier
+stop() { # $1 pid file, $2 name: SIGTERM, then SIGKILL after five seconds; waits for the process, which removes its pid file before it exits
   if alive "$1" "$2"; then
     local pid
     pid=$(cat "$1")
@@ -156,13 +156,13 @@ down() {
   [ "$(id -u)" = 0 ] || fail "needs root"
   ours || { echo "SLURM is down: it was not started by this script"; return; }
   if alive $RUN/slurmctld.pid slurmctld; then
-    scancel --user=root 2>/dev/null || true # jobs on this cluster are root's: nobody else may use it
+    scancel --user=root 2>/dev/null || true # all jobs on this cluster belong to root
     for _ in $(seq 60); do
       [ -n "$(squeue -h 2>/dev/null)" ] || break
       sleep 0.2
     done
   fi
-  for _ in $(seq 50); do # what watches over a job's processes leaves a moment after them
+  for _ in $(seq 50); do # a job's slurmstepd exits a moment after the job's processes
     grep -qx slurmstepd /proc/[0-9]*/comm 2>/dev/null || break
     sleep 0.1
   done

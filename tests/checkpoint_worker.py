@@ -27,7 +27,7 @@ UPDATES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Train steps `first` … `last`-1; before that load a checkpoint, after that save one."""
+    """Train steps `first` … `last`-1. `load`: checkpoint to load before. `save`: checkpoint to write after."""
 
     model: str
     out: str  # where rank 0 writes metrics and weights
@@ -69,7 +69,7 @@ def run(job: Job, mesh: Mesh) -> None:
     if job.save is not None:
         saving = saver.save(Path(job.save), Progress(job.last, trainer.updates))
         saving.wait_copied()
-        if job.in_background:  # what happens to the state now must not reach the disk
+        if job.in_background:  # changes from now on must not reach the disk
             with torch.no_grad():
                 for parameter in trainer.model.parameters():
                     parameter.zero_()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from main_job import MainJob
 
-# Before torch is imported: several workers with several threads each on few cores spin for one another, and small tests take minutes.
+# Set before torch is imported. With several workers of several threads on few cores, threads spin and small tests take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Warm-started models are made once for all tests of a session, whichever process runs them, and never taken from the user's cache."""
+    """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used."""
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlx_cache"
     cache.mkdir(exist_ok=True)
@@ -25,7 +25,7 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]:
-    """`start("name", *overrides)` starts a main job; whatever is left of it at the test's end is killed."""
+    """`start("name", *overrides)` starts a main job. At the end of the test its remaining processes are killed."""
     jobs: list[MainJob] = []
 
     def begin(name: str, *overrides: str, env: dict[str, str] | None = None) -> MainJob:
@@ -38,14 +38,14 @@ def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]
 
 
 def daemons() -> set[str]:
-    """SLURM's processes that run on this machine, by name."""
+    """The names of SLURM's processes on this machine."""
     names = subprocess.run(["ps", "-e", "-o", "comm="], check=True, capture_output=True, text=True).stdout.split()
     return {"slurmctld", "slurmd", "slurmstepd", "munged"} & set(names)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """The development cluster; where it cannot be, the tests are left out and say why. One that runs already is left running."""
+    """The development cluster. If it cannot start, the tests are skipped with the reason. A running cluster is used and left running."""
     script = Path(__file__).resolve().parent.parent / "slurm" / "dev_cluster.sh"
     runs, before = subprocess.run([script, "status"], check=False).returncode == 0, daemons()
     if not runs:
@@ -53,11 +53,11 @@ def cluster() -> Iterator[None]:
     yield
     if not runs:
         subprocess.run([script, "down"], check=True, capture_output=True, timeout=60)
-        assert daemons() <= before, "it stops every process that it started"
+        assert daemons() <= before, "`down` stops every process that `up` started"
 
 
 def bring_up(script: Path) -> None:
-    """Start it. Where it cannot be, the test is left out, unless RLX_REQUIRE_SLURM is set: then it fails."""
+    """Start the cluster. If it cannot start, skip the test, or fail it if RLX_REQUIRE_SLURM is set."""
     done = subprocess.run([script, "up"], check=False, capture_output=True, text=True, timeout=300)
     if done.returncode == 3:
         reason = f"no SLURM here: {done.stderr.strip()}"

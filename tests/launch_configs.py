@@ -24,7 +24,7 @@ MODEL = {
 
 
 def config(hardware: str, /, **sections: Any) -> Config:
-    """A configuration on a shipped hardware preset; `sections` are merged over it, one level deep."""
+    """A configuration with a shipped hardware preset. `sections` override it and are merged one level deep."""
     data: dict[str, Any] = {
         "max_steps": 10,
         "seq_len": 8192,

@@ -1,6 +1,6 @@
-"""One rank of the test that no objective depends on the number of processes: gradients and metrics of every objective, in one start.
+"""One rank of the test that no objective depends on the number of processes: gradients and metrics of every objective.
 
-Started by torchrun as `objective_worker.py FOLDER`, which holds the model and gets `results_<ranks>.pt`.
+torchrun starts it as `objective_worker.py FOLDER`. FOLDER holds the model; rank 0 writes `results_<ranks>.pt` there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
 CPU = torch.device("cpu")
-# Each objective alone, and with everything that may be added: reference, recomputed ratios of several optimizer steps, correction.
+# Each objective alone, and some with all additions: reference, recomputed ratios over several optimizer steps, correction.
 PLAIN: dict[str, dict[str, Any]] = {name: {} for name in (*LOSSES, "opd")}
 EVERYTHING = {
     "proximal": "recompute",
@@ -37,7 +37,7 @@ CASES = PLAIN | {f"{name}_with_everything": EVERYTHING for name in ("grpo", "gsp
 
 
 def train(folder: Path, mesh: Mesh) -> dict[str, Any]:
-    """By case: the gradients of one optimizer step, and the metrics of a batch of two mini-batches gone over twice."""
+    """By case: the gradients of one optimizer step, and the metrics of two iterations over a batch of two mini-batches."""
     samples = make_samples(groups=5)
     (mini_batch,) = pack(step_batch(2, [samples]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=120).mini_batches
     batch = pack(step_batch(2, [samples[:9], samples[9:]]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=120)

@@ -1,6 +1,6 @@
-"""One rank of the tests of several trainer processes: loads models, trains each on a batch, saves what rank 0 can compare.
+"""One rank of the tests of several trainer processes: loads models and trains each on a batch. Rank 0 saves the results.
 
-Started by torchrun as `rank_worker.py FOLDER…`; each folder holds `settings.json` and the model. Many cases in one start, because
+torchrun starts it as `rank_worker.py FOLDER…`. Each folder holds `settings.json` and the model. One start runs many cases, because
 importing takes far longer than the cases.
 """
 
@@ -28,7 +28,7 @@ from rlx.weights.publish import Publisher
 
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
-    """Two optimizer steps; rank 0 writes gradients of the first, all metrics, and a weights version."""
+    """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
     model = load_policy(str(folder / "model"), mesh, **settings["load"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)

@@ -16,7 +16,7 @@ from rlx.config.shipped import conf_directory
 GROUPS = [
     [0.0, 1.0],
     [1.0, 1.0],
-    [0.1, 0.1, 0.1],  # a rounded mean would leave dust here
+    [0.1, 0.1, 0.1],  # a rounded mean would leave a residue here
     [0.0, 0.0, 1.0, 0.5, 2.0],
     [0.0, 0.0, 0.0],
     [1e-9, 0.0, 0.0],
@@ -99,7 +99,7 @@ def test_equal_rewards_give_exact_zeros(name, reward):
 
 @pytest.mark.parametrize("name", RELATIVE)
 def test_a_group_of_one_is_refused(name):
-    with pytest.raises(ValueError, match="compares the rollouts of a group, and this group has 1; use advantage=none"):
+    with pytest.raises(ValueError, match="compares the rollouts of a group, but this group has 1; use advantage=none"):
         FUNCTIONS[name](scores([[1.0]]))
 
 
@@ -122,7 +122,7 @@ def test_the_moving_average_is_of_the_environment_and_of_earlier_batches():
     assert isinstance(ema, Remembers)
     batch = scores([[1.0, 0.0], [1.0, 1.0], [0.5]], envs=["a", "b", "a"])
     assert [a.tolist() for a in ema(batch)] == [[1.0, 0.0], [1.0, 1.0], [0.5]]
-    assert [a.tolist() for a in ema(batch)] == [[1.0, 0.0], [1.0, 1.0], [0.5]], "looking changes nothing"
+    assert [a.tolist() for a in ema(batch)] == [[1.0, 0.0], [1.0, 1.0], [0.5]], "a call must not change the state"
     ema.update(batch)
     assert ema.baselines == {"a": pytest.approx(0.1 * 0.5), "b": pytest.approx(0.1)}
     ema.update(batch)

@@ -1,4 +1,4 @@
-"""Checkpoints as folders: whole or not there, found by step, damaged ones skipped, the newest kept; the orchestrator's answer."""
+"""Checkpoints as folders: whole or absent, found by step, damaged ones skipped, the newest kept; the orchestrator's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlx.rollout.state import OrchestratorState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A state like any other."""
+    """Stands for any state."""
 
     SCHEMA: ClassVar[str] = "tests.Number/1"
     number: int
@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_is_us
     assert start is not None
     assert start.step == 5
     assert len(said) == 1
-    assert said[0].startswith("checkpoint step_10 is skipped: ")
+    assert said[0].startswith("skipping checkpoint step_10: ")
     with pytest.raises(NoCheckpoint, match="is damaged"):
         folders.at(paths, 10)
 
@@ -108,11 +108,11 @@ def test_the_orchestrator_writes_the_state_of_the_step_that_is_asked_for(tmp_pat
     assert snapshots.answer() == []
     assert read_state(folder, Number) == Number(number=5)
     folders.begin(paths, 3)
-    with pytest.raises(RuntimeError, match=r"after step 3; remembered are those of \[4, 5, 6\]"):
+    with pytest.raises(RuntimeError, match=r"after step 3, but only those of \[4, 5, 6\] are kept"):
         snapshots.answer()
     folders.abandon(paths, 3)
     (folder / "orchestrator" / STATE).unlink()
-    with pytest.raises(ValueError, match=r"no part of an orchestrator \(orchestrator/state.rlx\): it was written by a replay"):
+    with pytest.raises(ValueError, match=r"no orchestrator state \(orchestrator/state.rlx\): it was written by a replay"):
         read_state(folder, Number)
 
 
@@ -134,5 +134,5 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ") + ".*" + re.escape(why)):
             read_state(folder, Number)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, and a rlx\.OrchestratorState/\d was asked for"):
+    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, but a rlx\.OrchestratorState/\d was requested"):
         read_state(folder, OrchestratorState)

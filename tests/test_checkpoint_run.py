@@ -1,4 +1,4 @@
-"""Checkpoints between the two roles: a full disk, an orchestrator that goes on, the run's marker and its pruning."""
+"""Checkpoints between the two roles: a full disk, a resumed orchestrator, the checkpoint's marker and pruning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlx.weights.files import verify
 
 
 class CheckpointingTrainer(StandInTrainer):
-    """Asks for a checkpoint after some steps, as the trainer does."""
+    """Asks for a checkpoint after some steps, like the trainer."""
 
     def __init__(self, paths: RunPaths, config: Config, first: int = 0, last: int | None = None, at: tuple[int, ...] = ()) -> None:
         super().__init__(paths, config)
@@ -95,7 +95,7 @@ def test_an_orchestrator_goes_on_as_if_it_had_never_stopped(tmp_path: Path, adva
         play(cut, config_of(**keys), CheckpointingTrainer(cut, config_of(**keys), last=3, at=(3,)))
     assert rewind(cut) == folders.at(cut, 3)
     servers = play(cut, config_of(**keys), CheckpointingTrainer(cut, config_of(**keys), first=3))
-    assert servers.updates == [3, 4, 5, 6], "the checkpoint's policy comes first"
+    assert servers.updates == [3, 4, 5, 6], "the checkpoint's policy must be loaded first"
     assert reproducible(cut) == reproducible(whole)
     for step in range(6):
         lines = [
@@ -110,7 +110,7 @@ def test_failed_rollouts_are_written_once_whether_or_not_the_run_was_resumed(tmp
 
     class Failing(Orchestrator):
         def _scores(self, batch: Any) -> Any:
-            if len(batch) > 1:  # of the step, not of one group for a filter
+            if len(batch) > 1:  # the step's batch, not a single group for a filter
                 self.collector.tally.failures.append(replace(batch[0][0], status="error", error="it failed"))
             return super()._scores(batch)
 
@@ -122,7 +122,7 @@ def test_failed_rollouts_are_written_once_whether_or_not_the_run_was_resumed(tmp
 
 
 def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) -> None:
-    """Also while writing them has not begun: a SIGKILL would leave a hole that a resumed run never fills."""
+    """Also before their writing has begun: otherwise a SIGKILL would leave a hole that a resumed run never fills."""
     paths, config = RunPaths(tmp_path), config_of(max_steps=3, ckpt__interval=None)
     there: list[bool] = []
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) 
 
 
 def test_with_slack_no_example_is_lost_or_played_twice(tmp_path: Path) -> None:
-    """Groups that were finished but not trained on are in the checkpoint; groups in flight are played again."""
+    """Finished groups that were not trained on are in the checkpoint; groups in flight are rolled out again."""
     paths, config = RunPaths(tmp_path), config_of(max_steps=8, max_async_level=2, ckpt__interval=None, orchestrator__max_concurrent=12)
     with pytest.raises(Preempted):
         play(paths, config, CheckpointingTrainer(paths, config, last=4, at=(4,)), jitter=0.02)
@@ -171,7 +171,7 @@ def test_recorded_batches_are_those_that_were_sent_and_arrivals_are_numbered(tmp
     assert sorted(arrivals) == list(range(24))
 
 
-# the whole of a checkpoint
+# whole checkpoints
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def trainer(tmp_path: Path) -> Any:
 
 @contextlib.contextmanager
 def orchestrator_of(paths: RunPaths, last: int) -> Iterator[None]:
-    """A thread that answers like the orchestrator."""
+    """A thread that answers checkpoints like the orchestrator."""
     snapshots, stopped = Snapshots(paths, keep=100), threading.Event()
     for step in range(last + 1):
         snapshots.take(step, Number(number=step))
@@ -213,7 +213,7 @@ def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, 
             checkpoints.wait_copied()
             checkpoints.finish(wait=False)
         checkpoints.close()
-    assert folders.steps(paths) == [4, 7], "the last step has one too"
+    assert folders.steps(paths) == [4, 7], "the last step also gets a checkpoint"
     for step in (4, 7):
         manifest = verify(paths.checkpoint_of(step))
         assert (manifest["step"], manifest["ranks"]) == (step, 1)
@@ -245,6 +245,6 @@ def test_a_full_disk_ends_the_run_with_the_last_good_checkpoint_intact(tmp_path:
         assert f"the checkpoint of step {good.step + 1} could not be written" in str(failure.value)
         assert "No space left on device" in str(failure.value)
         assert f"the last complete checkpoint is {good.checkpoint}" in str(failure.value)
-        assert list(folders.being_written(paths)) == [], "what was written of it is taken back"
+        assert list(folders.being_written(paths)) == [], "the unfinished checkpoint must be deleted"
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -1,4 +1,4 @@
-"""The trainer's state on disk: what comes back is what went in, bit for bit, on any number of ranks."""
+"""The trainer's state on disk: loading restores it bit for bit, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def two_ranks(folder: Path, *jobs: Job) -> None:
-    """Both ranks in processes of their own, over gloo, sharded by FSDP2."""
+    """Run both ranks in their own processes, over gloo, sharded by FSDP2."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
     arguments = ["2", str(folder / "store"), *(json.dumps(asdict(job)) for job in jobs)]
     processes = [
@@ -101,7 +101,7 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
         job("one_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_one")),
         job("two_whole", 0, UPDATES),
     )
-    # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went through two ranks and back to one
+    # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went to two ranks and back to one
     same_weights(result(tmp_path / "one_to_two")["weights"], result(tmp_path / "one")["weights"])
     run(job("one_rest", HALF, UPDATES, load=str(tmp_path / "from_one")), one_process("cpu"))
     run(job("one_again_rest", HALF, UPDATES, load=str(tmp_path / "from_one_again")), one_process("cpu"))
@@ -113,10 +113,10 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     same_weights(result(tmp_path / "two_rest")["weights"], whole["weights"])
     run(job("two_to_one", HALF, HALF, load=str(tmp_path / "from_two")), one_process("cpu"))
     same_weights(result(tmp_path / "two_to_one")["weights"], result(tmp_path / "two")["weights"])
-    # in the background: what was the state when it was asked for, though it changed meanwhile
+    # in the background: it saves the state at the time of the call, although that state changed meanwhile
     run(job("background_to_one", HALF, HALF, load=str(tmp_path / "from_background")), one_process("cpu"))
     same_weights(result(tmp_path / "background_to_one")["weights"], result(tmp_path / "two")["weights"])
-    # one and two ranks differ by the order of sums only
+    # one and two ranks differ only by the order of sums
     for a, b in zip(result(tmp_path / "one_to_two_rest")["records"], result(tmp_path / "one_rest")["records"], strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
 
@@ -157,13 +157,13 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
         for parameter in first.reference.model.parameters():
             parameter.fill_(0.25)
     Saver(first, xxhash.xxh3_64).save(tmp_path / "moved", Progress(2, 2))
-    with pytest.raises(ValueError, match=r"followed the policy, and here it is the initial policy: ref\.sync_interval=null\. Set it to"):
+    with pytest.raises(ValueError, match=r"followed the policy, but ref\.sync_interval=null makes it the initial policy\. Set it to"):
         load(tmp_path / "moved", with_reference(model, None))
     other = with_reference(model, 10**9)
     load(tmp_path / "moved", other)
     assert all((parameter == 0.25).all() for parameter in other.reference.model.parameters())
     load(tmp_path / "moved", with_reference(model, None, teacher=True))
-    load(tmp_path / "moved", make_trainer(model))  # without a reference
+    load(tmp_path / "moved", make_trainer(model))  # has no reference
 
     Saver(with_reference(model, None), xxhash.xxh3_64).save(tmp_path / "frozen", Progress(2, 2))
     follower = with_reference(model, 2)
@@ -171,14 +171,14 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     with caplog.at_level("INFO", "rlx.trainer"):
         load(tmp_path / "frozen", follower)
     assert all(torch.equal(a, b) for a, b in zip(before, follower.reference.model.parameters(), strict=True))
-    assert "the reference begins as the initial policy" in caplog.text
+    assert "the reference starts as the initial policy" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
     Saver(make_trainer(model), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1))
     for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
         other.save_pretrained(tmp_path / name)
-        with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Go on with the model"):
+        with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Resume with the model"):
             load(tmp_path / "saved", make_trainer(str(tmp_path / name)))
     with pytest.raises(ValueError, match="does not fit this model and optimizer"):
         load(tmp_path / "saved", make_trainer(model, "Adagrad"))

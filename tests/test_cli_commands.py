@@ -1,4 +1,4 @@
-"""The command line: help, wrong input, dry runs, and single roles up to the moment they become the role's process."""
+"""The command line: help, invalid input, dry runs, and single roles until the command becomes the role's process."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["trainer", "--replica", "5"], ("the run has no trainer 5: it has 1 of trainer", "prepare, inference_0, orchestrator, trainer")),
+        (
+            ["trainer", "--replica", "5"],
+            ("no trainer 5: the number of trainer processes is 1", "prepare, inference_0, orchestrator, trainer"),
+        ),
         (["orchestrator", "--replica", "1"], ("there is one orchestrator",)),
         (["inference", "--replica", "7"], ("no inference server 7: hardware.inference_replicas=1, counted from 0",)),
         (["orchestrator", "replay=outputs/other"], ("no orchestrator: replay=outputs/other trains on recorded batches", "are trainer;")),

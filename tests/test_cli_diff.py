@@ -1,4 +1,4 @@
-"""`rlx diff`: what it finds, what it leaves out, and its exit codes."""
+"""`rlx diff`: what it shows, what it ignores, and its exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_runs_of_one_configuration_do_not_differ(tmp_path: Path, capsys: pytest.
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     shown = capsys.readouterr().out
     assert "configuration: equal" in shown
-    assert "metrics: 2 records, equal bit for bit but for the wall clock" in shown
+    assert "metrics: 2 records, bitwise equal except for wall-clock times" in shown
 
 
 def test_every_kind_of_difference_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_every_kind_of_difference_is_shown(tmp_path: Path, capsys: pytest.Captur
         " → absent\n",
         "  math.examples: 4 → 5\n",
         "  math.xxh3: ab → cd\n",
-        "  the first record that differs: step 1 of the orchestrator\n",
+        "  first record that differs: step 1 of the orchestrator\n",
         "  last step of the orchestrator: 1 → 2\n",
         "  orchestrator, step 1: reward/mean: 0.5 → 0.625  (+0.125)\n",
     ):

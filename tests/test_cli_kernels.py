@@ -1,4 +1,4 @@
-"""The closing summary says which kernels the trainer had, whatever `auto` chose."""
+"""The closing summary names the trainer's kernels, also if `auto` chose them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlx.paths import write_text
 
 def test_the_summary_says_which_kernels_trained(tmp_path: Path):
     console = Console(tmp_path, config("cpu"))
-    assert "kernels" not in console.summary(1), "the trainer did not come so far"
+    assert "kernels" not in console.summary(1), "the trainer did not get that far"
     write_text(console.paths.kernels, '{"logprob": "triton", "layers": "rope, rms_norm of qwen3; 11 modules"}')
     assert "  kernels   log-probabilities by triton · Liger's layer kernels rope, rms_norm of qwen3; 11 modules\n" in console.summary(0)
-    write_text(console.paths.kernels, '{"logprob": "torch", "layers": "off", "warning": "sequences are clipped by rounding alone"}')
-    assert "  warning   sequences are clipped by rounding alone\n" in console.summary(0)
+    write_text(console.paths.kernels, '{"logprob": "torch", "layers": "off", "warning": "rounding alone clips sequences"}')
+    assert "  warning   rounding alone clips sequences\n" in console.summary(0)

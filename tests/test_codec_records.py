@@ -1,4 +1,4 @@
-"""Records as bytes and back: every kind of field, errors that name the field, and files that are cut, damaged, foreign or newer."""
+"""Records as bytes and back: every kind of field, errors that name the field, and cut, damaged, foreign or newer files."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_arrays_are_writable_views_of_the_one_buffer() -> None:
         assert one.values.flags.writeable
     before = bytes(content)
     back.many[0].values[:] = 123.0
-    assert sum(a != b for a, b in zip(before, content, strict=True)) > 0, "it is the buffer's own memory"
-    assert not decode(before, Outer).many[0].values.flags.writeable, "bytes cannot be written to"
+    assert sum(a != b for a, b in zip(before, content, strict=True)) > 0, "arrays must share the buffer's memory"
+    assert not decode(before, Outer).many[0].values.flags.writeable, "arrays on bytes must be read-only"
 
 
 def test_every_array_begins_at_a_multiple_of_64_bytes() -> None:
@@ -142,7 +142,7 @@ def test_every_array_begins_at_a_multiple_of_64_bytes() -> None:
 @pytest.mark.parametrize("values", [[0.0, -0.0], [math.nan, math.inf], [1.0, 1.0]])
 def test_arrays_of_few_runs_take_no_room_and_come_back_bit_for_bit(values: list[float]) -> None:
     long = np.repeat(np.array(values, np.float32), [70_000, 30_000])
-    long.view(np.uint32)[5:9] = 0x7FC00001  # another NaN
+    long.view(np.uint32)[5:9] = 0x7FC00001  # a NaN with other bits
     record = outer(many=(inner(), Inner(name="long", values=long), inner()))
     content = b"".join(encode(record))
     assert len(content) < 10_000
@@ -165,8 +165,8 @@ def test_arrays_of_few_runs_take_no_room_and_come_back_bit_for_bit(values: list[
         ({"nested": ((), (inner(), dataclasses.replace(inner(), name=3)))}, "nested[1][1].name: int 3 is no str"),
         ({"many": (inner(), Inner(name="x", values=np.zeros(2)))}, "many[1].values: an array of float64 [2] is no array of float32 [n]"),
         ({"many": (inner(), inner(), dataclasses.replace(inner(), maybe=[1]))}, "many[2].maybe: list [1] is no array of int32 [n]"),
-        ({"plain": {"a": [1, {"b": (2, {3})}]}}, "plain['a'][1]['b'][1]: set {3} cannot be kept"),
-        ({"rows": ({}, {"image": object})}, "rows[1]['image']: type <class 'object'> cannot be kept"),
+        ({"plain": {"a": [1, {"b": (2, {3})}]}}, "plain['a'][1]['b'][1]: set {3} cannot be stored"),
+        ({"rows": ({}, {"image": object})}, "rows[1]['image']: type <class 'object'> cannot be stored"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_an_error_that_names_the_field(change: dict[str, Any], message: str) -> None:
@@ -190,7 +190,7 @@ def test_an_annotation_that_the_codec_does_not_know_is_an_error_at_once() -> Non
 def test_cut_damaged_and_foreign_bytes_are_refused() -> None:
     content = b"".join(encode(outer()))
     for cut in (b"", content[:20], content[:100], content[:-1]):
-        with pytest.raises(CodecError, match=r"(bytes are no tests\.Outer/3|bytes came): the file was cut short"):
+        with pytest.raises(CodecError, match=r"(bytes are no tests\.Outer/3|bytes were read): the file was cut short"):
             decode(cut, Outer)
     with pytest.raises(CodecError, match="something was appended to it"):
         decode(content + b"\0", Outer)
@@ -201,13 +201,13 @@ def test_cut_damaged_and_foreign_bytes_are_refused() -> None:
             decode(damaged, Outer)
     with pytest.raises(CodecError, match=r"begins with b'RLXREC', not b'XLXREC': this is no tests\.Outer/3"):
         decode(b"X" + content[1:], Outer)
-    with pytest.raises(CodecError, match=r"this has layout b'02', and this rlx reads b'01': another version of rlx wrote it"):
+    with pytest.raises(CodecError, match=r"this has layout b'02', but this rlx reads b'01': another version of rlx wrote it"):
         decode(content[:6] + b"02" + content[8:], Outer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
-    """`Inner` in another program: another name of the class, one field more, which has a default."""
+    """`Inner` in another program: with another class name and one more field, which has a default."""
 
     SCHEMA: ClassVar[str] = "tests.Inner/1"
     name: str
@@ -233,14 +233,14 @@ def test_the_schemas_name_decides_and_not_the_class() -> None:
     content = bytearray(b"".join(encode(Original(name="x", values=inner().values))))
     back = decode(content, Renamed)
     assert (back.name, back.maybe, back.later) == ("x", None, (7,))
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, written by an earlier rlx, and this one reads tests\.Inner/2"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, written by an earlier rlx, but this one reads tests\.Inner/2"):
         decode(content, Newer)
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/2, written by a newer rlx, and this one reads tests\.Inner/1"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/2, written by a newer rlx, but this one reads tests\.Inner/1"):
         decode(b"".join(encode(Newer(name="x"))), Original)
-    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, and a tests\.Outer/3 was asked for"):
+    with pytest.raises(CodecError, match=r"this is a tests\.Inner/1, but a tests\.Outer/3 was requested"):
         decode(content, Outer)
     more = b"".join(encode(Renamed(name="x", values=inner().values)))
-    with pytest.raises(CodecError, match=r"fields of this tests\.Inner/1 are not those that this rlx knows: 'later'; another version"):
+    with pytest.raises(CodecError, match=r"this rlx does not know the fields of this tests\.Inner/1: 'later'; another version"):
         decode(more, Original)
 
 

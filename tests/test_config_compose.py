@@ -28,7 +28,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A configuration directory of a user's own."""
+    """A user's own configuration directory."""
     write(tmp_path / "env" / "riddles.yaml", "# @package envs.riddles\nid: rlx-math\nargs: {level: 2}\n")
     write(
         tmp_path / "experiment" / "first.yaml",
@@ -130,7 +130,7 @@ def test_keys_of_open_nodes_are_added_and_removed_without_ceremony():
         (2, True, "gpu2", "2 GPUs visible, chose gpu2"),
         (3, True, "gpu2", "3 GPUs visible, chose gpu2, which uses 2"),
         (8, True, "node8", "8 GPUs visible, chose node8"),
-        (1, False, "cpu", "1 GPU visible, but the CPU build of vLLM is installed (extra `gpu` has the other), chose cpu"),
+        (1, False, "cpu", "1 GPU visible, but the CPU build of vLLM is installed (the extra `gpu` installs the GPU build), chose cpu"),
     ],
 )
 def test_auto_hardware_takes_the_layout_that_fits_and_says_so(monkeypatch, gpus: int, has_build: bool, layout: str, text: str):
@@ -159,7 +159,7 @@ def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):
     assert load_run(tmp_path) == first.cfg
     argv = ["--config-dir", str(tmp_path), "--config-name", "config"]
     again = compose(argv, {"RLX_SEED": "9", "RLX_LOSS": "grpo"})
-    assert again.cfg == first.cfg, "variables do not reach into a resolved configuration"
+    assert again.cfg == first.cfg, "variables do not change a resolved configuration"
     assert again.label == "math+reverse_text-tiny-gspo"
     assert compose([*argv, "seed=4", "loss.eps_low=0.1"], {}).cfg.loss["eps_low"] == 0.1
 

@@ -1,4 +1,4 @@
-"""The shipped objectives keep the constants of their papers: a number changed by accident changes what a preset's name means."""
+"""The shipped objectives keep the constants of their papers. A number changed by accident would change what a preset's name means."""
 
 from __future__ import annotations
 

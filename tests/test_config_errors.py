@@ -1,6 +1,6 @@
-"""What a person reads when a configuration cannot run: one file of tests/golden/config_errors/ for each mistake.
+"""The error text for each configuration mistake: one file per mistake in tests/golden/config_errors/.
 
-`UPDATE_GOLDEN=1 pytest tests/test_config_errors.py` writes the files anew; read them before committing.
+`UPDATE_GOLDEN=1 pytest tests/test_config_errors.py` rewrites the files; read them before committing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GOLDEN = Path(__file__).resolve().parent / "golden" / "config_errors"
 
 @dataclass
 class Case:
-    """A command line with a mistake, and what else it takes to make it."""
+    """A command line with a mistake, and the surroundings that the mistake needs."""
 
     argv: str
     environ: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # in the directory my_conf
     gpus: int = 0
-    absent: tuple[str, ...] = ()  # packages taken for not installed
+    absent: tuple[str, ...] = ()  # packages that count as not installed
 
 
 CASES = {
@@ -135,7 +135,7 @@ CASES = {
 
 
 def run(case: Case, monkeypatch, tmp_path: Path) -> str:
-    """The report of a case."""
+    """The error text of a case."""
     for name, text in case.files.items():
         path = tmp_path / "my_conf" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,13 +166,13 @@ def test_mistake_is_explained(name: str, monkeypatch, tmp_path: Path):
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.read_text() == text
-    assert took < 3, "seconds of CPU: a wrong configuration is answered at once"
+    assert took < 3, "seconds of CPU time: a wrong configuration is reported at once"
     assert all(len(problem.splitlines()) <= 4 for problem in report.split("\n\n")), "a few lines each"
 
 
 def test_what_looks_like_those_mistakes_and_is_none_composes():
     for argv in (
-        "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # the run's max_tokens, 12, is nobody's
+        "reward.overlong_cache=13 envs.reverse_text.sampling.max_tokens=20",  # no environment uses the run's max_tokens, 12
         "loss=aipo loss.proximal=recompute loss.correction=mis",
         "loss=gspo loss.proximal=recompute loss.correction=seq_mis",
         "loss=gspo_token loss.proximal=recompute loss.correction=tis",

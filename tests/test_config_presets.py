@@ -1,4 +1,4 @@
-"""Every preset that ships composes, passes the checks, can be built and can be planned."""
+"""Every shipped preset composes, passes the checks, builds and gets a plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_target_can_be_built_and_its_signature_was_read_right(group: str, option
         assert all(value != "???" for value in vars(terms).values())
     built = instantiate(node)
     assert callable(built)
-    assert declared_by(node["_target_"]) == getattr(locate(node["_target_"]), ATTRIBUTE, Declared()), "from source, and from the object"
+    assert declared_by(node["_target_"]) == getattr(locate(node["_target_"]), ATTRIBUTE, Declared()), (
+        "read from the source, and from the object"
+    )
     real = inspect.signature(locate(node["_target_"]))
     read = signature_of(node["_target_"])
     assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
@@ -81,7 +83,7 @@ def test_a_value_that_a_constructor_refuses_is_found_before_anything_starts(tmp_
     (tmp_path / "optim" / "own.yaml").write_text(own)
     assert main(["train", *argv]) == 2
     said = capsys.readouterr().err
-    assert "`optim` cannot be made by torch.optim.SGD: ValueError: Nesterov momentum" in said
+    assert "torch.optim.SGD cannot build `optim`: ValueError: Nesterov momentum" in said
     assert not (tmp_path / "run").exists()
     assert main(["train", *argv[:2], "-m", "seed=1,2", f"run.dir={tmp_path / 'sweep'}"]) == 2
     assert not (tmp_path / "sweep").exists()

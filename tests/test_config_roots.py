@@ -1,4 +1,4 @@
-"""A root is all that a command adds to be configured like `train`: shown with one that only this file has, an evaluation's."""
+"""A command needs only a root to be configured like `train`. These tests add one, for an evaluation command."""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlx.config.schema import Config, EnvConfig, InferenceConfig, ModelConfig, R
 
 @dataclass
 class ProbeConfig:
-    """Sections of the schema and a key of its own; no trainer, no loss, no length of samples."""
+    """Some sections of the schema and one key of its own, without trainer, loss and sample length."""
 
     rollouts: int = key(MISSING, "rollouts of each example", low=1)
     seed: int = key(0, "seed of sampling")
@@ -50,7 +50,7 @@ rollouts: 4
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the root's primary file, registered as a command's would be."""
+    """A directory with the root's primary file; the root is registered as a command's root would be."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "probe.yaml").write_text(PRIMARY)
     monkeypatch.setattr(roots, "ROOTS", (TRAIN, PROBE))
@@ -87,7 +87,7 @@ def test_all_mistakes_of_a_command_line_are_found_by_the_roots_own_schema(conf: 
         "unknown key `model.nme` (command line). Did you mean `model.name`",
     ):
         assert part in text, text
-    with pytest.raises(ConfigError, match=r"`loss=gspo`: there is no group loss here. It is a key of `rlx train`"):
+    with pytest.raises(ConfigError, match=r"`loss=gspo`: this command has no group loss. It is a key of `rlx train`"):
         compose(["loss=gspo"], {"RLX_CONFIG_DIR": str(conf)}, PROBE)
 
 
@@ -96,7 +96,7 @@ def test_rules_between_keys_that_the_root_has_hold_and_others_are_skipped(conf: 
     with pytest.raises(ConfigError) as caught:
         compose(["inference.vllm.seed=3", "inference.max_model_len=100000", "sampling.min_tokens=50"], environ, PROBE)
     assert len(caught.value.problems) == 3
-    assert "the model cannot attend that far: inference.max_model_len=100000" in str(caught.value)
+    assert "the engine's context is longer than the model's: inference.max_model_len=100000" in str(caught.value)
     skipped = {function.__name__ for keys, function in RULES if not applies(keys, ProbeConfig)}
     assert {"whole_groups", "room_for_prompt", "reference", "slurm_cluster"} <= skipped
 
@@ -116,7 +116,7 @@ def test_a_page_of_the_keys_can_be_written_for_any_root():
 
 
 class Watched:
-    """A configuration that has the keys a rule names, and says which others it is asked for."""
+    """A configuration that allows a rule only the keys that it names. Reading another key fails."""
 
     def __init__(self, cfg: Any, keys: tuple[str, ...], prefix: str = "") -> None:
         self._cfg, self._keys, self._prefix = cfg, keys, prefix

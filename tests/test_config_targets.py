@@ -1,4 +1,4 @@
-"""Open nodes: what they build, what their signature says, and that no value of any key ends in a traceback."""
+"""Open nodes: what they build and what their signature shows. Also: no value of any key ends in a traceback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ made = functools.partial(loss, eps=0.4)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch) -> str:
-    """A module of a user's own."""
+    """A user's own module."""
     (tmp_path / "acme_loss.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "acme_loss"
@@ -91,7 +91,7 @@ def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str
         "unknown keys loss.eps_high=0.2",
         "loss takes scale=null, eps=0.2",
         "`loss.eps` must be a number",
-        "`loss.names` must be a text",
+        "`loss.names` must be a string",
     ):
         assert part in str(caught.value)
     assert compose([f"loss._target_={module}.any_keys", "loss.whatever=1"], {}).cfg.loss["whatever"] == 1
@@ -105,7 +105,7 @@ def test_a_users_module_that_fails_to_import_is_a_problem_of_the_configuration(t
 
 
 DECLARING = """
-import torch  # as a module of per-token tensors does
+import torch  # as a module for per-token tensors does
 from rlx.config.declared import declares
 
 @declares(uses_ratio=False, own_sign="pull", against_engine=True, needs_teacher=NEEDS, ranges={"pull": "at least 0"})
@@ -121,7 +121,7 @@ OWN = ["--config-dir", "my_conf", "loss=own", "advantage=spread"]
 
 @pytest.fixture
 def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An objective and an advantage of a user's own that say something about themselves: one file, a YAML each."""
+    """A user's own objective and advantage that declare facts about themselves, in one module, with a YAML file each."""
     module = tmp_path / "acme_declared.py"
     module.write_text(DECLARING.replace("NEEDS", "False"))
     for name, text in {
@@ -140,11 +140,11 @@ def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("loss.dual_clip=3 loss.pull=0.1", "own with loss.pull=0.1 (command line) does not go by the sign"),
+        ("loss.dual_clip=3 loss.pull=0.1", "own with loss.pull=0.1 (command line) does not follow the sign"),
         ("loss.pull=-1", "`loss.pull` must be at least 0: loss.pull=-1"),
-        ("loss.proximal=recompute loss.correction=tis", "the weight of own is against the engine already"),
+        ("loss.proximal=recompute loss.correction=tis", "own already weighs tokens by their ratio to the engine"),
         ("orchestrator.rollouts_per_example=1 orchestrator.batch_size=32", "the advantage spread compares the rollouts of a group"),
-        ("reward.soft_overlong=true", "the advantage spread takes no reward below 0"),
+        ("reward.soft_overlong=true", "the advantage spread needs rewards of at least 0"),
         ("advantage.ddof=8", "the std of 8 rewards divides by 8 - ddof"),
         ("loss.dual_clip=3 sampling.top_p=0.9", None),
     ],
@@ -160,12 +160,12 @@ def test_the_rules_know_a_users_own_objective_by_what_it_declares(declaring: Pat
 
 def test_a_users_own_objective_that_needs_a_teacher_is_refused_without_one(declaring: Path):
     declaring.write_text(DECLARING.replace("NEEDS", "True"))
-    with pytest.raises(ConfigError, match="the objective own learns from a teacher, and none is named"):
+    with pytest.raises(ConfigError, match=r"the objective own learns from a teacher, but ref\.name is null"):
         compose(OWN, {})
 
 
 def test_a_declaration_that_cannot_be_is_explained(declaring: Path):
-    for wrong, message in (("uses_rato=False", "what can be declared: uses_ratio,"), ("std_over='all'", "it must be group or batch")):
+    for wrong, message in (("uses_rato=False", "the known facts are: uses_ratio,"), ("std_over='all'", "it must be group or batch")):
         declaring.write_text(f"from rlx.config.declared import declares\n@declares({wrong})\ndef own(tokens): ...\n")
         with pytest.raises(ConfigError, match=f"acme_declared cannot be imported: (Type|Value)Error: .*{message}"):
             compose(["loss._target_=acme_declared.own", "~loss.eps_low", "~loss.eps_high"], {})

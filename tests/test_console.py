@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live panel, the plain lines, the closing summary. From the files of a run that is made up."""
+"""The display of a run: the live panel, the plain lines, the closing summary. With the files of a made-up run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "r
 
 
 def add_step(run: Path, step: int, at: float, **more: float) -> None:
-    """One step's records: two steps a second, a reward that grows."""
+    """Append one step's records: two steps per second, and a growing reward."""
     orchestrator = {
         "reward/mean": 0.1 * (step + 1),
         "perf/inference_tokens_per_second": 4200.0,
@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def rendered(console: Console) -> str:
-    """The live panel as a terminal of 100 columns shows it."""
+    """The live panel as text in a terminal of 100 columns."""
     terminal = rich.console.Console(file=io.StringIO(), width=100, record=True)
     terminal.print(console._panel())
     return terminal.export_text()
@@ -113,7 +113,7 @@ def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
     text = rendered(console)
     assert "my-run" in text
     assert "inference_0" in text
-    assert "loading [bold]model[/]" in text, "a role's words are no markup"
+    assert "loading [bold]model[/]" in text, "a role's text is not read as markup"
     assert "0:07" in text
     assert "trainer" not in text
     assert "orchestrator" not in text
@@ -213,7 +213,7 @@ def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_wha
     another = next_commands(finished(run, *given))[0]
     arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
     assert arguments == ["env=[math,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
-    assert "'env=[math,reverse_text]'" in another, "the shell would take the brackets for a pattern"
+    assert "'env=[math,reverse_text]'" in another, "the shell would read the brackets as a pattern"
 
 
 @pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
@@ -239,7 +239,7 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
     assert (option, name, command, path) == ("-m", "rlx.cli", "show", str(console.paths.root))
     assert main([command, path]) == 0
     assert main([command, path, "step=7"]) == 2
-    assert "it has those of 1 … 1" in capsys.readouterr().err
+    assert "only of steps 1 … 1" in capsys.readouterr().err
     assert main([command, path + ".absent"]) == 2
     assert "there is no directory" in capsys.readouterr().err
 
@@ -292,7 +292,7 @@ def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
 
 
 def test_an_attempt_that_goes_on_shows_nothing_of_the_one_before_it(run, capsys):
-    """As after a requeue: the same console, the run back at a checkpoint, its roles starting."""
+    """As after a requeue: the same console, the run back at a checkpoint, and its roles starting."""
     paths = RunPaths(run)
     trainer, orchestrator = (MetricsWriter(paths.metrics, source) for source in ("trainer", "orchestrator"))
     for step in range(6):
@@ -321,4 +321,4 @@ def test_an_attempt_that_goes_on_shows_nothing_of_the_one_before_it(run, capsys)
     console.update()
     said = capsys.readouterr().out
     assert "step 5/8   reward 0.250" in said
-    assert "steps/s" not in said, "the pace is not over the pause between the attempts"
+    assert "steps/s" not in said, "the pace must not include the pause between the attempts"

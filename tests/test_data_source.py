@@ -1,4 +1,4 @@
-"""The four sources of batches: what each gives, what waiting looks like, and that several ranks get the same from one reader."""
+"""The four sources of batches: what each gives, how it waits, and that several ranks get the same batch from one reader."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_source_waits_for_its_own_step_and_deletes_it_when_done(tmp_path: Pa
     batch = source.receive(3, lambda: ticks.append(time.monotonic()))
     later.join()
     assert same(batch, batch_of(3))
-    assert batch.mini_batches[0][0].advantages.flags.writeable, "torch takes the arrays as they are"
+    assert batch.mini_batches[0][0].advantages.flags.writeable, "torch must be able to use the arrays without a copy"
     assert ticks, "the heartbeat was not called while waiting"
     assert sorted(p.name for p in paths.batches.iterdir()) == ["step_000003.batch", "step_000004.batch"]
     source.done(3)
@@ -67,7 +67,7 @@ def test_a_damaged_batch_says_which_file_it_is(tmp_path: Path) -> None:
     file = paths.batch_of(0)
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(
-        CodecError, match=r"step_000000\.batch: a rlx\.StepBatch/1 of \d+ bytes was written, and \d+ bytes came: the file was cut"
+        CodecError, match=r"step_000000\.batch: a rlx\.StepBatch/1 of \d+ bytes was written, but \d+ bytes were read: the file was cut"
     ):
         OrchestratorSource(paths, ALONE, timeout=1).receive(0, nothing)
 
@@ -76,7 +76,7 @@ def test_a_recorded_batch_is_the_one_that_was_sent(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     record_batch(paths.recorded_of(2), batch_of(2))
     source = RecordedSource(paths, ALONE)
-    for _ in range(2):  # and stays
+    for _ in range(2):  # a recording stays
         assert same(source.receive(2, nothing), batch_of(2))
         source.done(2)
     with pytest.raises(FileNotFoundError, match=r"step_000001\.batch\.zst"):
@@ -107,7 +107,7 @@ def test_a_recording_can_be_split_into_other_mini_batches_of_whole_groups(tmp_pa
 
 @dataclass
 class Rank:
-    """One of two ranks, as a thread of this process: a mesh that broadcasts through queues."""
+    """One of two ranks, run as a thread: a mesh that broadcasts through queues."""
 
     first: bool
     line: queue.Queue[bytes]
@@ -124,7 +124,7 @@ class Rank:
 
 
 def on_two_ranks(receive: Any) -> list[Any]:
-    """What `receive(rank)` returns or raises on either."""
+    """The result or exception of `receive(rank)` on both ranks."""
     line: queue.Queue[bytes] = queue.Queue()
     found: list[Any] = [None, None]
 
@@ -183,7 +183,7 @@ def test_a_supervised_source_gives_the_same_batch_for_a_step_in_any_order() -> N
     order = shuffled_batches(len(samples), 6, seed=1)
     for batch in in_order:
         (mini_batch,) = batch.mini_batches
-        assert [s.group for s in mini_batch] == list(range(6)), "every example is a rollout of its own, also one that comes twice"
+        assert [s.group for s in mini_batch] == list(range(6)), "every example is its own group, even if it comes twice"
         assert same([s.token_ids for s in mini_batch], [samples[i].token_ids for i in next(order)])
 
 
@@ -197,7 +197,7 @@ def test_a_fake_source_has_the_lengths_that_were_asked_for_and_follows_its_seed(
         assert s.versions.tolist() == [-1] * 4 + [5] * 6
         assert s.token_ids.max() < 9
         assert len(set(s.advantages[s.loss_mask])) == 1
-    assert same(samples[0].token_ids[:4], samples[1].token_ids[:4]), "the rollouts of a group have one prompt"
+    assert same(samples[0].token_ids[:4], samples[1].token_ids[:4]), "the rollouts of a group share one prompt"
     assert not same(samples[0].token_ids[4:], samples[1].token_ids[4:])
     assert same(FakeSource(**fixed).receive(5), source.receive(5))
     assert not same(FakeSource(**fixed, seed=1).receive(5), source.receive(5))

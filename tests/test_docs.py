@@ -1,4 +1,4 @@
-"""Pages that are generated from the code say what the code says."""
+"""The pages in docs/ agree with the code."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     total, _ = Objective(instantiate(loss), terms)(tokens, 2, 2)
     total.backward()
     assert tokens.logp.grad is not None
-    assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient of what was bad: loss.leak=0.5"
+    assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient where the advantage is negative: loss.leak=0.5"
     with pytest.raises(ConfigError, match=r"leaky takes leak=0\.25"):
         compose([*arguments.split(), "loss.lek=1"], {})
     with pytest.raises(ConfigError, match=r"`loss\.leak` must be at least 0"):
         compose([*arguments.split(), "loss.leak=-1"], {})
-    compose([*arguments.split(), "sampling.top_p=0.9"], {})  # it uses no ratio that truncated sampling would bias
+    compose([*arguments.split(), "sampling.top_p=0.9"], {})  # the objective uses no ratio that truncated sampling would bias
 
 
 def test_links_between_the_pages_lead_somewhere():

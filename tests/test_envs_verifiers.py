@@ -1,4 +1,4 @@
-"""Classic verifiers environments, shipped and foreign, played by a stand-in policy."""
+"""Classic verifiers environments, rlx's own and others, played by a stand-in policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def play_many(env: Any, generator: Any, count: int) -> list[Rollout]:
 
 
 class Scripted(StandIn):
-    """Answers with the given texts, one a request; `tokens` overrides the ids."""
+    """Answers each request with the next of the given texts. `tokens` overrides the ids."""
 
     def __init__(self, *texts: str, tokens: list[int] | None = None) -> None:
         super().__init__(tiny_chat(), error=0.0)
@@ -164,7 +164,7 @@ def test_reasoning_gym_environments_of_verifiers_run_and_score() -> None:
 
 
 class ByMember:
-    """Each member of a group answers with its text; `fail` is a member whose request fails."""
+    """Each member of a group answers with its own text. The request of member `fail` fails."""
 
     def __init__(self, *texts: str, fail: int | None = None) -> None:
         self.members, self.fail = [Scripted(text) for text in texts], fail
@@ -274,7 +274,7 @@ def test_concurrent_episodes_do_not_mix_their_tokens() -> None:
 
 
 def comparable(state: Any) -> dict[str, Any]:
-    """A finished state without what differs from episode to episode: clients, ids, clock."""
+    """A finished state without the parts that differ between episodes: clients, ids, times."""
     kept = {
         k: v for k, v in state.items() if k not in ("client", "trajectory_id", "timing", "usage_tracker", "usage", "trajectory", "error")
     }

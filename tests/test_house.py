@@ -1,4 +1,7 @@
-"""The house's floors: who may import whom, which library belongs to which room, how long a file may be. See docs/architecture.md."""
+"""The rules of the code base: which room may import which, which library belongs to which room, how long a file may be.
+
+See docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ FLOORS = {
 }
 WITHOUT_TORCH = ("config", "plan", "runs", "launch", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
-ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # who is which rank, and every collective, is the mesh's to say
+ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
-OPTIONAL = {  # libraries that these files import where they are installed
+OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/kernels/rows_triton.py": "triton",
     "rlx/kernels/logprob.py": "triton",
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",
-    "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording, which only a run with an orchestrator writes
+    "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
-ORDER = ("rollout", "envs", "policy", "inference")  # on their floor: each may import those behind it
-HOME_OF = {  # library -> rooms, or rooms in a room, that may import it
+ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it
+HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "vllm": ("inference/server",),
     "openai": ("policy",),
     "verifiers": ("envs",),
@@ -49,8 +52,8 @@ LONGEST = 420
 BY_NAME = {
     "httptools": "rlx/inference/server/app.py",
     "websockets": "rlx/inference/server/app.py",
-}  # packages that a file names to a library
-FOR_OTHERS = {"math-verify"}  # declared for verifiers, whose rubric for mathematics imports it
+}  # packages that a file does not import, but names to a library
+FOR_OTHERS = {"math-verify"}  # declared because the mathematics rubric of verifiers imports it
 FILES = sorted((ROOT / "rlx").rglob("*.py"))
 
 
@@ -60,7 +63,7 @@ def room_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Every module that a file imports, also inside functions; not what only a type checker reads."""
+    """Every module that a file imports, also inside functions, but not under TYPE_CHECKING."""
     package = ("rlx", *path.relative_to(ROOT / "rlx").parts[:-1])
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
@@ -184,7 +187,7 @@ def test_every_module_says_what_it_is():
 
 
 def declared_packages(*, extras: bool = False) -> set[str]:
-    """Distributions that pyproject.toml names, as they are normalized."""
+    """Distributions that pyproject.toml names, with normalized names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra if extras)]
     return {re.split(r"[<>=~! ]", line)[0].lower().replace("_", "-") for line in lines}
@@ -217,5 +220,5 @@ def test_every_room_is_in_the_package():
 
 
 def test_nothing_is_pickled():
-    """A renamed class must not break a file, and a file must not run code: records go through `rlx.codec`."""
+    """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code."""
     assert [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))] == []

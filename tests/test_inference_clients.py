@@ -1,4 +1,4 @@
-"""Sampler and fleet against small HTTP servers that keep the protocol and fail on demand."""
+"""Sampler and fleet against small HTTP servers that follow the protocol and fail on demand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLING = {"max_tokens": 3}
 
 
 class Stand:
-    """A server that answers every prompt with its reverse, under the version it was told."""
+    """A server that answers every prompt with its reverse, as the version that it was updated to."""
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
@@ -66,7 +66,7 @@ class Stand:
     async def __aexit__(self, *exception: object) -> None:
         assert self.runner is not None
         for transport in self.transports:
-            transport.abort()  # as a killed process does
+            transport.abort()  # like a killed process
         self.transports.clear()
         await self.runner.cleanup()
 
@@ -134,7 +134,7 @@ class Stand:
 
 
 def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) -> None:
-    """Run a scene with servers that are up, and a client of all of them."""
+    """Run a scene with running servers and a client of all of them."""
 
     async def whole() -> None:
         for stand in stands:
@@ -297,7 +297,7 @@ def test_no_server_at_all_is_refused():
 
 def test_requests_of_one_moment_share_a_message_and_one_connection():
     async def scene(client: Servers, stand: Stand) -> None:
-        await client.generate([1], SAMPLING, "a")  # the connection is there
+        await client.generate([1], SAMPLING, "a")  # opens the connection
         turns = await asyncio.gather(*[client.generate([n, n + 1], SAMPLING, "a") for n in range(64)])
         assert [turn.completion_ids.tolist() for turn in turns] == [[n + 1, n] for n in range(64)]
         assert (stand.messages, len(stand.transports)) == (2, 1)
@@ -308,14 +308,14 @@ def test_requests_of_one_moment_share_a_message_and_one_connection():
 def test_a_wrong_key_is_said_at_once():
     async def whole() -> None:
         async with Stand() as stand, Servers([Endpoint(stand.endpoint.url, "guess")], request_timeout=10) as client:
-            with pytest.raises(RequestRefused, match="is the key right"):
+            with pytest.raises(RequestRefused, match="check the API key"):
                 await client.generate([1], SAMPLING, "a")
 
     asyncio.run(whole())
 
 
 def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itself(tmp_path: Path):
-    """It has nothing but endpoint files. The server comes back with version 0, at another address; no token of that version is taken."""
+    """It has only endpoint files. The server restarts with version 0 at another address. The sampler accepts no token of version 0."""
 
     async def whole() -> None:
         file = tmp_path / "inference_0.json"
@@ -344,7 +344,7 @@ def test_a_sampler_whose_server_nobody_brings_up_to_date_says_so_in_bounded_time
         async with Stand() as stand, Sampler([stand.endpoint], request_timeout=10, restart_timeout=0.5) as elsewhere:
             elsewhere.version = 2
             started = time.monotonic()
-            with pytest.raises(StaleServer, match="older version than 2, and nobody brought it up to date"):
+            with pytest.raises(StaleServer, match="older version than 2 and was not updated"):
                 await elsewhere.generate([1], SAMPLING, "a")
             assert 0.4 < time.monotonic() - started < 3
             assert stand.served == []
@@ -357,7 +357,7 @@ def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pyte
         await client.update(Path("weights"), 2)
         stand.version, stand.refuse = 0, "no such folder"
         await asyncio.sleep(0.5)
-        assert [record.getMessage().count("no such folder") for record in caplog.records].count(1) == 1, "said once"
+        assert [record.getMessage().count("no such folder") for record in caplog.records].count(1) == 1, "logged once"
         stand.refuse = None
         await asyncio.sleep(0.3)
         assert stand.version == 2

@@ -1,4 +1,4 @@
-"""What the engine's face does when a request ends badly, on vLLM's classes with a core that samples nothing."""
+"""How `PolicyEngine` and `PolicyApp` handle requests that fail: vLLM's classes around a core that samples nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 
 def engine_with(add_request: Any) -> Any:
-    """A `PolicyEngine` whose core takes requests by `add_request(core, request)`."""
+    """A `PolicyEngine` whose core calls `add_request(core, request)` for each request."""
     from rlx.inference.server.core import InProcessCore
     from rlx.inference.server.engine import PolicyEngine
 
@@ -83,7 +83,7 @@ def test_an_error_of_the_engine_is_no_answer_of_the_model() -> None:
         core._take(EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)]))
 
     async def main() -> None:
-        with pytest.raises(RequestFailed, match="gave request r up after 0 tokens"):
+        with pytest.raises(RequestFailed, match="failed request r after 0 tokens"):
             await engine_with(failing).generate(asked())
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What the inference room decides from files and configuration alone: weights that fit, addresses, engine arguments."""
+"""The parts of `rlx.inference` that need only files and the configuration: checks of weights, addresses, engine arguments."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_the_same_weights_under_other_names_beside_the_model_are_not_part_of_it(
     files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert tensor_shapes(tmp_path).keys() == {"a", "b"}
-    assert [name for name, _ in tensors(tmp_path)] == ["a", "b"], "what the engine loads"
+    assert [name for name, _ in tensors(tmp_path)] == ["a", "b"], "the engine loads these tensors"
     index.unlink()
     assert tensor_shapes(tmp_path).keys() == {"a", "b", "c"}
     index.write_text(json.dumps({"weight_map": files | {"d": "gone.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"not there: gone\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"missing files: gone\.safetensors"):
         tensor_shapes(tmp_path)
     index.write_text('{"weight_map": []}')
-    with pytest.raises(ValueError, match="no index of weights"):
+    with pytest.raises(ValueError, match="not an index of weights"):
         tensor_shapes(tmp_path)
     put("model.safetensors", "e")
     assert tensor_shapes(tmp_path).keys() == {"e"}
@@ -74,7 +74,7 @@ def test_the_same_weights_under_other_names_beside_the_model_are_not_part_of_it(
 @pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", b"\x05" + b"\0" * 7 + b"{nope"])
 def test_what_is_no_safetensors_file_is_said_so(tmp_path: Path, content: bytes):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         tensor_shapes(tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_on_gpu_the_engines_process_is_spawned_and_has_as_long_to_start_as_the_r
     gpu, cpu = config("cuda", startup_timeout=1234.5), config("cpu")
     assert environment(gpu, {})["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment(gpu, {})["VLLM_ENGINE_READY_TIMEOUT_S"] == "1235"
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in environment(cpu, {}), "set to fork later, behind vLLM's own choice"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in environment(cpu, {}), "`PolicyEngine.start` sets it to fork after vLLM's own choice"
     assert "VLLM_ENGINE_READY_TIMEOUT_S" not in environment(gpu, {"VLLM_ENGINE_READY_TIMEOUT_S": "60"})
 
 

@@ -1,4 +1,4 @@
-"""Heads that are more than a tied matrix, on real vLLM on CPU: stored a second time, untied by their files, and those of 16-bit models."""
+"""Unusual heads on real vLLM on CPU: a tied head stored a second time, a head untied by its files, and heads of 16-bit models."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda 
 
 
 def store_head(run: Run, head: torch.Tensor) -> None:
-    """Store a head beside the embedding that the model's configuration says is tied to it, as some hub files do."""
+    """Store a head beside the embedding although the configuration ties them, as some hub files do."""
     file = run.paths.root / "model" / "model.safetensors"
     save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
 
 
 def scoring(hf: Any) -> Any:
-    """The trainer's model, able to score a plain sequence."""
+    """The trainer's model, with a method that scores a plain sequence."""
     hf.set_attn_implementation("eager")
     return hf.eval()
 
 
 def trained_version(run: Run, version: int) -> Path:
-    """What our trainer writes for this model after a change of all its weights."""
+    """Change all weights of the model and write it as the trainer does."""
     policy = load_policy(str(run.paths.root / "model"), mesh=ALONE, dtype="float32")
     with torch.no_grad():
         for parameter in policy.hf.parameters():
@@ -61,7 +61,7 @@ async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn
 @pytest.mark.parametrize("program", [None, SEPARATE], ids=["in a thread", "in a process"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_path: Path, equal: bool, program: str | None) -> None:
-    """Equal: trainer and engine tie it. Different: both untie it, and both take the stored head, from version 0 on."""
+    """Equal: trainer and engine tie the head. Different: both untie it and use the stored head, from version 0 on."""
     run = Run(tmp_path, tied=True)
     embedding = run.models[0].get_input_embeddings().weight.detach()
     store_head(run, embedding.clone() if equal else embedding.flip(0).contiguous())
@@ -78,7 +78,7 @@ def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_pa
 
 @torch.no_grad()
 def leave_only_the_head(run: Run, version: int) -> Path:
-    """Let the layers of a version add nothing: what is left of 16 bit is the head. Their rounding depends on the order of sums."""
+    """Make the layers of a version add nothing, because their rounding depends on the order of sums. Then only the head rounds."""
     folder = run.version(version) if version else run.paths.root / "model"
     model = run.models[version]
     for layer in model.model.layers:
@@ -91,8 +91,8 @@ def leave_only_the_head(run: Run, version: int) -> Path:
 
 
 def mismatch(root: Path, vllm: dict) -> tuple[float, float]:
-    """Mean |log-probability by a bf16 engine − by bf16 layers with a float32 head|, before and after an update; the attested share is 1."""
-    run = Run(root, tied=False, dtype="bfloat16", vllm=vllm)  # tied, the head of such a model repeats the last token
+    """Mean |log-probability of a bf16 engine − of bf16 layers with a float32 head|, before and after an update. All is attested."""
+    run = Run(root, tied=False, dtype="bfloat16", vllm=vllm)  # with a tied head such a model repeats the last token
     leave_only_the_head(run, 0)
     folder = leave_only_the_head(run, 1)
     run.start()

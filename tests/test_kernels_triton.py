@@ -1,4 +1,4 @@
-"""The Triton row kernels without a GPU: right under the interpreter, and compiled for three generations without spilling registers."""
+"""The Triton row kernels without a GPU: correct under the interpreter, and compiled for three GPU generations without register spills."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kernels_on_a_device_are_within_1e_5_of_float64(case):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_bfloat16_on_a_device_is_good_to_its_own_rounding(frozen, with_bias):
-    """Default tiles, of which this has two along the tokens and five along the vocabulary. Not run yet: no device was at hand."""
+    """Default tiles: two along the tokens, five along the vocabulary. Not run yet, because no device was available."""
     n, d, v = 8192 + 100, 256, 20_000
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -97,7 +97,7 @@ def test_kernels_compile_without_spills(capability, options, tmp_path, monkeypat
 
 
 def compile_kernel(kernel: Any, values: dict[str, Any], capability: int, num_warps: int) -> bytes:
-    """The machine code. `values` has a type for every argument that is given at run time, and the value of every other."""
+    """The compiled kernel's machine code. `values` has a type for each run-time argument and a value for each constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -113,7 +113,7 @@ def compile_kernel(kernel: Any, values: dict[str, Any], capability: int, num_war
 
 
 def build_a_module(folder: Path) -> None:
-    """Triton's own function for its C parts, with an empty cache."""
+    """Call Triton's own function that builds its C parts, with an empty cache."""
     from triton import knobs
     from triton.runtime.build import compile_module_from_src
 
@@ -138,13 +138,13 @@ def test_a_missing_compiler_and_missing_headers_are_named_with_what_to_do(tmp_pa
 
     with monkeypatch.context() as changed:
         changed.setenv("CC", "/nowhere/cc")
-        refused("CC is `/nowhere/cc`, and there is no such program")
+        refused("CC is `/nowhere/cc`, but there is no such program")
         changed.delenv("CC")
         changed.setenv("PATH", str(tmp_path))
         refused("neither gcc nor clang is on PATH; install one")
     with monkeypatch.context() as changed:
         changed.setattr("sysconfig.get_paths", lambda **_: {"include": str(tmp_path)})
-        refused(f"it needs Python's headers, and there is no {tmp_path}/Python.h; install them")
+        refused(f"it needs Python's headers, but there is no {tmp_path}/Python.h; install them")
     with pytest.raises(ValueError, match="RuntimeError: the driver is too old"):
         check_triton(fails_by_the_driver)
 

@@ -1,4 +1,4 @@
-"""A preemption of a local run: the roles are told by a file, leave with a code of their own, and the run says what became of it."""
+"""Preemption of a local run: a file tells the roles, they leave with their own exit code, and the status records the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_wi
 def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()
-    run.until(lambda: len(run.status().processes) == 2)  # what an earlier attempt left of such a file is gone
+    run.until(lambda: len(run.status().processes) == 2)  # by now the supervisor has deleted the file of an earlier attempt
     run.paths.preempt.touch()
     status = run.wait(timeout=10)
     assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)

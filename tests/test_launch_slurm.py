@@ -1,4 +1,4 @@
-"""What is said to SLURM and understood of it, without one: the sbatch script, the rules, waiting jobs, code that has changed."""
+"""Input to SLURM and its output, tested without SLURM: the sbatch script, configuration checks, queued jobs, changed code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`controller(command=output)` puts commands of SLURM into the PATH that answer so."""
+    """`controller(command=output)` puts fake SLURM commands with this output into the PATH."""
 
     def answers(**commands: str) -> None:
         folder = tmp_path / "bin"
@@ -152,7 +152,7 @@ def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
     if now is None:
         pytest.skip("this is no git checkout")
     paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is at {now[:12]} now"
+    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is now at {now[:12]}"
     later = {"source": {**record["source"], "diff": "other.diff"}}
     paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
     (paths.root / "other.diff").write_text("another change")

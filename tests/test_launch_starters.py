@@ -1,4 +1,4 @@
-"""How processes of a plan become steps of a SLURM job, and how trainer ranks on several hosts meet. Without SLURM."""
+"""How processes of a plan become steps of a SLURM job, and how trainer ranks on several hosts find each other. Without SLURM."""
 
 from __future__ import annotations
 

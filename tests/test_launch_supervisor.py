@@ -1,4 +1,4 @@
-"""The real local launch (launcher, submitit, supervisor, reaper) on toy processes: who dies, who is blamed, what is left."""
+"""The real local launch (launcher, submitit, supervisor, reaper) with toy processes: deaths, the blamed process, what survives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
 
 
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
-    # As with vLLM's engine: the request in flight fails at once, the server is gone a moment later.
+    # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
     dying = "import sys, time; print('engine died', flush=True); time.sleep(0.6); sys.exit(1)"
     run = start([toy("inference", dying, service=True), toy("orchestrator", "import sys; sys.exit('request failed')")])
     cause = run.wait().cause
@@ -122,7 +122,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Ca
 
 @pytest.mark.slow
 def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[..., Run]) -> None:
-    # As torchrun's workers: another session, so no signal to the group reaches them.
+    # Like torchrun's workers: they have another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("trainer", nested), toy("orchestrator", FOREVER)])
     run.until(lambda: run.log("trainer").count("working") == 2)
@@ -131,9 +131,10 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
-    # As vLLM's engine, which overwrites its environment with its title: found by its process group.
+    # Like vLLM's engine, which overwrites its environment with its title, so only its process group identifies it.
     nested = f"""
         import os, subprocess, sys
         subprocess.Popen([sys.executable, "-c", {FOREVER!r}], env={{"RLX_TEST_MARK": os.environ["RLX_TEST_MARK"]}})
@@ -170,6 +171,7 @@ def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable
     assert status.cause.role == "launcher"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
@@ -220,6 +222,7 @@ def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.S
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
@@ -231,6 +234,7 @@ def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[...
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -243,6 +247,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], grace=0.5)

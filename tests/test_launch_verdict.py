@@ -1,4 +1,4 @@
-"""What becomes of a run: every case of the supervisor's decision, one line each."""
+"""Every case of the supervisor's decision about a run, one line each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
 from rlx.waiting import LEFT
 
-LATE = {"waited": 10.0}  # seconds after which nothing more is on its way
+LATE = {"waited": 10.0}  # seconds; the verdict no longer waits for more information
 COMPLETED = Verdict(state="completed")
 PREEMPTED = Verdict(state="preempted")
 
 
 def seen(trainer: int | None = None, orchestrator: int | None = None, inference: int | None = None, *, order: str = "") -> View:
-    """A run with these return codes; `order`: initials in the order of their ends, where not all were seen at one look."""
+    """A run with these return codes. `order`: initials of the processes in order of exit; by default one look sees all exits."""
 
     def look(name: str, code: int | None) -> int:
         return 0 if code is None else 1 + (order.index(name[0]) if order else 0)
@@ -35,66 +35,66 @@ def failed(blamed: str, code: int | None, reason: str) -> Verdict:
 
 ONE = failed("trainer", 1, "exit code 1")
 CRASH = "killed by SIGSEGV (a crash in native code)"
-EARLY = "left although it is to serve until the run ends (exit code 0)"
-NOTHING = "no step was begun yet: there is nothing to keep"
+EARLY = "exited early with exit code 0; it must serve until the run ends"
+NOTHING = "no step has begun: there is no progress to save"
 CASES = [
-    # it goes on
+    # the run continues
     ("all run", seen(), {}, GO_ON),
     ("one of two is done", seen(0), {}, GO_ON),
-    ("told, and they work on it", seen(), {"told": True}, GO_ON),
+    ("told, and they write the checkpoint", seen(), {"told": True}, GO_ON),
     ("told, and one has left", seen(orchestrator=LEFT), {"told": True}, GO_ON),
     ("told, and the server has ended: a checkpoint needs none", seen(inference=1), {"told": True}, GO_ON),
-    ("told, and requeued: whatever ends", seen(inference=-9), {"told": True, "comes_back": True}, GO_ON),
-    # it is over
-    ("all are done; services are stopped then", seen(0, 0), {}, COMPLETED),
+    ("told, and requeued: any process may end", seen(inference=-9), {"told": True, "comes_back": True}, GO_ON),
+    # the run ends
+    ("all workers are done", seen(0, 0), {}, COMPLETED),
     ("steps of a job are done: did their node fail?", seen(0, 0), {"remote": True}, SETTLING),
     ("no: no signal came", seen(0, 0), {"remote": True, **LATE}, COMPLETED),
     ("yes: the job is requeued", seen(0, 0), {"remote": True, "waited": 1.0, "sigterm": "preempted"}, PREEMPTED),
     ("the launcher is gone", seen(), {"gone": "submitit"}, failed("launcher", None, "submitit was killed or died")),
-    ("a process is silent", seen(), {"hung": ("trainer", "gave no sign of life")}, failed("trainer", None, "gave no sign of life")),
-    ("but its end tells more than its silence", seen(0, 0), {"hung": ("trainer", "gave no sign of life")}, COMPLETED),
-    # a failure, and whose
-    ("an exit code: was it the server's death?", seen(7), {}, SETTLING),
-    ("it was not", seen(7), LATE, failed("trainer", 7, "exit code 7")),
-    ("it was: the server has died since", seen(inference=2, orchestrator=1, order="oi"), {}, failed("inference_0", 2, "exit code 2")),
-    ("both at one look: the service first", seen(1, inference=1), {}, failed("inference_0", 1, "exit code 1")),
-    ("both at one look: a signal before an exit code", seen(1, -11), {}, failed("orchestrator", -11, CRASH)),
+    ("a process is silent", seen(), {"hung": ("trainer", "sent no heartbeat")}, failed("trainer", None, "sent no heartbeat")),
+    ("silent, but already done", seen(0, 0), {"hung": ("trainer", "sent no heartbeat")}, COMPLETED),
+    # a failure, and who is blamed
+    ("an exit code: did a server die?", seen(7), {}, SETTLING),
+    ("no server died", seen(7), LATE, failed("trainer", 7, "exit code 7")),
+    ("the server died after it", seen(inference=2, orchestrator=1, order="oi"), {}, failed("inference_0", 2, "exit code 2")),
+    ("both in one look: the service first", seen(1, inference=1), {}, failed("inference_0", 1, "exit code 1")),
+    ("both in one look: a signal before an exit code", seen(1, -11), {}, failed("orchestrator", -11, CRASH)),
     ("the first of two deaths", seen(3, 4, order="to"), LATE, failed("trainer", 3, "exit code 3")),
-    ("a service leaves, with 0", seen(inference=0), {}, failed("inference_0", 0, EARLY)),
-    ("a role gives way and nobody told it to", seen(LEFT), LATE, failed("trainer", LEFT, f"exit code {LEFT}")),
-    ("told, and it fails all the same", seen(1), {"told": True, **LATE}, ONE),
+    ("a service exits with 0", seen(inference=0), {}, failed("inference_0", 0, EARLY)),
+    ("a role leaves although nobody told it to", seen(LEFT), LATE, failed("trainer", LEFT, f"exit code {LEFT}")),
+    ("told, but it fails", seen(1), {"told": True, **LATE}, ONE),
     ("told, and the stopped server is not to blame", seen(1, inference=0), {"told": True, **LATE}, ONE),
-    # in a SLURM job, SLURM may be behind it
-    ("a step fails: is SLURM ending the job?", seen(1), {"remote": True}, SETTLING),
-    ("a step's server, too", seen(inference=-9), {"remote": True}, SETTLING),
-    ("a step fails: and its server?", seen(1), {"remote": True, "waited": 3.5}, SETTLING),
-    ("it does not", seen(1), {"remote": True, **LATE}, ONE),
-    ("it does: cancelled", seen(-15), {"remote": True, "waited": 1.0, "sigterm": "interrupted"}, Verdict(state="interrupted")),
+    # in a SLURM job, SLURM may be the cause
+    ("a step fails: is SLURM stopping the job?", seen(1), {"remote": True}, SETTLING),
+    ("a step's server fails: the same question", seen(inference=-9), {"remote": True}, SETTLING),
+    ("a step fails: did its server die?", seen(1), {"remote": True, "waited": 3.5}, SETTLING),
+    ("SLURM is not stopping it", seen(1), {"remote": True, **LATE}, ONE),
+    ("SLURM is stopping it: cancelled", seen(-15), {"remote": True, "waited": 1.0, "sigterm": "interrupted"}, Verdict(state="interrupted")),
     (
-        "a step took SLURM's notice for its end",
+        "SLURM's notice killed a step",
         seen(-15),
         {"remote": True, **LATE},
         Verdict(give_way=True, say="SLURM sent trainer SIGTERM: it wants the machine back"),
     ),
-    ("on this machine nobody else sends it", seen(-15), {}, failed("trainer", -15, "killed by SIGTERM")),
-    # signals and files that ask for an end
+    ("a local process is killed by SIGTERM", seen(-15), {}, failed("trainer", -15, "killed by SIGTERM")),
+    # signals and files that ask the run to stop
     ("Ctrl-C", seen(), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
     ("Ctrl-C, while something fails", seen(1), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
     ("SIGTERM because of a requeue", seen(), {"sigterm": "preempted"}, Verdict(give_way=True, comes_back=True)),
     ("the same, after the notice", seen(), {"sigterm": "preempted", "told": True}, Verdict(comes_back=True)),
     ("the notice", seen(), {"notice": True}, Verdict(give_way=True)),
-    ("the notice, heard", seen(), {"notice": True, "told": True}, GO_ON),
-    ("the file, made by hand", seen(), {"asked": True}, Verdict(give_way=True, say="the file preempt is there")),
-    ("the file, made by a step on SIGTERM: are we sent one?", seen(), {"asked": True, "remote": True}, SETTLING),
-    ("we are not", seen(), {"asked": True, "remote": True, **LATE}, Verdict(give_way=True, say="the file preempt is there")),
-    ("the file is why a role has left", seen(LEFT), {"asked": True}, Verdict(give_way=True, say="the file preempt is there")),
-    # giving way
+    ("the notice, already passed on", seen(), {"notice": True, "told": True}, GO_ON),
+    ("the file, made by hand", seen(), {"asked": True}, Verdict(give_way=True, say="the file preempt exists")),
+    ("the file, made by a step on SIGTERM: does the supervisor get one?", seen(), {"asked": True, "remote": True}, SETTLING),
+    ("it does not", seen(), {"asked": True, "remote": True, **LATE}, Verdict(give_way=True, say="the file preempt exists")),
+    ("a role has left because of the file", seen(LEFT), {"asked": True}, Verdict(give_way=True, say="the file preempt exists")),
+    # leaving because of a preemption
     ("no step yet", seen(), {"told": True, "begun": False}, Verdict(state="preempted", say=NOTHING)),
     ("too late", seen(0), {"told": True, "overdue": 9.0}, Verdict(state="preempted", say="inference_0, orchestrator did not leave in 9 s")),
     ("all have left", seen(LEFT, LEFT), {"told": True}, PREEMPTED),
-    ("torchrun's ranks have left, with 0", seen(0, LEFT), {"told": True, "left": True}, PREEMPTED),
-    ("the checkpoint is there: it needs nobody", seen(LEFT, -9), {"told": True, "left": True}, PREEMPTED),
-    ("told, but the run was at its end", seen(0, 0), {"told": True}, COMPLETED),
+    ("torchrun's ranks have left with 0", seen(0, LEFT), {"told": True, "left": True}, PREEMPTED),
+    ("the checkpoint is written: no process is needed", seen(LEFT, -9), {"told": True, "left": True}, PREEMPTED),
+    ("told, but the run had just ended", seen(0, 0), {"told": True}, COMPLETED),
     ("a step was killed by the notice: no checkpoint will come", seen(-15), {"told": True, "remote": True}, PREEMPTED),
     ("a rank is lost, and the job comes back anyway", seen(-9), {"told": True, "comes_back": True}, PREEMPTED),
 ]  # fmt: skip
@@ -110,10 +110,10 @@ def test_every_case(case: str, view: View, more: dict, verdict: Verdict) -> None
     [
         ({}, "for 15 s (launcher.heartbeat_timeout=10)"),
         ({"trainer": {"time": 12.0, "phase": "loading"}}, None),
-        ({"trainer": {"time": 4.0, "phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); its last word was: loading"),
+        ({"trainer": {"time": 4.0, "phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); last reported phase: loading"),
         ({"trainer": {"time": -4.0, "phase": "of an earlier attempt"}}, "for 15 s (launcher.heartbeat_timeout=10)"),
     ],
 )
 def test_silence(beats: dict, said: str | None) -> None:
-    hung = None if said is None else ("trainer", f"gave no sign of life {said}")
+    hung = None if said is None else ("trainer", f"sent no heartbeat {said}")
     assert find_hung({"trainer": 0.0}, beats, now=15.0, timeout=10.0) == hung

@@ -1,4 +1,4 @@
-"""Every objective against an independent form (`naive_objectives`): values, gradients, precision, identities, extremes."""
+"""Every objective against a second implementation (`naive_objectives`): values, gradients, precision, identities, extremes."""
 
 from __future__ import annotations
 
@@ -96,12 +96,14 @@ def make(case: str, dtype: torch.dtype = torch.float64, on_policy: list[bool] | 
         rollout_lengths=torch.tensor(lengths),
         ref_logp=ref.to(dtype),
         on_policy=None if on_policy is None else torch.tensor(on_policy),
-        group_lengths=torch.tensor([sum(lengths[i // 2 * 2 : i // 2 * 2 + 2]) + 3 for i in range(len(lengths))]),  # 3 are elsewhere
+        group_lengths=torch.tensor(
+            [sum(lengths[i // 2 * 2 : i // 2 * 2 + 2]) + 3 for i in range(len(lengths))]
+        ),  # 3 in other micro-batches
     )
 
 
 def by_sequence(name: str) -> bool:
-    """Whether all tokens carry their sequence's weight, as the objective declares."""
+    """Whether the objective declares that all tokens carry their sequence's weight."""
     function = OBJECTIVES[name][0]
     return getattr(getattr(function, "func", function), ATTRIBUTE).by_sequence
 
@@ -125,7 +127,7 @@ def split(tokens: TokenBatch, logp: torch.Tensor, entropy: torch.Tensor) -> list
 
 
 def naive_total(tokens: TokenBatch, loss_of, terms: LossTerms, n_tok: int, n_seq: int, penalty_of=None):
-    """(total, gradient for logp, gradient for entropy) in float64 of an objective with its terms, and a penalty behind them."""
+    """(total, gradient for logp, gradient for entropy) in float64, of an objective with its terms and a penalty added last."""
     logp, entropy = (t.detach().double().requires_grad_() for t in (tokens.logp, tokens.entropy))
     losses = []
     for r in split(tokens, logp, entropy):
@@ -182,7 +184,7 @@ def test_rloo_weighs_nothing_that_is_on_policy():
 @pytest.mark.parametrize("case", ["random", "ratios_far_outside"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradient_in_lower_precision(name, case, dtype, tolerance):
-    """With the preset's own aggregate, too."""
+    """Also with the preset's own aggregate."""
     function, loss_of = OBJECTIVES[name]
     tokens = make(case, dtype)
     n = len(tokens.logp)
@@ -299,7 +301,7 @@ def test_diagnostics_equal_plain_loops():
         assert metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
-OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # A is not the reward's there
+OWN_ADVANTAGE = ("sft", "opd", "masked_is_kl")  # their A does not come from the reward
 
 
 @pytest.mark.parametrize("terms", [{}, {"dual_clip": 1.5, "correction": "seq_tis"}, {"correction": "mis"}], ids=["alone", "tis", "mis"])
@@ -316,7 +318,7 @@ def test_the_effective_sample_size_is_that_of_the_weights_in_the_gradient(name, 
     size = float(weights.sum() ** 2 / (20 * weights.square().sum().clamp(min=1e-300)))
     assert metrics["policy/ess"] == pytest.approx(size, rel=1e-9)
     if not terms and name in ("reinforce", "aipo"):
-        assert (metrics["policy/ess"] == 1.0) is (name == "reinforce"), "what is not weighed is counted whole"
+        assert (metrics["policy/ess"] == 1.0) is (name == "reinforce"), "without weights every token counts fully"
 
 
 def test_an_objective_that_names_no_weights_has_the_ratios():
@@ -327,7 +329,7 @@ def test_an_objective_that_names_no_weights_has_the_ratios():
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_wide", "gspo", "gspo_wide", "dppo", "sapo"])
 def test_tokens_beyond_the_clamp_of_the_ratio_count_nothing_in_the_effective_sample_size(name):
-    """Their gradient is 0 though their ratio is e^20."""
+    """Their gradient is 0, although their ratio is e^20."""
     random = make("ratios_absurd")
     function = partial(OBJECTIVES[name][0], kl_tau=0.0) if name == "dppo" else OBJECTIVES[name][0]
     for tokens in (random, changed(random, old_logp=random.logp.detach() - 30)):
@@ -340,7 +342,7 @@ def test_tokens_beyond_the_clamp_of_the_ratio_count_nothing_in_the_effective_sam
 
 
 def long_rollout(dtype: torch.dtype, n: int = 50_000) -> TokenBatch:
-    """One rollout of many tokens, as bfloat16 engines and trainers differ."""
+    """One rollout of many tokens, with differences as between a bfloat16 engine and trainer."""
     generator = torch.Generator().manual_seed(0)
     logp = -torch.rand(n, generator=generator, dtype=torch.float64)
     old = logp + 0.03 * torch.randn(n, generator=generator, dtype=torch.float64)
@@ -376,16 +378,16 @@ def test_a_rollout_of_fifty_thousand_float32_tokens_has_the_gradient_of_float64(
 def test_lengths_ids_shapes_and_counts_that_do_not_agree_are_refused():
     tokens = make("random")  # rollouts of 3, 5, 2 and 7 tokens
     for wrong, counts, message in (
-        ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\] and logp \[17\]"),
-        ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\] and rollout_lengths \[4\]"),
-        ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, and rollout_lengths says 3"),
+        ({"advantages": tokens.advantages[:-1]}, (17, 4), r"advantages has shape \[16\], but logp has \[17\]"),
+        ({"on_policy": torch.ones(3, dtype=torch.bool)}, (17, 4), r"on_policy has shape \[3\], but rollout_lengths has \[4\]"),
+        ({"rollout_lengths": torch.tensor([3, 5, 3, 7])}, (17, 4), "rollout_ids has 2 tokens of rollout 2, but rollout_lengths says 3"),
         (
             {"rollout_lengths": torch.tensor([3, 5, 2]), "group_lengths": None},
             (17, 4),
-            "rollout_ids go from 0 to 3, and rollout_lengths names 3 rollouts, 0 to 2",
+            "rollout_ids range from 0 to 3, but rollout_lengths has 3 rollouts, 0 to 2",
         ),
-        ({}, (16, 4), "has 17 trainable tokens, and the global batch is said to have 16"),
-        ({}, (17, 3), "has 4 rollouts with trainable tokens, and the global batch is said to have 3"),
+        ({}, (16, 4), "has 17 trainable tokens, but the global batch is said to have 16"),
+        ({}, (17, 3), "has 4 rollouts with trainable tokens, but the global batch is said to have 3"),
     ):
         with pytest.raises(ValueError, match=message):
             Objective(grpo, LossTerms(aggregate="token_mean"))(changed(tokens, **wrong), *counts)
@@ -405,12 +407,12 @@ def test_an_unknown_aggregate_and_a_missing_length_are_refused():
         Objective(grpo, LossTerms(aggregate="fixed_length"))
     objective = Objective(grpo, LossTerms(aggregate="group_token_mean"))
     for tokens, groups in ((make("random"), None), (changed(make("random"), group_lengths=None), 2)):
-        with pytest.raises(ValueError, match="do not say to which prompt's group they belong"):
+        with pytest.raises(ValueError, match="do not say which prompt's group they belong to"):
             objective(tokens, 17, 4, groups)
 
 
 def test_a_gate_that_cannot_be_and_a_teacher_that_is_not_there_are_refused():
     with pytest.raises(ValueError, match=r"loss\.tau_pos=0\.0 and loss\.tau_neg=1\.05 must be above 0"):
         sapo(make("random"), tau_pos=0.0)
-    with pytest.raises(ValueError, match=r"learns from a teacher, and there is none; name its model with ref\.name"):
+    with pytest.raises(ValueError, match=r"got none; name the teacher with ref\.name"):
         opd(changed(make("random"), ref_logp=None))

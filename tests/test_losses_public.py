@@ -1,6 +1,6 @@
-"""Objectives that others have too: value and gradient on padded batches against Liger's fused GRPO and TRL's trainer.
+"""Objectives that other libraries have too: value and gradient on padded batches against Liger's fused GRPO and TRL's trainer.
 
-What they call differently is in `public_examples.SHARED`; what they compute differently is in `docs/objectives.md`.
+`public_examples.SHARED` lists differences in names; `docs/objectives.md` lists differences in computation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAMES = ["+".join(filter(None, case)) for case in CASES]
 
 
 def ours(preset: str, extra: str, logp: torch.Tensor) -> torch.Tensor:
-    """Our loss of the shared example, `logp` [N] its trainable tokens."""
+    """Our loss on the shared example. `logp` [N] belongs to its trainable tokens."""
     function, aggregate = OURS[preset]
     terms = LossTerms(
         aggregate=aggregate,
@@ -114,13 +114,13 @@ def test_liger_computes_the_same_loss_and_gradients_from_hidden_states(preset, e
         found.append((loss.detach(), hidden.grad, head.grad))
     assert found[0][1].abs().max() > 0
     for mine, theirs in zip(*found, strict=True):
-        # Liger computes in float32 whatever its inputs are.
+        # Liger computes in float32, whatever the dtype of its inputs.
         torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5 * float(mine.abs().max()))
 
 
 @pytest.fixture(scope="module")
 def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
-    """Of TRL in an environment of its own, made here once as `benchmarks/demo.py` makes it; its packages do not fit into ours."""
+    """Results of TRL, run in its own environment, because its packages conflict with ours. `benchmarks/demo.py` creates it once."""
     try:
         python = demo.install_trl()
     except RuntimeError as error:
@@ -134,6 +134,7 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
     return torch.load(out)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first case may install TRL
 @pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)
@@ -143,7 +144,7 @@ def test_trl_computes_the_same_loss_and_gradient(preset, extra, trl_results):
     loss = ours(preset, extra, logp)
     (gradient,) = torch.autograd.grad(loss, logp)
     theirs, their_gradient = trl_results[preset, extra]
-    digits = 1e-6 if preset == "sapo" else 1e-9  # its temperatures are float32
+    digits = 1e-6 if preset == "sapo" else 1e-9  # TRL stores sapo's temperatures in float32
     torch.testing.assert_close(loss.detach(), theirs, rtol=digits, atol=1e-12)
     torch.testing.assert_close(gradient, their_gradient[mask], rtol=digits, atol=1e-12)
     assert not their_gradient[~mask].any()

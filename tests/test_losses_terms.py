@@ -1,4 +1,4 @@
-"""What is added to an objective: KL term and its controller, corrections, dual clip, with every objective; and what each is for."""
+"""The terms added to objectives: KL term and its controller, corrections, dual clip. With every objective, and each alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.losses.terms import KlController, kl_estimate
 
-PENALTIES = {"dppo": 1e-3, "dppo_tight": 0.1}  # their weights; what comes after correction and dual clip
+PENALTIES = {"dppo": 1e-3, "dppo_tight": 0.1}  # weights of the penalties, which are added after correction and dual clip
 SOME = ("grpo", "gspo_wide", "rloo", "aipo", "dppo_tight")
 
 
@@ -53,7 +53,7 @@ def test_the_corrections(name, correction):
         function, loss_of, penalty_of = apart(name)
         terms = LossTerms(aggregate="token_mean", correction=correction, correction_cap=cap)
         if by_sequence(name) and not correction.startswith("seq_"):
-            with pytest.raises(ValueError, match=f"correction is {correction}, which goes by token.*set seq_{correction}"):
+            with pytest.raises(ValueError, match=f"correction is {correction}, which works by token.*set seq_{correction}"):
                 Objective(function, terms)(make("random"), 31, 6)
             continue
         equal_naive(make("random"), function, loss_of, terms, penalty_of)
@@ -84,7 +84,7 @@ def test_the_estimators_agree_in_expectation_and_k2_has_the_gradient_of_the_kl()
     logp = logits.log_softmax(0)
     kl = (logp.exp() * (logp - reference)).sum()
     (wanted,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    weights = logp.detach().exp()  # of sampling from the policy: an expectation over its three tokens
+    weights = logp.detach().exp()  # the policy's probabilities of its three tokens, to compute exact expectations
     for name, unbiased in (("k1", True), ("k2", False), ("k3", True)):
         estimate = (weights * kl_estimate(name, logp, reference)).sum()
         (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
@@ -100,14 +100,14 @@ def test_k3_never_pushes_the_policy_away_from_the_reference():
     (gradient,) = torch.autograd.grad(estimate.sum(), logp)
     naive = [kl("k3", torch.zeros((), dtype=torch.float64), float(x)) for x in d]
     torch.testing.assert_close(estimate.detach(), torch.stack([torch.as_tensor(x) for x in naive]))
-    assert gradient.sign().tolist() == [1, 1, -1, -1, 0], "downhill is towards the reference, and flat where the clamp holds"
+    assert gradient.sign().tolist() == [1, 1, -1, -1, 0], "descent moves towards the reference; the clamp has no gradient"
 
 
 def test_the_controller_moves_beta_towards_the_target_by_bounded_steps():
     constant, moved = KlController(0.1, None, 0.1), KlController(0.1, 0.02, 0.1)
     constant.update(5.0)
     assert constant.beta == 0.1
-    moved.update(0.04)  # far above: the error is clipped to 0.2
+    moved.update(0.04)  # far above the target: the error is clipped to 0.2
     assert moved.beta == pytest.approx(0.1 * 1.02)
     moved.update(0.0)
     assert moved.beta == pytest.approx(0.1 * 1.02 * 0.98)
@@ -117,7 +117,7 @@ def test_the_controller_moves_beta_towards_the_target_by_bounded_steps():
 
 def test_a_kl_term_without_a_reference_is_refused_and_beta_is_saved():
     objective = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))
-    with pytest.raises(ValueError, match=r"loss\.kl\.beta is 0\.1 and there is no reference model"):
+    with pytest.raises(ValueError, match=r"loss\.kl\.beta is 0\.1, but there is no reference model"):
         objective(changed(make("random"), ref_logp=None), 17, 4)
     objective.after_update({"ref/kl": 1.0})
     other = Objective(grpo, LossTerms(aggregate="token_mean", kl=KlTerms(beta=0.1, target_kl=0.01)))

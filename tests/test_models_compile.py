@@ -1,4 +1,4 @@
-"""Layers that are compiled: also where activations are recomputed, and whatever torch takes for a symbol."""
+"""Compiled layers: also with recomputed activations, and whatever sizes torch treats as symbols."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fresh():
 
 
 def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, torch.Tensor]]:
-    """How many graphs were traced in two batches of other lengths, and the gradients."""
+    """The number of graphs traced in two batches of different lengths, and the gradients."""
     trainer = make_trainer(make_model())
     checkpoint_activations(trainer.model, freq)
     traced: list[Any] = []
@@ -46,7 +46,7 @@ def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, t
 def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int):
     _, expected = graphs_and_gradients(freq, compiled=False)
     traced, found = graphs_and_gradients(freq, compiled=True)
-    assert traced >= 2, "each of two layers"
+    assert traced >= 2, "both layers must be compiled"
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""Liger's layer kernels: where they are put in, what the run says, and that the rest of the process is left alone."""
+"""Liger's layer kernels: which models get them, what the run reports, and that the rest of the process is unchanged."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_on_cpu_auto_leaves_the_model_alone_and_says_why():
     hf = make_model()
-    assert apply_liger(hf, "auto", CPU) == "off: its kernels need CUDA, and this is cpu"
+    assert apply_liger(hf, "auto", CPU) == "off: its kernels need CUDA, but this is cpu"
     assert apply_liger(hf, False, CUDA) == "off: model.liger is false"
     check_packed_forward(PolicyModel(hf))
-    with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, and this is cpu; set model\.liger=auto"):
+    with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, but this is cpu; set model\.liger=auto"):
         apply_liger(hf, True, CPU)
 
 
@@ -55,13 +55,13 @@ def test_a_head_that_its_op_does_not_know_is_refused_when_the_model_is_loaded(co
 def test_kernels_are_put_into_one_model_and_no_other():
     names = dict(vars(modeling_qwen3))
     hf = make_model(num_hidden_layers=2)
-    said = apply_liger(hf, "auto", CUDA)  # nothing is computed: there is no GPU
-    assert said == "rope, rms_norm, swiglu of qwen3; 11 modules"  # 5 a layer, and the last norm
+    said = apply_liger(hf, "auto", CUDA)  # computes nothing, so it needs no GPU
+    assert said == "rope, rms_norm, swiglu of qwen3; 11 modules"  # 5 per layer, and the last norm
     assert hf.model.norm._get_name() == "LigerRMSNorm"
     assert hf.model.layers[1].mlp._get_name() == "LigerSwiGLUMLP"
     changed = {name for name, value in vars(modeling_qwen3).items() if names.get(name) is not value}
     assert changed == {"apply_rotary_pos_emb"}
-    check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a second model, such as the reference, on the CPU
+    check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a later model on the CPU, such as the reference
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Gemma2Config, MistralConfig, Qwen3MoeConfig, GraniteConfig])

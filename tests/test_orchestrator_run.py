@@ -55,7 +55,7 @@ def config_of(**overrides: Any) -> Config:
 
 
 class StandInServers(StandIn):
-    """The policy, as servers: takes weights, improves with every version, and knows versions that were given to it."""
+    """Stands in for the servers: accepts weight updates, improves with every version, and records the versions that it got."""
 
     def __init__(self, jitter: float = 0.0, **settings: Any) -> None:
         super().__init__(tiny_chat(), **settings)
@@ -80,7 +80,7 @@ class StandInServers(StandIn):
 
 
 class StandInTrainer:
-    """Consumes batches in order and publishes versions, like the real one; checks each batch's tokens against the bound."""
+    """Consumes batches in order and publishes versions, like the real trainer. Checks each batch's tokens against the staleness bound."""
 
     def __init__(self, paths: RunPaths, config: Config, seconds: float = 0.0) -> None:
         self.paths, self.config, self.seconds = paths, config, seconds
@@ -101,7 +101,7 @@ class StandInTrainer:
             await self.checkpoint(self.config.max_steps)
 
     async def checkpoint(self, step: int) -> None:
-        """The last version is out for a while when the run's last checkpoint begins."""
+        """Begin the run's last checkpoint some time after the last version is published."""
         await asyncio.sleep(0.3)
         folder = begin(self.paths, step)
         while not (folder / "orchestrator" / STATE).exists():
@@ -235,7 +235,7 @@ def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
     servers = StandInServers(delay=0.05)
     paths, _ = play(tmp_path, config_of(max_steps=6, max_async_level=2, orchestrator__max_concurrent=64), servers)
     assert servers.updates == sorted(servers.updates)
-    assert len(servers.requests) == 6 * 8, "no request was repeated or thrown away"
+    assert len(servers.requests) == 6 * 8, "no request was repeated or dropped"
     assert metrics(paths)[-1]["rollouts/dropped_off_policy"] == 0
 
 

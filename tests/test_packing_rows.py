@@ -18,7 +18,7 @@ from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, Rollout, Task, Trai
 
 @dataclass
 class Everybody:
-    """One mini-batch as all ranks pack it, each for itself."""
+    """One mini-batch as packed by all ranks, each for itself."""
 
     ranks: list[MiniBatch]
 
@@ -28,7 +28,7 @@ class Everybody:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(num_sequences, num_loss_tokens), on which the ranks agree."""
+        """(num_sequences, num_loss_tokens), the same on all ranks."""
         (counts,) = {(mini_batch.num_sequences, mini_batch.num_loss_tokens) for mini_batch in self.ranks}
         return counts
 
@@ -40,7 +40,7 @@ def pack_all(mini_batches: Sequence[Sequence[TrainingSample]], *, ranks: int, to
 
 
 def tokens_of(samples: list[TrainingSample]) -> list[tuple]:
-    """Every trainable token with what belongs to it, in a form that can be compared."""
+    """Every trainable token with its values, in a comparable form."""
     return sorted(
         (tuple(s.token_ids[:t].tolist()), int(s.token_ids[t]), float(s.inference_logprobs[t]), float(s.advantages[t]), int(s.versions[t]),
          np.float32(s.temperature))
@@ -81,7 +81,7 @@ def test_rollouts_stay_whole_and_rows_short_and_ranks_equally_busy(ranks, tokens
     groups = [sum(int(s.loss_mask.sum()) for s in samples if s.group == group) for group in {s.group for s in samples}]
     assert {rank.num_groups for rank in mini_batch.ranks} == {len(groups)}
     weights = sum(own / whole for row in mini_batch.rows for own, whole in zip(row.rollout_lengths, row.group_lengths, strict=True) if own)
-    assert weights == pytest.approx(len(groups)), "each group's rollouts make up the whole group, over all rows and ranks"
+    assert weights == pytest.approx(len(groups)), "over all rows and ranks, each group's rollouts must add up to the whole group"
     for row in mini_batch.rows:
         size = len(row.token_ids)
         assert size <= tokens
@@ -102,7 +102,7 @@ def test_rows_are_balanced_over_ranks():
     sizes = [sum(len(row.token_ids) for row in rank.micro_batches) for rank in mini_batch.ranks]
     assert max(sizes) <= 1.1 * min(sizes)
     total = sum(sizes)
-    assert len(mini_batch.ranks[0].micro_batches) <= -(-total // (4 * 200)) + 1, "no more rows than needed, nearly"
+    assert len(mini_batch.ranks[0].micro_batches) <= -(-total // (4 * 200)) + 1, "at most one row more than needed"
 
 
 def test_rollouts_of_one_prompt_lie_side_by_side():
@@ -139,7 +139,7 @@ def test_dtypes_are_those_of_the_record():
 
 
 def with_streams(samples: Sequence[TrainingSample], streams: Iterable[str]) -> list[TrainingSample]:
-    """The samples; every other one has the streams, whose values are its token ids and a bit."""
+    """The samples with streams on every other one. The values derive from its token ids."""
     return [
         replace(s, **{name: (s.token_ids + k / 8).astype(np.float32) for k, name in enumerate(streams)}) if i % 2 else s
         for i, s in enumerate(samples)
@@ -155,7 +155,7 @@ def test_streams_are_shifted_with_their_labels_and_filled_where_a_sample_has_non
         assert row.policy_weights is None
         for start, end in pairwise(row.cu_seqlens):
             if end - start == 1:
-                continue  # the row of a rank without work
+                continue  # the dummy row of a rank without work
             (own,) = {i for i, s in enumerate(samples) if np.array_equal(s.token_ids, row.token_ids[start:end])}
             seen.add(own)
             for k, name in enumerate(("ce_weights", "teacher_logprobs")):
@@ -166,7 +166,7 @@ def test_streams_are_shifted_with_their_labels_and_filled_where_a_sample_has_non
 
 
 def test_a_mini_batch_has_the_same_streams_on_every_rank():
-    """A rank that has only samples without the stream must refuse it, too, or the others wait for it."""
+    """If a rank has only samples without the stream, it must refuse the batch too; otherwise the other ranks wait for it."""
     samples = [replace(s, ce_weights=np.ones(len(s.token_ids), np.float32)) if s.group == 0 else s for s in make_samples()]
     (mini_batch,) = pack_all([samples], ranks=8, tokens=60)
     assert all(row.ce_weights is not None for row in mini_batch.rows)

@@ -1,4 +1,4 @@
-"""The mesh: what ranks tell each other, and that one process needs nobody."""
+"""The mesh: how ranks exchange values, and that a single process needs no process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_one_process_has_no_process_group_and_hears_itself():
 
 
 def rank(number: int, folder: str) -> None:
-    """One of two ranks: says what it heard in a file."""
+    """Runs one of two ranks and writes the values that it received to a file."""
     threads: list[str] = []
 
     @contextmanager
@@ -54,14 +54,15 @@ def rank(number: int, folder: str) -> None:
     mesh.barrier()
     Path(folder, str(number)).write_text(f"{heard} {values.tolist()} {largest.tolist()} {bool(threads)}")
     if mesh.first:
-        mesh.close()  # and leaves the other in a collective
+        mesh.close()  # leaves while the other rank is in a collective
         return
     module.PATIENCE = 0.0
-    with pytest.raises(RankLost, match="rank 1 of 2 lost another rank; the log of the one that left says why"):
+    with pytest.raises(RankLost, match="rank 1 of 2 lost another rank, whose own log says why"):
         mesh.barrier()
     Path(folder, "lost").touch()
 
 
+@pytest.mark.slow
 def test_two_ranks_hear_each_other_and_one_that_loses_the_other_says_so(tmp_path: Path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     said = "[True, False] [3.0, 10.0] [1.0]"

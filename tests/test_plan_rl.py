@@ -1,4 +1,4 @@
-"""The plan of each hardware layout, and the plan in words."""
+"""The plan of each hardware layout, and its explanation."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_cpu_threads_reach_every_role() -> None:
         ("node8x4", {}, [], 16),
         ("node8", {"inference_replicas": 6}, [], 2),
         ("node8", {"inference_replicas": 2, "tensor_parallel": 3}, [], 2),
-        ("node8x2", {"inference_replicas": 4}, [], 8),  # a whole host is left, and half of one, which stays free
+        ("node8x2", {"inference_replicas": 4}, [], 8),  # one whole host is left for the trainer; half a host stays free
         ("node8x2", {"inference_replicas": 12}, [], 4),
         ("node8", {}, ["http://elsewhere:8000"], 8),
         ("node8", {"trainer_processes": 3}, [], 3),
@@ -229,13 +229,13 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert trainer.context == GIB
     assert trainer.root == 2 * table * 2, "embedding and head, both gathered in 16 bits"
     assert trainer.head_gradient == table * 2
-    assert trainer.root_gradients == 2 * table * (2 + 4), "gradients of both in 16 bits, and the float32 buffer that is reduced"
-    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "an input a layer, and one layer computed again"
+    assert trainer.root_gradients == 2 * table * (2 + 4), "gradients of both in 16 bits, and the float32 reduction buffer"
+    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
     assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
     assert trainer.update == shard * 4
     ends = trainer.states + trainer.layers + trainer.root + trainer.root_gradients
     assert trainer.device == ends == pytest.approx(41.6 * GIB, rel=0.01)
-    assert ends - trainer.states - trainer.layers > 9 * GIB, "what the root unit alone takes at the end of backward"
+    assert ends - trainer.states - trainer.layers > 9 * GIB, "the root unit alone needs this at the end of backward"
 
 
 def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
@@ -270,7 +270,7 @@ SMALL = {"hidden_size": 576, "num_layers": 30, "dtype": "float32"}  # SmolLM2-13
         ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.12 MiB a token allow"),
         ("cpu", {"model": SMALL, "seq_len": 96, "trainer": {"micro_batch_tokens": 512}}, 512, "trainer.micro_batch_tokens"),
         ("cpu", {"model": SMALL, "seq_len": 4096}, 4096, "seq_len; 2 GiB of activations at 1.12 MiB a token would allow fewer"),
-        ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all that a rank has in an optimizer step"),
+        ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all tokens of a rank in an optimizer step"),
         ("node8", {"model": {"hidden_size": 1024, "num_layers": 28}}, 8704, "what 8 GiB of activations at 0.93 MiB a token allow"),
         ("gpu1_shared", {"model": {"hidden_size": 1024, "num_layers": 28}, "seq_len": 512}, 4352, "what 4 GiB of activations"),
         ("node8", {}, 8192, "seq_len; 8 GiB of activations at 4.78 MiB a token would allow fewer"),
@@ -295,11 +295,11 @@ def test_the_length_of_a_row_is_the_same_wherever_the_configuration_is_read(tmp_
     [
         (
             {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}},
-            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (a turn)",
+            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (per turn)",
         ),
         (
             {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}, "weight": 3.0}, "long": {"id": "rlx-math"}},
-            "about 412,416 at most = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; a turn)",
+            "at most about 412,416 = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; per turn)",
         ),
         ({"math": {"id": "rlx-math", "sampling": {"max_tokens": 6144}}}, "1,572,864 = 256 × sampling.max_tokens 6,144"),
     ],
@@ -318,12 +318,12 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "hardware=auto: chose node8",
         "inference_3",
         "4,5,6,7",
-        "256 = 32 prompts × 8 rollouts of each",
+        "256 = 32 prompts × 8 rollouts per prompt",
         "1,572,864 = 256 × sampling.max_tokens 6,144",
         "2 minibatches of 128 rollouts",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
-        "in bfloat16 trainer and engine differ by some 0.04 nats a token",
+        "in bfloat16 trainer and engine differ by about 0.04 nats per token",
         "the card must have at least",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
@@ -336,8 +336,8 @@ def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> No
     text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
     for words in (
         "40 are requested at a time",
-        "left out by zero_advantage are replaced, at most 96",
-        "2 a step, 2 times over",
+        "filtered out by zero_advantage are replaced, at most 96",
+        "2 per step, 2 times over",
         "reference ",
     ):
         assert words in text, f"{words!r} is not in\n{text}"

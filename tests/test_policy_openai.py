@@ -1,4 +1,4 @@
-"""`OpenAIPolicy` against a small HTTP server that keeps OpenAI's protocol and fails on demand."""
+"""`OpenAIPolicy` against a small HTTP server that follows OpenAI's protocol and fails on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def completion(content: str | None, finish: str = "stop", **message: Any) -> dic
 
 
 class Endpoint:
-    """Gives `answers` in turn, each `(status, body)` or seconds to sleep before an ordinary answer; then it repeats the last message."""
+    """Gives the `answers` in turn. Each is `(status, body)`, or seconds to sleep before an ordinary answer.
+
+    After that it repeats the last message of each request.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -123,8 +126,8 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:
         ((400, {"error": {"message": "This model's maximum context length is 8 tokens"}}), PromptTooLong, "maximum context length is 8"),
         ((400, {"error": {"message": "no", "code": "context_length_exceeded"}}), PromptTooLong, r"\(400\)"),
         ((400, {"error": {"message": "temperature is wrong"}}), PolicyError, "temperature is wrong"),
-        ((200, "<html>hello</html>"), PolicyError, "no chat completion: <html>hello"),
-        ((200, {"id": "c1", "choices": []}), PolicyError, "no chat completion"),
+        ((200, "<html>hello</html>"), PolicyError, "not a chat completion: <html>hello"),
+        ((200, {"id": "c1", "choices": []}), PolicyError, "not a chat completion"),
         (5.0, PolicyError, r"did not answer in 0\.2 s, tried 2 times"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`TokenPolicy`: what a request asks for, what is kept of it, and how a conversation's tokens go on."""
+"""`TokenPolicy`: the parameters of a request, its record, and how later turns keep a conversation's tokens."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
     assert extended == [(one, [user("again")])]
     assert two.prompt_ids.tolist() == [*one.prompt_ids.tolist(), *one.completion_ids.tolist(), 9]
     ask(episode, [user("other"), first.message, user("again")])
-    assert len(extended) == 1, "history that was rewritten is no extension"
+    assert len(extended) == 1, "a rewritten history is not extended"
 
 
 def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:

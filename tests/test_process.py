@@ -42,8 +42,8 @@ def test_a_full_disk_is_found_in_whatever_holds_it_and_said_with_path_file_syste
     line = full_disk(error, Path("/data/run"))
     assert line is not None
     assert line.startswith("the disk is full: /data/run/weights/x could not be written, file system /")
-    assert "free space there, or move the run's directory" in line
-    assert line.endswith("then go on with resume=latest")
+    assert "free some space, or move the run's directory" in line
+    assert line.endswith("then continue with resume=latest")
     assert "\n" not in line
 
 

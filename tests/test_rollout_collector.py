@@ -1,4 +1,4 @@
-"""Groups in flight: the staleness bound, replacements, failures, order. With environments that are a few lines of asyncio."""
+"""Groups in flight: the staleness bound, replacements, failures, order. The environments are a few lines of asyncio."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Behaviour = Callable[[Task, int, int], Any]  # task, member, attempt -> seconds 
 
 
 class FakeEnv:
-    """Plays by `behave`; the version of the tokens is whatever `server.version` is when an episode begins and ends."""
+    """Plays as `behave` says. The tokens have the versions that `server.version` has when an episode begins and ends."""
 
     scores_groups = False
 
@@ -142,7 +142,7 @@ def test_a_group_that_would_expire_is_waited_for_so_that_long_rollouts_are_not_l
 
     run(main)
     assert groups.tally.dropped["off_policy"] == 0
-    assert len(lengths) == 30 * 16, "every rollout that was begun was trained on"
+    assert len(lengths) == 30 * 16, "every rollout that began is in a batch"
 
 
 def test_a_group_that_hangs_does_not_hold_up_the_batch_and_is_dropped_counted_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
     async def main() -> None:
         await groups.collect()
         await asyncio.sleep(0.01)  # the groups of batch 1 finish under version 0
-        groups.taken = 2  # as if batch 1 had been made of others
+        groups.taken = 2  # as if batch 1 had been made of other groups
         env.version = 2
         groups.set_version(2)
         batch = await groups.collect()
@@ -340,7 +340,7 @@ def test_tokens_older_than_the_servers_claim_to_be_end_the_run() -> None:
         groups.set_version(1)  # the environment's policy stays at version 0
         await groups.collect()
 
-    with pytest.raises(RuntimeError, match="a token of version 0 came, although all servers had 1"):
+    with pytest.raises(RuntimeError, match="a token of version 0, although all servers had version 1"):
         run(main)
 
 
@@ -367,7 +367,7 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
     task = Task(env="e", example_id=0, index=0, row={})
 
     async def main() -> None:
-        before = asyncio.all_tasks()  # this one; its timeout is another until Python 3.11
+        before = asyncio.all_tasks()  # this task; before Python 3.12 `wait_for` adds one for the timeout
         with pytest.raises(GroupFailed):
             await play_group(env, task, 4, 0, Tally())
         assert env.in_flight == 0

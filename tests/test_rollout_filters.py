@@ -1,4 +1,4 @@
-"""Groups that are left out, counted and replaced; shaped rewards; rewards that are no numbers."""
+"""Groups that filters drop, count and replace; shaped rewards; rewards that are not finite."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scored(FakeEnv):
 
 
 def filtering(env: Scored, **settings: Any) -> Collector:
-    """With a filter that leaves out groups without a contrast."""
+    """With a filter that drops groups whose rewards are all equal."""
     contrast = DifficultyFilter(min_reward_variance=1e-6)
     return collector(env, left_out=lambda rollouts: reason_to_drop(rollouts, contrast, lambda _: np.ones(1)), **settings)
 
@@ -73,7 +73,7 @@ def test_a_group_is_left_out_by_the_first_rule_it_breaks(rules, rewards, reason)
 
 def test_on_policy_the_batch_is_refilled_with_the_next_examples_whatever_finishes_first() -> None:
     def reward(task: Task, member: int) -> float:
-        return float(member) if task.index % 3 else 1.0  # every third task has no contrast
+        return float(member) if task.index % 3 else 1.0  # every third task has equal rewards
 
     async def main(jitter: float) -> tuple[list[int], list[int]]:
         env = Scored(reward, behave=lambda task, member, attempt: jitter * ((task.index * 7 + member) % 5))
@@ -94,11 +94,11 @@ def test_a_policy_that_never_contrasts_gives_smaller_batches_instead_of_sampling
     async def main() -> None:
         batch = await groups.collect()
         assert indices(batch) == [2]
-        assert len(groups.filtered) == 3 * 4 + 2, "the limit, and those that were in flight when it was reached"
+        assert len(groups.filtered) == 3 * 4 + 2, "the limit, plus the groups in flight when it was reached"
         env.version = 1
         groups.set_version(1)
         assert await groups.collect() == []
-        assert {rollouts[0].task.index for _, rollouts in groups.filtered}.isdisjoint(range(15)), "counted anew for every batch"
+        assert {rollouts[0].task.index for _, rollouts in groups.filtered}.isdisjoint(range(15)), "every batch counts from 0"
         await groups.close()
 
     run(main)
@@ -120,7 +120,7 @@ def test_oversampling_has_the_replacements_in_flight_and_nothing_old_is_trained_
         await groups.close()
 
     run(main)
-    assert env.most_in_flight == 12, "six groups of two, where a batch holds four"
+    assert env.most_in_flight == 12, "six groups of two in flight; a batch has four"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -143,7 +143,7 @@ def test_a_reward_that_is_no_number_is_refused_by_name(value: float) -> None:
 def test_lengths_change_the_rewards_that_advantages_see() -> None:
     groups = GroupScores(
         rewards=[np.array([1.0, 0.0, 1.0, 0.0]), np.array([0.0, 0.0])],
-        lengths=[np.array([100, 16, 58, 20]), np.array([25, 33])],  # over all turns: not what max_tokens bounds
+        lengths=[np.array([100, 16, 58, 20]), np.array([25, 33])],  # over all turns; max_tokens bounds each turn
         longest_turns=[np.array([10, 16, 18, 20]), np.array([25, 3])],
         envs=["a", "b"],
     )
@@ -168,11 +168,11 @@ def test_four_turns_within_their_limit_are_not_overlong() -> None:
         rollouts_of(1.0, 1.0, 1.0, 0.0), ([400] * 4, [100, 512, 8], [30], []), strict=True
     )]  # fmt: skip
     scores = scores_of([several])
-    assert scores.lengths[0].tolist() == [1600, 620, 30, 0], "the tokens that are trained on, for advantages that weigh by them"
+    assert scores.lengths[0].tolist() == [1600, 620, 30, 0], "the trained tokens, for advantages that weigh by length"
     assert scores.longest_turns[0].tolist() == [400, 512, 30, 0]
     config = compose(["loss=dapo", "sampling.max_tokens=512", "seq_len=2048", "model.context_length=2048"], {}).cfg
     (shaped,) = shape(scores, config.reward, {"e": config.sampling.max_tokens}).rewards
-    np.testing.assert_allclose(shaped, [1.0, 0.0, 1.0, 0.0], atol=1e-12)  # only the turn that used its whole limit
+    np.testing.assert_allclose(shaped, [1.0, 0.0, 1.0, 0.0], atol=1e-12)  # only the rollout with a turn at the limit loses reward
     (brief,) = shape(scores, RewardConfig(length_penalty=0.4), {"e": 512}).rewards
     np.testing.assert_allclose(brief, [1 - 0.3 * 400 / 512, 1 - 0.3, 1 - 0.3 * 30 / 512, 0.0])
 
@@ -190,7 +190,7 @@ def test_the_reported_reward_is_that_of_all_rollouts_played_and_rules_are_counte
         assert record["batch/rollouts"] == len(trained) == 8 * (record["batch/groups"] / 2)
         assert record["batch/zero_advantage_frac"] == 0
         assert len(lines) == 4 * (record["batch/groups"] + record["filter/min_reward_variance"])
-        assert record["reward/mean"] == pytest.approx(np.mean([line["reward"] for line in lines])), "of all that were played, unshaped"
+        assert record["reward/mean"] == pytest.approx(np.mean([line["reward"] for line in lines])), "all played rollouts, unshaped"
         assert {(line["left_out"], line["advantage"]) for line in lines if line not in trained} <= {("min_reward_variance", None)}
     assert sum(record["filter/min_reward_variance"] for record in metrics(paths)) > 0
     assert len(trainer.batches) == 3

@@ -1,4 +1,4 @@
-"""At max_async_level 0 a batch follows from the seed alone: with several environments, failures and filters, whatever ends first."""
+"""At max_async_level 0 the seed alone determines a batch, with several environments, failures, filters and any order of finishing."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
 
 
 def outcome(task: Task, *more: int) -> int:
-    """0 … 99, the same whenever this is played."""
+    """0 … 99, always the same for a task."""
     return zlib.crc32(repr((request_seed(0, task, *(*more, 0, 0)[:2], 0), *more)).encode()) % 100
 
 
 class Uneven(Scored):
-    """Every attempt takes a time that `jitter` chooses, before it fails or not."""
+    """Every attempt first takes the time that `jitter` chooses, then fails or succeeds."""
 
     jitter: random.Random | None = None
 
@@ -47,7 +47,7 @@ def environments(jitter: random.Random | None) -> dict[str, Uneven]:
         return "error" if outcome(task, member, attempt) < 30 else 0.0
 
     def reward(task: Task, member: int) -> float:
-        return float(outcome(task) >= 45)  # the rest of the groups are left out
+        return float(outcome(task) >= 45)  # filters drop the other groups
 
     envs = {name: Uneven(reward, behave=behave, name=name, size=30) for name in WEIGHTS}
     for env in envs.values():
@@ -94,7 +94,7 @@ def test_batches_are_equal_whatever_ends_first_with_failures_and_filters_in_a_mi
     assert any(left_out for _, left_out, _ in at_once)
     assert at_once[-1][2][0]["error"] > 0
     sizes = [len(batch) for batch, _, _ in at_once]
-    assert (min(sizes) < 9) == ("max_rounds" in settings), "the limit on groups left out is reached in the third case, and only there"
+    assert (min(sizes) < 9) == ("max_rounds" in settings), "only the third case reaches the limit on filtered groups"
 
 
 def test_an_index_is_used_once_and_follows_from_the_environments_own_order() -> None:
@@ -162,7 +162,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
     assert len({index for _, _, index in went_on}) == 12
     own = [example for env, example, _ in went_on if env == "a"]
     expected = TaskSequence(first, even, 0)
-    assert own == [expected.next("a").example_id for _ in own], "the groups of a that had begun, in their order, and those after them"
+    assert own == [expected.next("a").example_id for _ in own], "the groups of a that were in flight, in their order, then the next ones"
 
 
 def test_a_run_over_a_troubled_mix_writes_the_same_metrics_and_rollouts_whatever_finishes_first(tmp_path: Path) -> None:

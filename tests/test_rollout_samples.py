@@ -1,4 +1,4 @@
-"""Turns to training samples: every sampled token trained exactly once."""
+"""From turns to training samples: every sampled token is trained exactly once."""
 
 from __future__ import annotations
 

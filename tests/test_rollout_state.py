@@ -1,4 +1,4 @@
-"""What the orchestrator was going to do next, through a file: finished groups, replacements, counters, and what cannot be kept."""
+"""The orchestrator's state through a file: finished groups, replacements, counters, and objects that a file cannot hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def through_a_file(state: CollectorState) -> CollectorState:
 
 
 class Picture:
-    """An object that an environment may put into what it shows to people."""
+    """An object that an environment may put into a message."""
 
     def __repr__(self) -> str:
         return "a picture"
@@ -45,7 +45,7 @@ def test_a_collector_goes_on_from_a_file_with_its_finished_groups_and_its_counte
 
     state, expected = run(begun)
     assert len(state.finished) >= 4
-    assert all(group.task.row == {"example_id": group.task.example_id} for group in state.finished), "once a group"
+    assert all(group.task.row == {"example_id": group.task.example_id} for group in state.finished), "the full row is stored once per group"
     assert all(rollout.task.row == {} for group in state.finished for rollout in group.rollouts)
     assert state.counts.failed == {"error": 2}
     assert state.counts.failures[0].completion == [{"content": "a picture"}]
@@ -84,6 +84,6 @@ def test_examples_that_a_checkpoint_cannot_keep_are_refused_before_anything_is_p
     check_rows("e", [])
     check_rows("e", [{"prompt": "x", "bytes": b"x", "nan": float("nan")}])
     with pytest.raises(
-        ValueError, match=r"envs\.e: a checkpoint keeps the examples .* Its first example, at \['info'\]\['image'\]: Picture a pic"
+        ValueError, match=r"envs\.e: a checkpoint must hold the examples .* In the first example, at \['info'\]\['image'\]: Picture a pic"
     ):
         check_rows("e", [{"info": {"image": Picture()}}])

@@ -45,7 +45,7 @@ def test_a_replacement_comes_from_the_same_environment_and_indices_never_repeat(
     sequence = TaskSequence(envs(a=10, b=10), {"a": 1, "b": 1}, seed=0)
     tasks = [sequence.next(), sequence.next("b"), sequence.next("b"), sequence.next()]
     assert [task.env for task in tasks[1:3]] == ["b", "b"]
-    assert [task.index for task in tasks] == [0, 1, 3, 5], "every second one is of b"
+    assert [task.index for task in tasks] == [0, 1, 3, 5], "b has the odd indices"
 
 
 def test_an_environment_of_weight_0_is_not_played() -> None:

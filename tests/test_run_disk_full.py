@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # lazy: the console output of the run may be open
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # lazy: the run's console output may still be open
 
 
 def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_one_intact(disk, model_cache):
@@ -40,15 +40,15 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
     paths = RunPaths(run.run_dir)
     try:
         run.until(lambda: folders.steps(paths), "first checkpoint")
-        # A version's weights fit in what is left, a checkpoint of 10 MB does not.
+        # A version's weights fit into the remaining space, a checkpoint of 10 MB does not.
         with (disk / "full").open("wb") as full:
             os.posix_fallocate(full.fileno(), 0, shutil.disk_usage(disk).free - 8 * MIB)
         assert run.wait(timeout=120) == 1
-        # Whichever process meets it first says it, and what the user sees ends with that, not with a traceback.
+        # Any process that meets the full disk reports it, and the output ends with that line, not with a traceback.
         said = [line for line in run.text().splitlines() if f"the disk is full: {disk}" in line]
         assert said, run.text()
         assert f"file system {disk} has " in said[-1]
-        assert "then go on with resume=latest" in said[-1]
+        assert "then continue with resume=latest" in said[-1]
         cause = run.status()["cause"]
         shown = run.text()[run.text().index(" failed: ") :]
         assert not any(word in shown for word in ("Traceback", "ExceptionGroup", "During handling")), shown
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         (disk / "full").unlink()
         run = MainJob(disk / "run", *keys, f"max_steps={good.step + 4}", "resume=latest", env=env)
         assert run.wait() == 0, run.text()
-        assert f"going on after {good.step} steps" in run.text()
+        assert f"resuming after {good.step} steps" in run.text()
         assert [r["step"] for r in run.metrics("trainer")] == list(range(good.step + 4))
     finally:
         run.destroy()

@@ -1,4 +1,4 @@
-"""What happens when something dies: the others stop, the cause is named, nothing is left. On the real stack."""
+"""When a process dies, the others stop, the cause is named, and no process survives. On the real stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000")
 
 
-@pytest.mark.parametrize("role", ["inference", "orchestrator", "trainer"])
+@pytest.mark.parametrize("role", ["trainer", *(pytest.param(role, marks=pytest.mark.long) for role in ("inference", "orchestrator"))])
 def test_a_role_killed_in_mid_run_stops_the_run_and_is_named(start, role):
     job = start("run", *LONG)
     job.until_step(2)
@@ -34,6 +34,7 @@ def test_a_role_killed_in_mid_run_stops_the_run_and_is_named(start, role):
     assert role in job.text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["inference", "orchestrator", "trainer"])
 def test_a_role_killed_at_start_up_stops_the_run(start, role):
     job = start("run", *LONG)
@@ -61,7 +62,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start):
     assert job.status()["state"] == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_run_ends_cleanly_within_ten_seconds(start, number):
     job = start("run", *LONG)
     job.until_step(1)
@@ -71,6 +72,7 @@ def test_an_interrupted_run_ends_cleanly_within_ten_seconds(start, number):
     assert job.status()["state"] == "interrupted"
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_said(start):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -84,7 +86,7 @@ def test_a_port_that_is_taken_is_said(start):
 
 @pytest.fixture
 def in_warm_start(start, tmp_path: Path) -> MainJob:
-    """A run that has just begun the warm start of its model, which is in no cache."""
+    """A run in the warm start of its model, which is not cached."""
     job = start("run", *LONG, env={"RLX_CACHE": str(tmp_path / "cache")})
     beat = job.run_dir / "heartbeats" / "prepare.json"
     job.until(lambda: beat.exists() and json.loads(beat.read_text())["phase"].startswith("warm start"), "warm start")
@@ -92,10 +94,11 @@ def in_warm_start(start, tmp_path: Path) -> MainJob:
 
 
 def models(folder: Path) -> list[Path]:
-    """What a cache offers to other runs."""
+    """The models that a cache offers to other runs."""
     return [path for path in (folder / "models").iterdir() if not path.name.startswith(".")]
 
 
+@pytest.mark.long
 def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_warm_start, tmp_path):
     os.kill(in_warm_start.pids()["prepare"], signal.SIGKILL)
     assert in_warm_start.wait(timeout=15) == 1
@@ -105,6 +108,7 @@ def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_w
     assert models(tmp_path / "cache") == []
 
 
+@pytest.mark.long
 def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_path):
     os.kill(in_warm_start.process.pid, signal.SIGINT)
     assert in_warm_start.wait(timeout=10) == 130
@@ -114,6 +118,7 @@ def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_pat
     assert models(tmp_path / "cache") == []
 
 
+@pytest.mark.long
 def test_one_of_two_trainer_ranks_killed_stops_the_run(start):
     job = start("run", *LONG, "hardware.trainer_processes=2", "model.warm_start.steps=4")
     job.until_step(1, timeout=300)  # five processes import torch, one more than in the other runs
@@ -124,4 +129,4 @@ def test_one_of_two_trainer_ranks_killed_stops_the_run(start):
     job.wait_until_nothing_is_left(timeout=2)
     assert job.status()["state"] == "failed"
     assert job.status()["cause"]["role"] == "trainer", job.text()
-    assert "SIGKILL" in job.text() or "-9" in job.text(), "why the rank ended is in what is shown"
+    assert "SIGKILL" in job.text() or "-9" in job.text(), "the output shows why the rank ended"

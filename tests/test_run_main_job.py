@@ -29,7 +29,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert mean(rewards[:3]) < 0.6
     assert mean(rewards[-5:]) >= 0.9
     assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
-    # Every token is one version old, so this is a training step's own change of the policy; engine and trainer alone: the next test.
+    # Every token is one version old, so this measures the policy change of a training step. The next test compares engine and trainer.
     assert max(r["mismatch/kl"] for r in job.metrics("trainer")) < 5e-2
     written = {p.name for p in job.run_dir.iterdir()}
     assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}
@@ -42,7 +42,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
         "env", "example_id", "group", "prompt", "completion", "reward", "rewards", "advantage", "versions", "num_tokens", "stop", "error"
     }  # fmt: skip
     assert len(job.rollouts(10)) == 256
-    assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, and this is cpu" in job.text()
+    assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, but this is cpu" in job.text()
     job.wait_until_nothing_is_left(timeout=5)
 
 
@@ -60,6 +60,7 @@ def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
     assert other.reproducible_lines() != first.reproducible_lines()
 
 
+@pytest.mark.long
 def test_replaced_groups_several_passes_and_a_reference_repeat_bit_for_bit(start):
     overrides = ("max_async_level=0", *SHORT, "loss=dapo", "loss.proximal=recompute", "loss.correction=tis", "loss.kl.beta=0.01")
     overrides += ("trainer.num_minibatches=2", "trainer.num_iterations=2", "ref.sync_interval=2")
@@ -73,10 +74,11 @@ def test_replaced_groups_several_passes_and_a_reference_repeat_bit_for_bit(start
     for record in played:
         assert (record["batch/groups"], record["batch/zero_advantage_frac"]) == (8, 0)
     for record in trained:
-        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios leave 1 within the step"
+        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios move away from 1 within the step"
         assert record["ref/kl"] > 0
 
 
+@pytest.mark.long
 def test_the_script_of_a_run_reproduces_it_bit_for_bit(start, model_cache):
     job = start("run", "max_async_level=0", *SHORT)
     assert job.wait() == 0, job.text()
@@ -96,12 +98,12 @@ def test_two_trainer_processes_train_like_one(start):
     for a, b in zip(one.metrics("trainer"), two.metrics("trainer"), strict=True):
         assert b["optim/grad_norm"] == pytest.approx(a["optim/grad_norm"], rel=1e-3)
         assert b["loss/total"] == pytest.approx(a["loss/total"], rel=1e-3, abs=1e-5)
-    # the first step starts from the same weights: equal up to the order of sums
+    # The first step starts from the same weights, so it is equal up to the order of sums.
     assert two.metrics("trainer")[0]["optim/grad_norm"] == pytest.approx(one.metrics("trainer")[0]["optim/grad_norm"], rel=1e-5)
 
 
 def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
-    site = tmp_path / "site"  # a folder of its own, so that the tests leave this environment as it is
+    site = tmp_path / "site"  # a separate folder, so the test does not change this environment
     package = tmp_path / "package"
     shutil.copytree(ROOT / "tests" / "packages" / "rlx_test_envs", package)
     install = [Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--no-deps", "--target", site, package]
@@ -126,6 +128,7 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     assert any(len(rollout["completion"]) > 1 for rollout in multi)
 
 
+@pytest.mark.long
 def test_math_and_the_mix_improve(start):
     job = start("run", "env=[math,reverse_text]", "max_steps=40")
     assert job.wait(timeout=500) == 0, job.text()
@@ -137,6 +140,7 @@ def test_math_and_the_mix_improve(start):
         assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side_do_not_meet(start):
     jobs = [start(name, *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "two"))]
     codes = [job.wait() for job in jobs]
@@ -145,9 +149,9 @@ def test_two_runs_side_by_side_do_not_meet(start):
 
 
 def test_an_installed_package_finds_its_configuration(tmp_path):
-    """A wheel in an environment of its own: `rlx train dry_run=true` from an empty directory."""
+    """A wheel in its own environment runs `rlx train dry_run=true` from an empty directory."""
     uv = Path(sys.executable).parent / "uv"
-    source = tmp_path / "source"  # a copy: what an earlier build left in build/ would come into the wheel
+    source = tmp_path / "source"  # a copy: the wheel would include old files in build/
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info"))
     subprocess.run(
         [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path / "dist", source],
@@ -159,7 +163,7 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel], check=True)
     site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
-    # The dependencies come from this environment; its own editable rlx does not: .pth files of a .pth folder are not read.
+    # The dependencies come from this environment, but not its editable rlx: Python ignores .pth files in a folder added by a .pth file.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -1,4 +1,4 @@
-"""Run directories: whose they are, what is in them, and what is never deleted."""
+"""Run directories: who owns them, what they contain, and what is never deleted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlx.runs import claim
 from rlx.runs.claim import RunLock, create, describe, join, looks_like_run, settle
 from rlx.runs.status import Status
 
-KEY = "-".join(("sesame", "open"))  # not as it is written here: a run keeps the uncommitted changes of its source
+KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
 
 
 def settled(root: Path, **changes) -> Config:
@@ -35,7 +35,7 @@ def make(cfg: Config) -> tuple[RunPaths, RunLock]:
 
 
 def finished(root: Path) -> RunPaths:
-    """A run that is over."""
+    """A run that has ended."""
     paths, lock = make(settled(root))
     Status(state="completed").write(paths)
     (root / "weights").mkdir()
@@ -71,22 +71,22 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
     assert holding == {paths.secrets}
     assert paths.secrets.stat().st_mode & 0o777 == 0o600
     assert load_run(paths.root) == cfg, "the roles have it"
-    assert yaml.safe_load(paths.overrides.read_text())[-2:] == ["seed=3", reference], "what names a variable may stay"
+    assert yaml.safe_load(paths.overrides.read_text())[-2:] == ["seed=3", reference], "a reference to a variable may stay"
 
     again = ["--config-dir", str(paths.root), "--config-name", "config"]
     assert "add inference.api_key=VALUE" in paths.reproduce.read_text()
-    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret and was not written into the file.\nGive it again:"):
+    with pytest.raises(ConfigError, match=r"`inference.api_key` is secret, so the file does not hold its value.\nGive it again:"):
         compose(again, {})
     resumed = compose([*again, "inference.api_key=other-key", "resume=latest"], {}).cfg
     paths, lock = create(resumed, [], make_plan(resumed, paths.root))
-    assert load_run(paths.root).inference.api_key == "other-key", "the key of a run that goes on may be another"
+    assert load_run(paths.root).inference.api_key == "other-key", "a resumed run may have another key"
     paths.secrets.unlink()
     with pytest.raises(ConfigError, match=r"`inference.api_key` is secret"):
         load_run(paths.root)
-    assert load_run(paths.root, secrets=False).inference.api_key == "<secret>", "who looks at a run needs none"
+    assert load_run(paths.root, secrets=False).inference.api_key == "<secret>", "reading a run needs no key"
     lock.close()
     create(resumed, [], make_plan(resumed, paths.root))[1].close()
-    assert load_run(paths.root).inference.api_key == "other-key", "a run whose file was deleted goes on with what is given"
+    assert load_run(paths.root).inference.api_key == "other-key", "a run whose file was deleted resumes with the given key"
 
 
 def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
 def test_a_role_with_another_key_for_the_servers_does_not_join_and_neither_is_shown(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run")
     join(replace(cfg, inference=replace(cfg.inference, api_key="one-key")), [], [])
-    with pytest.raises(ConfigError, match=r"inference.api_key: another one") as caught:
+    with pytest.raises(ConfigError, match=r"inference.api_key: a different value") as caught:
         join(replace(cfg, inference=replace(cfg.inference, api_key="two-key")), [], [])
     assert "-key" not in str(caught.value)
 
@@ -110,7 +110,7 @@ def test_a_warm_started_run_leaves_the_initial_model_to_prepare(tmp_path: Path) 
 
 def test_reproduce_runs_the_saved_configuration_in_a_new_directory_and_tells_of_another_commit(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "run with blank"))
-    stand_in = tmp_path / "python"  # instead of the interpreter: shows what it is called with
+    stand_in = tmp_path / "python"  # a fake interpreter that prints its arguments
     stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     stand_in.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(stand_in), "RLX_SOURCE": str(tmp_path), "RLX_NEW_DIR": str(tmp_path / "the user's")}
@@ -146,7 +146,7 @@ def test_an_existing_run_is_refused_and_clean_replaces_it(tmp_path: Path) -> Non
     make(settled(tmp_path / "run", clean=True))
     assert not (tmp_path / "run" / "weights").exists()
     assert not (tmp_path / "run" / "status.json").exists()
-    assert load_run(tmp_path / "run").clean is False  # or reproducing it would delete something
+    assert load_run(tmp_path / "run").clean is False  # otherwise reproducing the run would delete files
 
 
 @pytest.mark.parametrize("files", [["thesis.tex"], ["config.yaml"], ["status.json", "thesis.tex"], [".lock", "thesis.tex"]])
@@ -154,7 +154,7 @@ def test_clean_never_deletes_what_is_not_a_run(tmp_path: Path, files: list[str])
     for name in files:
         (tmp_path / name).write_text("precious")
     for clean in (False, True):
-        with pytest.raises(ConfigError, match="holds something else than a run"):
+        with pytest.raises(ConfigError, match="holds files that are not a run"):
             make(settled(tmp_path, clean=clean))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "precious")
 
@@ -260,13 +260,13 @@ def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monke
     assert looks_like_run(paths)
     assert load_run(paths.root).resume is None
     lock.close()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         make(cfg)
 
 
 def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
     paths, lock = make(settled(tmp_path / "run"))
     lock.close()
-    with pytest.raises(ConfigError, match="is the directory of this run, too"):
+    with pytest.raises(ConfigError, match="is also the directory of this run"):
         make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
     assert paths.config.exists()

@@ -1,4 +1,4 @@
-"""What a replay may change, and what it refuses because it cannot take effect."""
+"""Which keys a replay may change, and which it refuses because they cannot take effect."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_made_the_batches_may_not(override: str, problem: str) -> None:
 def test_another_environment_is_refused_in_one_line() -> None:
     found = list(without_effect(composed(*RECORDED[1:], "env=[math,reverse_text]"), composed(*RECORDED)))
     assert "the environments are math, reverse_text, and the run was recorded with reverse_text" in found
-    assert not any("envs.math" in line for line in found), "its keys say no more"
+    assert not any("envs.math" in line for line in found), "its keys add nothing"
 
 
 def test_a_replay_that_asks_for_something_without_effect_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_replay_that_asks_for_something_without_effect_is_refused_before_anyth
     with pytest.raises(ConfigError) as refused:
         make(wrong)
     said = str(refused.value)
-    assert f"replay={source.root} trains on batches that are made already" in said
+    assert f"replay={source.root} trains on batches that already exist" in said
     assert "sampling.temperature is 0.5, and the run was recorded with 1.0" in said
     assert f"seed is 7, and the run was recorded with {cfg.seed}" in said
     assert f"--config-dir {source.root} --config-name config replay={source.root}" in said

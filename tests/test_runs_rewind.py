@@ -1,4 +1,4 @@
-"""Run directories of later attempts: what is taken back, what is refused, forks and replays."""
+"""Run directories of later attempts: what is removed, what is refused, forks and replays."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     start = rewind(paths, warn=said.append)
     assert start is not None
     assert start.step == 3
-    assert "\n".join(said).count("step_6 is skipped") == 1
+    assert "\n".join(said).count("skipping checkpoint step_6: ") == 1
     assert (paths.checkpoints / "damaged_step_6").is_dir()
     assert numbers(paths.weights) == [1, 2], "the trainer exports version 3 again"
-    assert rewind(paths, warn=pytest.fail) == start, "once more gives the same, and says nothing"
+    assert rewind(paths, warn=pytest.fail) == start, "a second rewind gives the same and warns of nothing"
 
 
 def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> None:
-    """As a full disk leaves it: half a record, and another source's appended to it."""
+    """As after a full disk: half a record with another source's record appended to it."""
     paths = RunPaths(tmp_path)
     writer = MetricsWriter(paths.metrics, "trainer")
     writer.write(0, {})
@@ -116,12 +116,12 @@ def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> 
     writer.write(1, {})
     writer.write(2, {})
     said: list[str] = []
-    assert [step for step, _ in recorded_steps(paths)] == [0, 2], "who reads meanwhile passes over it"
+    assert [step for step, _ in recorded_steps(paths)] == [0, 2], "concurrent readers skip the corrupt line"
     trim_metrics(paths, 3, said.append)
     assert recorded_steps(paths) == [(0, "trainer")]
     assert said == [
-        f"{paths.metrics}, line 2 is no record: it and the 1 lines after it are removed",
-        f"{paths.metrics} has no record of steps 1, 2: the machine lost it",
+        f"{paths.metrics}, line 2 is corrupt: it and the 1 lines after it are removed",
+        f"{paths.metrics} has no record of steps 1, 2: lost in a crash",
     ]
 
 
@@ -192,7 +192,7 @@ def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp
     lock.close()
     assert sorted((str(path), path.stat().st_mtime_ns) for path in source.root.rglob("*")) == before
     shutil.rmtree(source.checkpoints)
-    assert rewind(paths, warn=pytest.fail) == start, "whatever the other run deletes: the links are this run's own"
+    assert rewind(paths, warn=pytest.fail) == start, "the other run may delete its files: this run has its own links"
 
 
 def test_a_fork_where_files_cannot_be_linked_reads_the_other_runs_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +207,10 @@ def test_a_fork_where_files_cannot_be_linked_reads_the_other_runs_checkpoint(tmp
     assert start.checkpoint == source.checkpoint_of(6)
     assert list(paths.checkpoints.iterdir()) == []
     lock.close()
-    assert rewind(paths, warn=pytest.fail) == start, "an attempt without a checkpoint of its own starts where the fork did"
+    assert rewind(paths, warn=pytest.fail) == start, "an attempt without its own checkpoint starts where the fork did"
 
 
-@pytest.mark.parametrize(("resume", "message"), [("nowhere/else", "does not exist"), ("run/checkpoints/step_4", "no whole checkpoint")])
+@pytest.mark.parametrize(("resume", "message"), [("nowhere/else", "does not exist"), ("run/checkpoints/step_4", "no complete checkpoint")])
 def test_a_fork_of_nothing_is_refused(tmp_path: Path, resume: str, message: str) -> None:
     ended(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
@@ -223,7 +223,7 @@ def test_a_replay_needs_every_batch(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))
     assert load_run(paths.root).replay == str(source.root)
     assert paths.initial_model.read_text() == source.initial_model.read_text()
-    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; it has those of 0 … 8, and max_steps=10"):
+    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; the run has those of steps 0 … 8, and max_steps=10"):
         make(settled(tmp_path / "more", replay=str(source.root)))
     with pytest.raises(ConfigError, match="is no run directory"):
         make(settled(tmp_path / "more", replay=str(tmp_path)))
@@ -235,8 +235,8 @@ def test_a_replay_starts_the_trainer_alone(tmp_path: Path) -> None:
 
 
 def test_resuming_needs_a_name_and_does_not_go_with_clean() -> None:
-    with pytest.raises(ConfigError, match="does not say which run goes on"):
+    with pytest.raises(ConfigError, match="does not say which run to resume"):
         compose(["resume=latest"], environ={})
-    with pytest.raises(ConfigError, match="cannot be deleted and go on"):
+    with pytest.raises(ConfigError, match="cannot be both deleted and resumed"):
         compose(["resume=4", "run.name=x", "clean=true"], environ={})
     assert compose(["resume=4", "run.name=x"], environ={}).cfg.resume == "4"

@@ -1,4 +1,4 @@
-"""A run directory that is looked at: half made, somebody else's, alive, lost; and that looking leaves it alone."""
+"""Reading run directories that are half-made, another user's, alive or lost; reading changes nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_empty_directory_is_a_run_of_which_nothing_is_there(tmp_path: Path) -
 def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     run.paths.status.write_text('{"state": "running", "cause": null, "mood": "good"}')
-    with pytest.raises(ConfigError, match=r"status.json is not what this version of rlx writes .*mood"):
+    with pytest.raises(ConfigError, match=r"this version of rlx cannot read .*status.json .*mood"):
         _ = run.status
 
 
@@ -116,7 +116,7 @@ def test_looking_takes_no_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp())  # pytest's own folders are closed to others
+    folder = Path(tempfile.mkdtemp())  # other users cannot read pytest's folders
     try:
         for name, mode in (("open", 0o644), ("closed", 0o600)):
             run = made(folder / name)
@@ -125,7 +125,7 @@ def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
             run.paths.status.chmod(mode)
         (folder / "private").mkdir(mode=0o700)
         folder.chmod(0o755)
-        # Another user may not read this Python: it becomes one when all is imported.
+        # Another user may not be able to read this Python, so the process changes its user after all imports.
         code = f"""
 import os, sys
 import rlx.cli.runs, rlx.plan.explain, rlx.runs.run
@@ -135,7 +135,7 @@ sys.exit(rlx.cli.runs.run([{str(folder)!r}]))"""
         assert listed.returncode == 0, listed.stderr
         rows = {Path(line.split()[0]).name: line.split()[1] for line in listed.stdout.splitlines()[1:]}
         assert rows == {"open": "running", "closed": "unreadable"}
-        assert "may not be read by you" in listed.stderr
+        assert "you may not read" in listed.stderr
         assert "Traceback" not in listed.stderr
     finally:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Copies of the code for jobs that wait."""
+"""Copies of the code for queued jobs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_snapshot_is_the_code_as_it_is_with_what_is_not_committed(source: Path
     (source / "rlx" / "losses" / "mine.py").write_text("changed\n")
     second = take_snapshot(tmp_path / "jobs")
     assert second != first
-    assert (first / "rlx" / "losses" / "mine.py").read_text() == "new\n", "jobs that wait keep theirs"
+    assert (first / "rlx" / "losses" / "mine.py").read_text() == "new\n", "queued jobs keep their copy"
 
 
 def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,4 +59,4 @@ def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_pat
     found = subprocess.run(
         [sys.executable, "-m", "rlx.where"], cwd=source, env=os.environ | variables, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == str(copy / "rlx" / "where.py"), "though the working directory has one"
+    assert found.stdout.strip() == str(copy / "rlx" / "where.py"), "although the working directory has one too"

@@ -1,4 +1,4 @@
-"""What the status says of a process that ended."""
+"""How the status describes a process that has ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_status_survives_its_file(tmp_path: Path) -> None:
     ("returncode", "service", "words"),
     [
         (3, False, "exit code 3"),
-        (0, True, "left although it is to serve"),
+        (0, True, "exited early with exit code 0; it must serve"),
         (-9, False, "SIGKILL"),
         (-11, False, "SIGSEGV"),
         (-15, False, "killed by SIGTERM"),

@@ -1,7 +1,7 @@
-"""An array of runs on a real SLURM: each of them is requeued, cancelled and fails for itself alone. With toy processes.
+"""An array of runs on a real SLURM, with toy processes: a requeue, cancellation or failure of one run does not affect the others.
 
-SLURM gives the last one of an array the array's own number as SLURM_JOB_ID, and takes commands on that number for all of them; so it
-is always the last one that is disturbed here.
+The last task of an array gets the array's id as its SLURM_JOB_ID, and SLURM applies commands on that id to all tasks. So these tests
+always disturb the last task.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOY = """
 
 
 class Array:
-    """Three runs of one array, in directories whose names need quoting; each has one process, which ends when the file `go` appears."""
+    """Three runs of one array, in directories whose names need quoting. Each has one process, which ends when the file `go` appears."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Array:
             time.sleep(0.1)
 
     def end(self) -> list[tuple[str, int]]:
-        """Let all end well that still run; state and attempt of each, once SLURM has forgotten the array."""
+        """Let the remaining runs complete; return each run's state and attempt after the array has left the queue."""
         (self.folder / "go").touch()
         for paths, job in zip(self.paths, self.ids, strict=True):
             follow(paths, job)
@@ -103,7 +103,7 @@ def signal_before_the_time_limit(array: Array) -> None:
     slurm("scancel", "--batch", "--signal=USR2", array.ids[-1])
 
 
-@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit])
+@pytest.mark.parametrize("disturb", [requeue, pytest.param(signal_before_the_time_limit, marks=pytest.mark.long)])
 def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb):
     assert array.ids[-1].endswith("_2")
     disturb(array)
@@ -112,6 +112,7 @@ def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb)
     assert [array.status(i).job for i in range(3)] == array.ids
 
 
+@pytest.mark.long
 def test_one_of_an_array_is_cancelled_or_fails_and_the_others_do_not_notice(array):
     slurm("scancel", array.ids[2])
     os.kill(int(array.log(1).split("here ")[1].split()[0]), signal.SIGKILL)

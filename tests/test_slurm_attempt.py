@@ -1,4 +1,4 @@
-"""What a job does in its run directory, on commands that stand for SLURM's: whom it names to them, and when it leaves the run alone."""
+"""What a job does in its run directory, with fake SLURM commands: which job id it passes to them, and when it leaves the run alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlx.types import ProcessSpec
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "scancel": "exit 1",  # the supervisor signals its own children then
+    "scancel": "exit 1",  # so the supervisor signals its own children
     "squeue": "echo 12_1.0 toy; echo 12_1.batch batch",
     "scontrol": "echo Restarts=0",
 }
@@ -30,7 +30,7 @@ LEAVES = "import sys; sys.exit(75)"
 
 
 class Job:
-    """A run directory, and the SLURM that its job sees."""
+    """A run directory, and the fake SLURM commands that its job sees."""
 
     def __init__(self, folder: Path, *codes: str) -> None:
         composed = compose([f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5"], {})
@@ -52,7 +52,7 @@ class Job:
         path.chmod(0o755)
 
     def run(self, **variables: str) -> int:
-        """What the job does; its exit code."""
+        """Run the job; return its exit code."""
         slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
@@ -75,7 +75,7 @@ def job(tmp_path: Path) -> Callable[..., Job]:
     return lambda *codes: Job(tmp_path, *codes)
 
 
-LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # of an array of two: its SLURM_JOB_ID is the array's
+LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # the last task of an array of two: its SLURM_JOB_ID is the array's
 
 
 def test_the_last_of_an_array_names_itself_and_never_the_array(job):

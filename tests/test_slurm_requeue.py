@@ -1,6 +1,6 @@
-"""Runs that SLURM takes the machine away from: they come back with the same job and directory, and end as if nothing had been.
+"""Runs that lose their machine to SLURM: they come back with the same job and directory, and end like an undisturbed run.
 
-At `max_async_level=0` on CPU a run's metrics are the same bit for bit whenever and wherever it was interrupted, which is what is compared.
+At `max_async_level=0` on CPU a run's metrics are bitwise equal however often it was interrupted. The tests compare these metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callabl
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> SlurmJob:
-    """The run over three nodes, left alone."""
+    """An undisturbed run over three nodes."""
     job = SlurmJob(tmp_path_factory.mktemp("runs") / "undisturbed", model_cache, *RUN)
     assert job.until_over() == "completed", job.text()
     return job
@@ -49,7 +49,7 @@ def test_a_run_over_three_nodes_ends_well_and_trains_as_on_one(undisturbed, tmp_
         ("prepare", 0): "node2", ("inference", 0): "node1", ("orchestrator", 0): "node2", ("trainer", 0): "node2", ("trainer", 1): "node3"
     }  # fmt: skip
     assert undisturbed.left() == []
-    assert any(record.get("optim/grad_norm") for record in undisturbed.metrics())  # it learns: otherwise all comparisons were easy
+    assert any(record.get("optim/grad_norm") for record in undisturbed.metrics())  # it learns; otherwise the comparison would prove nothing
     one = [*RUN, "hardware=cpu", "hardware.trainer_processes=2", f"run.dir={tmp_path / 'one'}"]
     done = train(*one, cwd=tmp_path, cache=model_cache)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,14 +61,20 @@ def requeue(job: SlurmJob) -> None:
 
 
 def signal_before_the_time_limit(job: SlurmJob) -> None:
-    slurm("scancel", "--batch", "--signal=USR2", job.id)  # what --signal=B:USR2@… sends
+    slurm("scancel", "--batch", "--signal=USR2", job.id)  # the signal of --signal=B:USR2@…
 
 
 def preempt_without_a_signal_of_its_own(job: SlurmJob) -> None:
-    slurm("scancel", "--signal=TERM", job.id)  # to the steps alone, as at the beginning of a partition's GraceTime
+    slurm("scancel", "--signal=TERM", job.id)  # only to the steps, as at the start of a partition's GraceTime
 
 
-@pytest.mark.parametrize("disturb", [requeue, signal_before_the_time_limit, preempt_without_a_signal_of_its_own])
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        requeue,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (signal_before_the_time_limit, preempt_without_a_signal_of_its_own)),
+    ],
+)
 def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, undisturbed, disturb):
     job = submit("run", *RUN)
     job.until_step(4)
@@ -80,11 +86,11 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.state() == "COMPLETED"
     first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
     second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
-    found = re.search(r"going on after (\d) steps", second)
+    found = re.search(r"resuming after (\d) steps", second)
     assert found, second
     if disturb is requeue:
-        assert int(found[1]) >= 3  # the last checkpoint that there was; SLURM's KillWait may have been enough for another
+        assert int(found[1]) >= 3  # the newest checkpoint; SLURM's KillWait may have allowed one more
     else:
         assert "back in the queue" in first
-        assert int(found[1]) >= 5  # one was written for the occasion
+        assert int(found[1]) >= 5  # a checkpoint was written because of the preemption
     assert job.reproducible_lines() == undisturbed.reproducible_lines()

@@ -1,4 +1,4 @@
-"""Runs on a real SLURM: an array, a job that is cancelled, roles that die on each of three nodes. With real roles, on emulated nodes."""
+"""Runs with real roles on a real SLURM with emulated nodes: an array, a cancelled job, roles that die on each of three nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NODES = "hardware=cpu_3nodes"
 
 @pytest.fixture
 def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., SlurmJob]]:
-    """`submit("name", *overrides)` submits a run; whatever is left of it at the test's end is cancelled."""
+    """`submit("name", *overrides)` submits a run, which is cancelled at the end of the test if it is still alive."""
     jobs: list[SlurmJob] = []
 
     def begin(name: str, *overrides: str) -> SlurmJob:
@@ -46,23 +46,24 @@ def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, t
     started = time.monotonic()
     done = train(*line, cwd=tmp_path, cache=model_cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - started < 60  # the prompt is back long before the runs are
+    assert time.monotonic() - started < 60  # the command returns long before the runs end
     ids = [each.split()[0] for each in done.stdout.splitlines()[1:]]
     array = ids[0].split("_")[0]
     assert ids == [f"{array}_{i}" for i in range(6)]
     try:
-        assert "(6 waiting or running already)" in train(*line, cwd=tmp_path, cache=model_cache).stdout
+        assert "(6 already queued or running)" in train(*line, cwd=tmp_path, cache=model_cache).stdout
         done = train(*line, "launcher.wait=true", cwd=tmp_path, cache=model_cache, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[0].startswith("6 runs in")
         assert [row.split()[1] for row in done.stdout.splitlines()[-6:]] == ["completed"] * 6
         last = train(*line, cwd=tmp_path, cache=model_cache)
-        assert "(6 completed already)" in last.stdout
+        assert "(6 already completed)" in last.stdout
         assert slurm("squeue", "-h") == ""
     finally:
         subprocess.run(["scancel", array], check=False)
 
 
+@pytest.mark.long
 def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(submit, tmp_path, model_cache):
     job = submit("run", NODES, *LONG)
     for more in ("clean=false", "clean=true"):
@@ -76,7 +77,13 @@ def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(
     assert job.left() == []
 
 
-@pytest.mark.parametrize(("role", "replica", "node"), [("inference", 0, 1), ("orchestrator", 0, 2), ("trainer", 0, 2), ("trainer", 1, 3)])
+@pytest.mark.parametrize(
+    ("role", "replica", "node"),
+    [
+        ("trainer", 1, 3),
+        *(pytest.param(*which, marks=pytest.mark.long) for which in (("inference", 0, 1), ("orchestrator", 0, 2), ("trainer", 0, 2))),
+    ],
+)
 def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role, replica, node):
     job = submit("run", NODES, *LONG)
     pid = job.pid(role, replica)
@@ -94,6 +101,7 @@ def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role
     assert slurm("sinfo", "-h", "-o", "%T", "-p", "debug").split() == ["idle"]
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_ends_the_job(submit):
     job = submit("run", *LONG)
     job.pid("orchestrator")
@@ -104,7 +112,7 @@ def test_a_killed_supervisor_ends_the_job(submit):
 
 
 def test_code_that_changed_since_the_submission_is_refused(submit, tmp_path, monkeypatch):
-    slurm("scontrol", "update", "PartitionName=debug", "State=DOWN")  # jobs wait
+    slurm("scontrol", "update", "PartitionName=debug", "State=DOWN")  # jobs stay in the queue
     try:
         job = submit("run", *LONG)
         provenance = json.loads((job.run_dir / "provenance.json").read_text())
@@ -148,7 +156,7 @@ def test_processes_see_the_gpus_that_the_plan_gives_them_of_those_that_slurm_gav
         ProcessSpec(role=role, replica=0, node=0, gpus=mine, env={"CUDA_VISIBLE_DEVICES": "7"}, argv=(sys.executable, "-c", code))
         for role, mine in gpus.items()
     ]
-    # Another job holds the node's first GPU, so that ours are not 0 and 1.
+    # Another job holds the node's first GPU, so this job's GPUs are not 0 and 1.
     other = slurm("sbatch", "--parsable", "--gres=gpu:1", "--nodelist=node4", "--output=/dev/null", "--wrap=sleep 60").strip()
     try:
         cfg = replace(settle(cfg, "label"), slurm=replace(cfg.slurm, options={"nodelist": "node4"}))
@@ -158,7 +166,7 @@ def test_processes_see_the_gpus_that_the_plan_gives_them_of_those_that_slurm_gav
         assert follow(paths, job) == 0, (paths.log(0, "launcher")).read_text()
     finally:
         slurm("scancel", other)
-    seen = {role: paths.log(0, role).read_text().splitlines()[-1].split() for role in gpus}  # srun may say something first
+    seen = {role: paths.log(0, role).read_text().splitlines()[-1].split() for role in gpus}  # srun may print something first
     first, second = seen["first"][0], seen["second"][0]
     assert {first, second} < {"1", "2", "3"}
     assert seen == {"first": [first, "node4"], "second": [second, "node4"], "none": ["node4"], "both": [f"{first},{second}", "node4"]}

@@ -1,4 +1,4 @@
-"""What SLURM does to a job when it wants the machine back, and what the supervisor makes of it. On a real SLURM, with toy processes."""
+"""What SLURM does to a job when it wants the machine back, and how the supervisor reacts. On a real SLURM, with toy processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STUBBORN = """
 
 
 class Toys:
-    """A job whose processes are toys, one on each node."""
+    """A job with one toy process per node."""
 
     def __init__(self, *codes: str, **options: Any) -> None:
         self.count = len(codes)
@@ -81,7 +81,7 @@ class Toys:
 
     def until_started(self) -> None:
         self.until(lambda: len(self.status().processes) == self.count)
-        # Their own words: srun says something before them.
+        # The toys' own output: srun prints something before it.
         self.until(lambda: all("first attempt" in self.log(0, f"toy_{i}" if i else "toy") for i in range(self.count)))
 
 
@@ -101,7 +101,7 @@ def job(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def second_attempt(toys: Toys) -> None:
-    """The job came back by itself, with its number and directory, and ended well."""
+    """Check that the job came back by itself, with the same id and directory, and completed."""
     assert follow(toys.paths, toys.id) == 0, toys.log(0) + toys.log(1)
     assert (toys.status().state, toys.status().attempt, toys.status().job) == ("completed", 1, toys.id)
     assert "second attempt" in toys.log(1, "toy")
@@ -138,34 +138,36 @@ TAKES_NOTICE = LEAVES.replace(
 )
 
 
-@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
+@pytest.mark.parametrize("code", [TAKES_NOTICE, pytest.param(LEAVES, marks=pytest.mark.long)])
 def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
-    """What plain preemption does where the partition has a GraceTime: the steps are told, the batch script is not."""
+    """As in preemption without a user signal in a partition with a GraceTime: SLURM signals the steps, not the batch script."""
     toys = job(code, code)
     toys.until_started()
     slurm("scancel", "--signal=TERM", toys.id)
     second_attempt(toys)
-    assert ("wants the machine back" in toys.log(0)) or ("preempt is there" in toys.log(0))
+    assert ("wants the machine back" in toys.log(0)) or ("preempt exists" in toys.log(0))
     assert ("toy has left" in toys.log(0)) == (code is TAKES_NOTICE)
 
 
+@pytest.mark.long
 def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
     toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)", code_changes="snapshot")
     assert follow(toys.paths, toys.id) == 0, toys.log(0)
     (copy,) = (toys.paths.root / ".submitit").glob("code_*")
-    assert toys.log(0, "toy").splitlines()[-1].split() == [  # srun may say something first
+    assert toys.log(0, "toy").splitlines()[-1].split() == [  # srun may print something first
         f"{copy}/rlx/__init__.py",
         f"{copy}/environments/rlx_reverse_text/rlx_reverse_text/__init__.py",
     ]
 
 
+@pytest.mark.long
 def test_a_job_whose_node_fails_comes_back(job):
-    # `srun` says that a step on a failed node ended well: it must not be taken for the end of the run.
+    # `srun` returns 0 for a step on a failed node; the supervisor must not treat that as completion.
     toys = job(LEAVES, LEAVES)
     toys.until_started()
     hosts = [process["host"] for process in toys.status().processes]
     try:
-        # The slurmd of emulated nodes live, and would be given the job again while what it was still ends: they are drained first.
+        # The slurmd of emulated nodes stay alive and would get the job again while its old processes still exit, so drain them first.
         for state in ("DRAIN", "DOWN"):
             for host in hosts:
                 slurm("scontrol", "update", f"NodeName={host}", f"State={state}", "Reason=test")
@@ -177,16 +179,18 @@ def test_a_job_whose_node_fails_comes_back(job):
             slurm("scontrol", "update", f"NodeName={host}", "State=RESUME")
 
 
+@pytest.mark.long
 def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
     assert follow(toys.paths, toys.id) == 1
-    assert "killing toy_1: still there 1 s after SIGTERM" in toys.log(0)
+    assert "killing toy_1: still running 1 s after SIGTERM" in toys.log(0)
     cause = toys.status().cause
     assert cause is not None
     assert (cause.replica, cause.returncode) == (0, 3)
     toys.until(lambda: queue()[toys.id] == "FAILED", timeout=30)
 
 
+@pytest.mark.long
 def test_a_job_comes_back_no_more_than_it_may(job):
     toys = job(LEAVES.replace("sys.exit(0)", "pass"), max_requeues=1)
     for attempt in (0, 1):
@@ -198,6 +202,7 @@ def test_a_job_comes_back_no_more_than_it_may(job):
     assert "launcher.max_requeues=1 is used up" in str(toys.status().cause)
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
     toys = job(LEAVES, max_requeues=0)
     toys.until_started()

@@ -1,4 +1,4 @@
-"""Sweeps: how a command line becomes runs, what is refused before anything starts, and which runs are done, skipped and gone on with."""
+"""Sweeps: how a command line becomes runs, what is refused before anything starts, and which runs are started, skipped and resumed."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):
     ("argv", "said"),
     [
         (["-m", "max_steps=3"], "nothing here has several values"),
-        (["-m", "seed=1,1"], "two runs of the sweep have the directory seed=1"),
+        (["-m", "seed=1,1"], "two runs of the sweep have the same directory seed=1"),
         (["-m", "loss=grpo,grppo"], "there is no loss=grppo"),
         (["-m", "seed=1,2", "seq_len=2"], "(in all 2 runs)"),
         (["-m", "orchestrator.batch_size=64,65"], "(in orchestrator.batch_size=65)"),
@@ -157,12 +157,13 @@ def toy_plan(cfg):
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Runs are toys, in a directory of their own."""
+    """Replaces real runs by toy runs, in a directory of their own."""
     monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["train", "-m", "seed=1,2,3", "max_steps=3", f"run.dir={toys}", "launcher.array_parallelism=2"]
     assert main(argv) == 1
@@ -178,8 +179,8 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     (toys / "mended").touch()
     assert main(argv) == 0
     text, said = capsys.readouterr()
-    assert "2 completed already; 1 to go on with" in text
-    assert "going on after 1 steps" in said
+    assert "2 already completed; 1 to resume" in text
+    assert "resuming after 1 steps" in said
     assert [(r["step"], r["source"]) for r, _ in read_metrics(toys / "seed=3" / "metrics.jsonl")] == [
         (step, source) for step in range(3) for source in ("orchestrator", "trainer")
     ]
@@ -190,6 +191,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
         sweep.run(["-m", "seed=1,2", "max_steps=4", f"run.dir={toys}"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_stops_its_runs(toys: Path):
     code = f"""
 import sys
@@ -231,25 +233,26 @@ def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.Monke
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
 
 
+@pytest.mark.slow
 def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
     from hydra_plugins.rlx_launcher import RlxLauncher
     from rlx.cli import sweeper
     from rlx.config.sweeps import Sweep
 
     def through_hydra(values: str) -> int:
-        """`hydra/sweeper=basic` stands for any: it is made and asked as Optuna's is."""
+        """`hydra/sweeper=basic` stands for any sweeper: it is created and called like Optuna's."""
         return sweeper.optimise(Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), (values,), ("max_steps=2",)), toys)
 
     assert through_hydra("seed=1,2") == 0
     assert {path.name for path in toys.glob("seed=*")} == {"seed=1", "seed=2"}
     jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=2"], ["seed=1"]], 0)
     assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=2"], 0.2), (["seed=1"], 0.1)]
-    assert "2 completed already" in capsys.readouterr().out
+    assert "2 already completed" in capsys.readouterr().out
     assert through_hydra("seed=3,4") == 1
     assert "seed=3: failed" in capsys.readouterr().out
     jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=5"], ["seed=5"]], 0)  # as Optuna does in a small space
     assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=5"], 0.5)] * 2
-    with pytest.raises(ConfigError, match="different runs with one directory"):
+    with pytest.raises(ConfigError, match="different runs with the same directory"):
         RlxLauncher("mine", str(toys), []).launch([["run.name=a/b"], ["run.name=a_b"]], 0)
 
 
@@ -258,11 +261,12 @@ def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: 
     assert "hydra/sweeper=nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again(toys: Path):
     from rlx.launch import sweep as launch_sweep
 
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
-    launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as its death does
+    launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as the launcher's death does
     assert sweep.run(line) == 0
 
 

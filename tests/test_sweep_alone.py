@@ -1,4 +1,4 @@
-"""Sweeps started twice, at once or after a loss: each run has one process at a time, and what is done stays done."""
+"""Sweeps started twice, at the same time or after a failure: each run has one process at a time, and completed runs stay completed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlx.runs.status import Status
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Runs are toys, in a directory of their own."""
+    """Replaces real runs by toy runs, in a directory of their own."""
     monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
@@ -98,7 +98,7 @@ def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_
     for number, each in enumerate(elements):
         note_job(each.paths, f"12_{number}")
         each.job = f"12_{number}"
-    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and whether that lives cannot be found out: squeue gave no answer"):
+    with pytest.raises(ConfigError, match=r"SLURM job 12_0, and SLURM does not tell whether that job is alive: squeue gave no answer"):
         sweep.find_states(elements)
     for each in elements:
         status = Status()
@@ -112,7 +112,7 @@ def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
     from rlx.cli import sweeper
     from rlx.config.sweeps import Sweep
 
-    with pytest.raises(ConfigError, match="dry_run=true with a sweeper of hydra"):
+    with pytest.raises(ConfigError, match="dry_run=true does not work with hydra's sweepers"):
         sweeper.optimise(
             Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
         )

@@ -1,4 +1,4 @@
-"""Forwarding to TensorBoard and W&B (offline), both for real; the files they leave are read back."""
+"""Forwarding to the real TensorBoard and W&B (offline); the tests read back the files that these write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECORD = {
 
 
 class Recorder:
-    """A service that remembers."""
+    """A service that records its calls."""
 
     name = "recorder"
 
@@ -119,7 +119,7 @@ def test_a_line_that_is_still_being_written_is_forwarded_when_it_is_whole(tmp_pa
 
 
 def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: Path) -> None:
-    """As when the run ends: the task that forwards is cancelled, its thread goes on, and `close` forwards the rest."""
+    """As at the end of a run: the forwarding task is cancelled, its thread continues, and `close` forwards the rest."""
     paths, sink = RunPaths(tmp_path), Recorder()
     tracker, in_it, go_on = Tracker(paths, [sink]), threading.Event(), threading.Event()
     write_metrics(paths)
@@ -149,7 +149,7 @@ def test_the_next_attempt_forwards_what_the_one_before_it_could_not(tmp_path: Pa
     write_metrics(paths)
     Tracker(paths, [first]).forward()
     writer = MetricsWriter(paths.metrics, "trainer")
-    writer.write(2, {"loss/total": 0.0})  # and then it is killed
+    writer.write(2, {"loss/total": 0.0})  # then the process is killed
     tracker = Tracker(paths, [second])
     writer.write(3, {"loss/total": 0.0})
     tracker.forward()
@@ -201,7 +201,7 @@ def test_distributions_of_all_rollouts_come_every_interval_steps_with_samples_or
     expected = {"distribution/reward": [1.0, 0.0], "distribution/advantage": [0.5, -0.5], "distribution/completion_length": [4.0, 9.0]}
     assert often.histograms == [(0, expected), (5, expected), (10, expected)]
     assert without.histograms == [(0, expected), (10, expected)]
-    tracker.rollouts(0, [])  # every group of a step may have been left out
+    tracker.rollouts(0, [])  # every group of a step may have been filtered out
     assert len(often.histograms) == 3
 
 

@@ -1,4 +1,4 @@
-"""All optimizer steps of a batch: what the ratios are against, the reference model, and how the two stay what they were."""
+"""All optimizer steps of a batch: the log-probabilities that ratios compare with, and the reference model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_one_optimizer_step_recomputes_for_nothing():
     )
     values = trainer.train_batch(batch)
     assert values["policy/ratio_min"] == values["policy/ratio_max"] == 1.0
-    assert values["mismatch/abs_logp_diff_max"] > 0.1, "the engine said something else"
+    assert values["mismatch/abs_logp_diff_max"] > 0.1, "the engine's log-probabilities differ"
 
 
 def test_ratios_against_the_engine_are_the_default():
@@ -122,7 +122,7 @@ def test_the_controller_sees_every_optimizer_step():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_mini_batch_without_a_trainable_token_changes_nothing(order):
-    """Neither parameters by the momentum of the step before, nor β, nor the metrics of the mini-batch that has tokens."""
+    """It changes no parameters (by the previous step's momentum), not β, and not the metrics of the mini-batch with tokens."""
     found = []
     for parts in ([make_samples()], [[make_samples(), []][i] for i in order]):
         hf = make_model()
@@ -154,7 +154,7 @@ def test_the_reference_takes_up_the_policy_when_it_is_time():
 
 
 def test_a_teacher_of_a_smaller_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"\(ref\.name\) has 30 token ids and the policy 40; it must know all of them"):
+    with pytest.raises(ValueError, match=r"\(ref\.name\) has 30 token ids, but the policy has 40; it must have all of them"):
         Reference(PolicyModel(make_model(vocab_size=30))).check_vocabulary(PolicyModel(make_model()))
 
 
@@ -162,8 +162,8 @@ def test_distillation_brings_the_policy_to_its_teacher():
     hf = make_model(seed=0)
     trainer = make_trainer(hf, opd, reference=Reference(PolicyModel(make_model(seed=0, initializer_range=0.25))))
     batch = make_batch(mini_batches=1, tokens=1000)
-    # On-policy samples of this batch do not exist; with the engine's log-probabilities equal to the policy's the weight is 1 and a token's
-    # log-probability moves to where the teacher has it.
+    # This batch is not on-policy. With the engine's log-probabilities set to the policy's, the weight is 1, so each token's
+    # log-probability moves towards the teacher's.
     (micro_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches[0].micro_batches
     teacher, _ = trainer.score(micro_batch, trainer.reference.model)
     gaps = []
@@ -176,7 +176,7 @@ def test_distillation_brings_the_policy_to_its_teacher():
 
 @pytest.mark.parametrize("name", [*LOSSES, "opd"])
 def test_packing_changes_no_gradient_with_everything_added(name):
-    """Scores of reference and old policy, recomputed ratios that have left 1, correction, dual clip, entropy and KL."""
+    """With scores by reference and old policy, recomputed ratios other than 1, correction, dual clip, entropy and KL."""
     function, aggregate = (opd, "token_mean") if name == "opd" else LOSSES[name]
     found = []
     for tokens in (1000, 60):
@@ -184,7 +184,7 @@ def test_packing_changes_no_gradient_with_everything_added(name):
         trainer = make_trainer(make_model(), function, aggregate, reference=frozen, **EVERYTHING)
         (mini_batch,) = make_batch(mini_batches=1, tokens=tokens).mini_batches
         before = trainer._score_before(mini_batch, recompute=True)
-        with torch.no_grad():  # an optimizer step
+        with torch.no_grad():  # stands for an optimizer step
             for parameter, other in zip(trainer.model.parameters(), make_model(seed=2).parameters(), strict=True):
                 parameter.lerp_(other, 0.1)
         stats = trainer.accumulate_gradients(mini_batch, step=2, before=before, fresh=False)

@@ -1,4 +1,4 @@
-"""The packed forward of Hugging Face models: equal to the model's own, whatever the architecture and the layout."""
+"""The packed forward of Hugging Face models equals the model's own, for every architecture and layout."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_packed_log_probabilities_equal_the_models_own(name):
     config_class, keys = ARCHITECTURES[name]
     hf = make_model(config_class, **keys)
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
-        torch.nn.init.normal_(hf.get_output_embeddings().bias)  # zero at first
+        torch.nn.init.normal_(hf.get_output_embeddings().bias)  # it is initialised to zero
     trainer = make_trainer(hf)
     check_packed_forward(trainer.model)
     samples = make_samples(longest=20)
@@ -113,7 +113,7 @@ def test_a_common_prompt_is_computed_once_and_nothing_behind_the_last_trainable_
     boundaries = np.cumsum([0, *map(len, samples)])
     mask = np.zeros(len(ids), dtype=bool)
     for start, end in itertools.pairwise(boundaries):
-        mask[start + 9 : end - 2] = True  # labels up to the token before the last: the last two inputs are not needed
+        mask[start + 9 : end - 2] = True  # labels up to the last token but one, so the last two inputs are not needed
     layout = build_layout(ids, boundaries, mask, "shared", "cpu")
     assert layout.num_tokens == 10 + sum(n - 2 for n in (4, 6, 5))
     assert (layout.where[mask] >= 0).all()
@@ -126,7 +126,7 @@ def test_a_common_prompt_is_computed_once_and_nothing_behind_the_last_trainable_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_layouts_of_random_trees_attend_to_the_right_tokens(seed):
-    """The visible keys of every query, spelled out, against the definition: earlier tokens of the same sample."""
+    """Lists the visible keys of every query and compares them with the definition: earlier tokens of the same sample."""
     rng = np.random.default_rng(seed)
     samples: list[list[int]] = []
     for _ in range(6):  # long and short branches, identical samples, lone samples
@@ -149,7 +149,7 @@ def test_layouts_of_random_trees_attend_to_the_right_tokens(seed):
                 if int(layout.order[query]) != offset + s * bucket.queries.shape[1] + q:
                     continue  # padding
                 keys = bucket.keys[s][visible[s if len(visible) > 1 else 0, 0, q]].tolist()
-                assert len(keys) == len(set(keys)), "a key is counted twice"
+                assert len(keys) == len(set(keys)), "a key counts twice"
                 if window is None:
                     assert query not in seen
                     seen[query] = set(keys)
@@ -171,10 +171,10 @@ def test_a_model_whose_packed_forward_is_wrong_is_refused():
     check_packed_forward(PolicyModel(make_model(BloomConfig, n_layer=2, n_head=4), attention="rows"))
     tampered = PolicyModel(make_model(GraniteConfig, logits_scaling=3.0))
     tampered.logit_scale = 1.0
-    with pytest.raises(ValueError, match="its head is not supported"):
+    with pytest.raises(ValueError, match="head is not supported"):
         check_packed_forward(tampered)
 
 
 def test_varlen_attention_is_refused_without_cuda():
-    with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, and this is cpu"):
+    with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, but this is cpu"):
         PolicyModel(make_model(), attention="varlen").layout_kind(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""No objective depends on the number of processes: two real ones (gloo, FSDP2) against one."""
+"""No objective depends on the number of processes: two real processes (gloo, FSDP2) against one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of one process, and of two."""
+    """Results of one process, and of two."""
     folder = tmp_path_factory.mktemp("objectives")
     make_model(tie_word_embeddings=True).save_pretrained(folder / "model")
     make_model(tie_word_embeddings=True, seed=1).save_pretrained(folder / "teacher")
@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, "the reference"])  # the last: its parameters after it took up the policy
+@pytest.mark.parametrize("case", [*CASES, "the reference"])  # the last compares its parameters after it followed the policy
 def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
     (gradients, metrics), (others, other_metrics) = (result[case] for result in results)
     scale = max(float(g.abs().max()) for g in gradients.values())

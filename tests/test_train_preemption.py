@@ -1,4 +1,4 @@
-"""A trainer that is told to give way in mid-step: it gives the step up, keeps the state before it, and loses nothing."""
+"""A trainer that is preempted in the middle of a step gives the step up, keeps the state from before it, and loses nothing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
         add_the_orchestrators_part(paths)
         time.sleep(0.01)
     output = process.stdout.read()
-    assert process.returncode == (0 if ranks > 1 else 75), output[-4000:]  # torchrun takes anything else for a failure
-    assert "this step is given up" in output
+    assert process.returncode == (0 if ranks > 1 else 75), output[-4000:]  # torchrun treats any other code as a failure
+    assert "giving up this step" in output
     assert json.loads(paths.preempted.read_text()) == {"step": LONG}
     assert [record["step"] for record in records(paths)] == [LONG - 1]
 
@@ -83,6 +83,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
     send_long(paths, ranks)
     finish(start(paths, ranks))
     assert list(map(reproducible, records(paths))) == list(map(reproducible, records(whole)))
-    assert len({record["ref/beta"] for record in records(whole)}) == len(records(whole)), "the weight of the KL moved in every step"
+    assert len({record["ref/beta"] for record in records(whole)}) == len(records(whole)), "the KL weight moved in every step"
     ends = [verify(run.weights_of(len(records(run))))["tensors"] for run in (paths, whole)]
     assert ends[0] == ends[1], "bit for bit"

@@ -1,4 +1,4 @@
-"""Several trainer processes against one: real processes under torchrun, gloo, FSDP2."""
+"""Several trainer processes against one: real processes under torchrun, with gloo and FSDP2."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of all cases, each trained by one process (in float32), by two and by three."""
+    """Folders of all cases. Each case is trained by one process (in float32), by two and by three."""
     folders = {}
     for case, (name, keys) in CASES.items():
         folders[case] = tmp_path_factory.mktemp(case)
@@ -114,7 +114,7 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     exact = torch.load(tmp_path / "out_1" / "results.pt")
     mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
     try:
-        train(tmp_path, mesh, settings | {"load": {"dtype": "float32"}})  # sharded over itself, in one dtype: the same numbers
+        train(tmp_path, mesh, settings | {"load": {"dtype": "float32"}})  # sharded over itself in one dtype: it must change nothing
         same(torch.load(tmp_path / "out_1" / "results.pt"), exact, 1e-5)
         train(tmp_path, mesh, settings | {"load": {"dtype": "bfloat16"}})
     finally:

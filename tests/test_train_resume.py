@@ -1,4 +1,4 @@
-"""The trainer role, as processes of its own: preempted, going on, replaying; an orchestrator's thread gives its part of checkpoints."""
+"""The trainer role in its own processes: preempted, resumed, replaying. A thread writes the orchestrator's part of checkpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bi
 
 
 def recorded_run(root: Path) -> RunPaths:
-    """A run that has trained on batches and kept them."""
+    """A run that trained on batches and recorded them."""
     run = make_run(root, **{"ckpt.interval": 50})
     for step in range(STEPS):
         record_batch(run.recorded_of(step), codec.decode(run.batch_of(step).read_bytes(), StepBatch))
@@ -83,12 +83,12 @@ def test_a_replay_trains_on_what_was_recorded_and_writes_the_same_metrics(tmp_pa
     finish(start(again))
     assert list(map(reproducible, records(again))) == list(map(reproducible, records(run)))
     assert weights(again) == weights(run)
-    assert [path.name for path in again.weights.iterdir()] == [f"step_{STEPS}"], "nobody serves what is in between"
+    assert [path.name for path in again.weights.iterdir()] == [f"step_{STEPS}"], "a replay serves no versions in between"
     assert steps(again) == [STEPS]
 
 
 def test_a_replay_packs_for_its_own_ranks_rows_and_mini_batches(tmp_path: Path) -> None:
-    """The record holds samples: other ranks and longer rows give the same numbers but for rounding, another split other optimizer steps."""
+    """The record holds samples. Other ranks and longer rows change only rounding; another split gives other optimizer steps."""
     run = recorded_run(tmp_path / "run")
     ranks = make_replay(tmp_path / "ranks", run, ranks=2)
     rows = make_replay(tmp_path / "rows", run, **{"trainer.micro_batch_tokens": 1000})
@@ -101,4 +101,4 @@ def test_a_replay_packs_for_its_own_ranks_rows_and_mini_batches(tmp_path: Path) 
     once = make_replay(tmp_path / "once", run, **{"trainer.num_minibatches": 1})
     finish(start(once))
     assert [record["step"] for record in records(once)] == list(range(STEPS))
-    assert weights(once) != weights(run), "one optimizer step a batch instead of two"
+    assert weights(once) != weights(run), "one optimizer step per batch instead of two"

@@ -1,4 +1,4 @@
-"""The trainer role as a process of its own: batches in, metrics and versions out."""
+"""The trainer role in its own process: batches in, metrics and versions out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALWAYS = [name for name in METRICS if name.startswith(GROUPS)] + TIMES
 
 
 def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
-    """A run directory with configuration, initial model and all batches, as launcher and orchestrator leave it."""
+    """A run directory with configuration, initial model and all batches, as launcher and orchestrator would leave it."""
     paths = RunPaths(root)
     keys = {
         "max_steps": STEPS,
@@ -46,10 +46,10 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
         "loss": "gspo",
         "hardware.trainer_processes": ranks,
         "trainer.num_minibatches": 2,
-        "seq_len": 60,  # and so the length of a packed row
+        "seq_len": 60,  # also the length of a packed row
         "sampling.max_tokens": 32,
         "trainer.batch_timeout": 60,
-        "ckpt.interval": "null",  # there is no orchestrator here to add its part
+        "ckpt.interval": "null",  # without an orchestrator no checkpoint would be completed
     }
     cfg = compose([f"{key}={value}" for key, value in (keys | overrides).items()], environ={}).cfg
     root.mkdir(parents=True)
@@ -97,13 +97,13 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     for paths in runs:
         finish(start(paths))
     paths = runs[0]
-    assert json.loads(paths.kernels.read_text()) == {"logprob": "torch", "layers": "off: its kernels need CUDA, and this is cpu"}
+    assert json.loads(paths.kernels.read_text()) == {"logprob": "torch", "layers": "off: its kernels need CUDA, but this is cpu"}
     found = records(paths)
     assert [(record["step"], record["source"]) for record in found] == [(step, "trainer") for step in range(STEPS)]
     for record in found:
         assert not set(ALWAYS) - record.keys()
-        assert not record.keys() - METRICS.keys() - {"step", "source", "time"}, "every name is documented"
-    assert not list(paths.batches.glob("*.batch")), "batches are deleted once trained on"
+        assert not record.keys() - METRICS.keys() - {"step", "source", "time"}, "a metric is not documented"
+    assert not list(paths.batches.glob("*.batch")), "batches must be deleted once received"
     assert versions(paths) == [1, 2, 3]
     assert verify(paths.weights_of(STEPS))["version"] == STEPS
     trained, initial = (AutoModelForCausalLM.from_pretrained(folder) for folder in (paths.weights_of(STEPS), tmp_path / "one" / "initial"))
@@ -134,12 +134,12 @@ def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_
     output = finish(start(paths))
     found = records(paths)
     assert "optimizer step 4 of 4" in read_heartbeats(paths)["trainer"]["phase"] or "done" in read_heartbeats(paths)["trainer"]["phase"]
-    assert "step 1: the reference took up the policy with weight 1" in output
+    assert "step 1: the reference moved towards the policy with weight 1" in output
     for record in found:
-        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios leave 1 within the step"
+        assert record["policy/ratio_max"] - record["policy/ratio_min"] > 1e-3, "ratios move away from 1 within the step"
         assert record["ref/kl"] > 0
         assert record["loss/kl"] > 0
-    assert found[2]["ref/kl"] < found[1]["ref/kl"], "after two steps the reference is where the policy was then"
+    assert found[2]["ref/kl"] < found[1]["ref/kl"], "after two steps the reference equals the policy of that time"
     assert len({record["ref/beta"] for record in found}) == 3
 
 

@@ -1,4 +1,4 @@
-"""How a trainer's process begins: nothing of CUDA before the servers on its GPU answer, and signs of life while it loads."""
+"""The start of a trainer process: it uses CUDA only after the servers on its GPU answer, and sends heartbeats while it loads."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_nu
     model = PolicyModel(make_model())
     check_packed_forward(model, "cpu")
     model.logit_scale = 1.5
-    with pytest.raises(ValueError, match=r"on cpu its packed forward and its own differ by [\d.]+ nats where .* spread by [\d.]+\."):
+    with pytest.raises(ValueError, match=r"on cpu its packed forward differs from its own by [\d.]+ nats, while .* spread by [\d.]+\."):
         check_packed_forward(model, "cpu")

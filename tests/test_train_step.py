@@ -1,4 +1,4 @@
-"""The optimizer step: invariance of gradients, metrics, schedules, and what happens to numbers that are not finite."""
+"""The optimizer step: invariance of gradients, metrics, schedules, and the refusal of numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlx.train.optim import NotFiniteError, learning_rate
 from rlx.train.step import merge_metrics
 from rlx.types import RankBatch
 
-# name: objective with bounds that some tokens of the examples cross, aggregate
+# name: (objective with bounds that some tokens of the examples cross, aggregate)
 LOSSES = {
     "reinforce": (reinforce, "token_mean"),
     "grpo": (grpo, "seq_mean"),
@@ -206,8 +206,8 @@ def test_metrics_of_several_mini_batches_are_merged_by_their_meaning():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"ce_weights": 1.0}, "the batch has the stream `ce_weights` and this objective consumes none"),
-    ({"adapter": 2}, "a sample is for adapter 2, and this trainer trains the policy's own weights"),
+    ({"ce_weights": 1.0}, "the batch has the stream `ce_weights`, but this objective consumes none"),
+    ({"adapter": 2}, "a sample is for adapter 2, but this trainer trains the policy's own weights"),
 ])  # fmt: skip
 def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(change, message):
     samples = make_samples()
@@ -217,7 +217,7 @@ def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(
     batch = pack(step_batch(0, [make_samples(), samples]), rank=0, ranks=1, tokens=1000)
     with pytest.raises(ValueError, match=message):
         trainer.train_batch(batch)
-    assert trainer.updates == 0, "also where the first mini-batch has none of it"
+    assert trainer.updates == 0, "also if only a later mini-batch has it"
     if "ce_weights" in change:
         trainer.objective.streams = frozenset({"ce_weights"})
         trainer.train_batch(batch)
@@ -238,10 +238,10 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
     text = told(gspo, 2, 0.003)
     assert text is not None
     assert "differ by 0.003 nats" in text
-    assert "leave 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Take loss.proximal=recompute" in text
+    assert "allow 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Set loss.proximal=recompute" in text
     assert told(partial(gspo_token, eps_low=1e-3), 2, 0.003) is not None
-    assert told(gspo, 2, 1e-4) is None, "within the bounds; what the second optimizer step finds was learned, not rounded"
-    assert told(gspo, 1, 0.003) is None, "of an older version: not rounding alone"
+    assert told(gspo, 2, 1e-4) is None, "within the bounds; the second optimizer step's mismatch comes from learning"
+    assert told(gspo, 1, 0.003) is None, "tokens of an older version: the mismatch is not rounding alone"
     assert told(gspo, 2, 0.003, proximal="recompute") is None
     assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
     assert told(grpo, 2, 0.3) is None

@@ -1,4 +1,4 @@
-"""The prepare role: real processes on run directories of their own, with one cache."""
+"""The prepare role: real processes, each with its own run directory, and one cache."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_answers_of_reasoning_gym_are_the_entrys_in_the_parsers_form(parser: vf.
     env = vf.ReasoningGymEnv("chain_sum", num_train_examples=8, num_eval_examples=2, parser=parser)
     environment = VerifiersEnvironment("gym", env, {}, 10.0)
     row = environment.rows[3]
-    assert row["answer"] == "3", "reasoning-gym's rows hold the index"
+    assert row["answer"] == "3", "a reasoning-gym row holds an index, not the answer"
     text = answer_text(environment, row)
     assert text == form.format(env.rg_dataset[3]["answer"])
     assert env.parser.parse_answer([{"role": "assistant", "content": text}]) == env.rg_dataset[3]["answer"]

@@ -117,5 +117,5 @@ def test_five_steps_lower_the_loss_and_repeat_exactly(tokenizer):
 
 def test_a_demonstration_beyond_the_context_is_refused_with_both_lengths():
     long = Demonstration(env="words", prompt_ids=(1,) * 60, answer_ids=(2,) * 10)
-    with pytest.raises(ValueError, match=r"70 tokens and model\.context_length=64"):
+    with pytest.raises(ValueError, match=r"70 tokens, but model\.context_length=64"):
         warm_start(SMALL, [long], 64, lambda step, loss: None)

@@ -1,4 +1,4 @@
-"""Checksums of tensors, and whether an engine's fused parameters hold what was written."""
+"""Checksums of tensors, and whether they detect that an engine's fused parameters differ from the written ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlx.weights.publish import Publisher
 
 
 def by_hand(tensor: torch.Tensor) -> str:
-    """The same sum with Python's integers."""
+    """The same sum, with Python's integers."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(raw + b"\0" * (-len(raw) % 8), np.uint64).tolist()
     golden = 0x9E3779B97F4A7C15
@@ -40,7 +40,7 @@ def test_the_checksum_is_the_same_for_equal_values_however_they_lie(dtype: torch
     if tensor.ndim == 2:
         assert checksum(tensor.t().contiguous().t()) == expected
         around = torch.cat([tensor[:3], tensor, tensor[:1]])
-        assert checksum(around[3 : 3 + len(tensor)]) == expected, "a part of a larger tensor, which may begin at an odd address"
+        assert checksum(around[3 : 3 + len(tensor)]) == expected, "a slice of a larger tensor may begin at an odd address"
 
 
 def test_a_gpu_sums_what_a_cpu_sums() -> None:
@@ -69,10 +69,10 @@ class Layer(nn.Module):
 
 def engine_model() -> Any:
     model = nn.Module()
-    model.embed_tokens = Layer(weight=(16, 4))  # of 13 tokens
+    model.embed_tokens = Layer(weight=(16, 4))  # padded from 13 tokens
     model.attn = nn.Module()
     model.attn.qkv_proj = Layer(weight=(8, 4), bias=(8,))
-    model.attn.o_proj = Layer(weight=(0,))  # packed away
+    model.attn.o_proj = Layer(weight=(0,))  # emptied by repacking
     model.norm = Layer(weight=(4,))
     model.cut = Layer(weight=(4, 2))
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -99,7 +99,7 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
     with torch.no_grad():
         model.attn.qkv_proj.weight[5, 0] += 1
         model.embed_tokens.weight[14] += 1  # padding
-    with pytest.raises(ValueError, match=r"not what was trained: 1 of 9 tensors have other values: attn\.k_proj\.weight$"):
+    with pytest.raises(ValueError, match=r"not those that were trained: 1 of 9 tensors differ: attn\.k_proj\.weight$"):
         compare(model, layers, facts_of, every)
     with torch.no_grad():
         kept[0, 0] += 1
@@ -123,7 +123,7 @@ def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
     qkv = model.attn.qkv_proj.weight
     files = {
         "embed_tokens.weight": model.embed_tokens.weight[:13].double(),  # cast on loading
-        "norm.weight": model.norm.weight.flip(0),  # rearranged under the same name and shape
+        "norm.weight": model.norm.weight.flip(0),  # reordered under the same name and shape
         **{f"attn.{p}_proj.weight": qkv[rows] for p, rows in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))},
         "elsewhere.weight": torch.zeros(4),
     }

@@ -1,4 +1,4 @@
-"""Policy versions on disk: loadable, complete or absent, and no damaged byte goes unseen."""
+"""Policy versions on disk can be loaded, are complete or absent, and every damaged byte is detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A model folder as version 0 has it."""
+    """A model folder like that of version 0."""
     folder = tmp_path / "initial"
     make_model(tie_word_embeddings=True).save_pretrained(folder)
     build_tokenizer(128).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Publication of weights: copied in the step, written beside the next one, seen when it is announced, and never half."""
+"""Publishing weights: copied in the step, written beside the next one, visible once announced, and never half written."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_version_is_that_of_its_step_and_appears_only_when_it_is_announced(pat
     monkeypatch.setattr(files, "write", slow)
     trained = {name: tensor.clone() for name, tensor in publisher.model.named_weights()}
     publisher.gather(1)
-    with torch.no_grad():  # the next step changes the weights while they are written
+    with torch.no_grad():  # as the next step changes the weights while they are written
         for parameter in publisher.model.parameters():
             parameter.zero_()
     goes_on.set()
     publisher.wait()
-    assert subscriber.latest() is None, "written, not announced"
+    assert subscriber.latest() is None, "written, but not announced"
     publisher.gather(1)
     publisher.announce(1)
     publisher.wait()
@@ -58,7 +58,7 @@ def test_a_version_is_that_of_its_step_and_appears_only_when_it_is_announced(pat
     with torch.no_grad():
         for parameter in publisher.model.parameters():
             parameter.zero_()
-    assert subscriber.latest().version == 1, "announced, not written"  # type: ignore[union-attr]
+    assert subscriber.latest().version == 1, "announced, but not written"  # type: ignore[union-attr]
     goes_on.set()
     publisher.close()
     found = load_file(paths.weights_of(2) / "model.safetensors")
@@ -98,4 +98,4 @@ def test_a_version_that_is_missing_is_made_from_the_weights_as_they_are(paths: R
     before = files.verify(paths.weights_of(3))
     publisher.model.head[0].weight.data.zero_()
     publisher.ensure(3)
-    assert files.verify(paths.weights_of(3)) == before, "it was there"
+    assert files.verify(paths.weights_of(3)) == before, "an existing version must not be written again"

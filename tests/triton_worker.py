@@ -1,7 +1,7 @@
-"""Compares the Triton backend, interpreted on the CPU, with the naive twin in float64. TRITON_INTERPRET=1 must be set from the start.
+"""Compares the Triton backend, interpreted on the CPU, with the naive twin in float64. TRITON_INTERPRET=1 must be set before the start.
 
-Prints one JSON line: for every case its name and the largest difference of values and gradients, relative to the largest true entry
-where that is above 1; of logits with a common offset 1/300 of it, because there float32 logits themselves are coarser.
+Prints one JSON line: for every case its name and the largest difference of values and gradients, relative to the largest true entry if
+that is above 1. For logits with a common offset the difference is divided by 300, because float32 logits of that size are coarser.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OFFSET = -1000.0  # float32 numbers of that size are 6e-5 apart
 
 
 def compare_with_offset(backend: str, frozen: bool = False) -> float:
-    """The relative error of gradients in float32 where all logits share an offset: the head's rows have a large part in common."""
+    """The relative error of float32 gradients if all logits share a large offset."""
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(5, 8, generator=generator), 0.1 * torch.randn(300, 8, generator=generator)
     hidden[:, 0], head[:, 0] = 1.0, OFFSET
@@ -47,7 +47,7 @@ def compare_with_offset(backend: str, frozen: bool = False) -> float:
 
 
 def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy: bool, frozen: bool, *, device: str = "cpu") -> float:
-    """The largest difference of a case, whose tensors are on `device`."""
+    """The largest difference in a case. Its tensors are on `device`."""
     torch.set_default_device(device)
     generator = torch.Generator(device).manual_seed(v)
     hidden, head, bias = (torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d), (v,)))
@@ -70,7 +70,7 @@ def compare(n: int, d: int, v: int, tile, softcap, with_bias: bool, with_entropy
 
 def main() -> None:
     torch.set_num_threads(1)
-    launch("cpu")  # what a role starts with
+    launch("cpu")  # as every role does at its start
     results = [[str(case), compare(*case)] for case in CASES]
     results += [[f"offset, frozen={frozen}", compare_with_offset("triton", frozen) / 300] for frozen in (False, True)]
     print(json.dumps(results))

@@ -1,7 +1,7 @@
-"""TRL's loss on the shared example, run by the Python of TRL's own environment: `trl_worker.py OUT`.
+"""TRL's loss on the shared example. The Python of TRL's own environment runs it: `trl_worker.py OUT`.
 
-The loss is a method of a trainer that wants a model, a data set and an accelerator; none of it plays a part in the formula, so the method
-is called with a stand-in that has exactly the settings it reads. Log-probabilities are given, not computed.
+The loss is a method of a trainer that needs a model, a data set and an accelerator. The formula uses none of these, so the method is called
+on a stand-in that has only the settings it reads. Log-probabilities are inputs and are not computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 
 class Accelerator:
-    """Of one process."""
+    """A stand-in for one process."""
 
     num_processes = 1
 
@@ -29,7 +29,7 @@ class Accelerator:
 
 
 def compute(preset: str, extra: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, its gradient for the log-probabilities [B, T])."""
+    """(loss, its gradient with respect to the log-probabilities [B, T])."""
     loss_type, level, low, high = SHARED[preset]
     batch = make()
     logp = batch["logp"].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Draw the reward and the entropy of runs into one PNG.
+"""Plot the reward and entropy of several runs into one PNG.
 
 python tools/plot_run.py docs/reward.png outputs/run_a outputs/run_b …
 """

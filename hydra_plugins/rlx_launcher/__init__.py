@@ -1,6 +1,6 @@
-"""The launcher that hydra's sweepers get: they propose runs, rlx launches them and answers with the final reward of each.
+"""The launcher for hydra's sweepers: they propose runs, rlx launches them and returns each run's final reward.
 
-Lies here because hydra takes plugins from `hydra_plugins` only. What a batch does is `rlx/cli/sweep.py`'s.
+It is here because hydra loads plugins only from `hydra_plugins`. `rlx/cli/sweep.py` runs each batch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rlx.runs.history import final_reward
 
 
 class RlxLauncher(Launcher):
-    """Made by hydra from the node `hydra.launcher`, which `rlx.cli.sweeper` fills."""
+    """Hydra creates it from the node `hydra.launcher`, which `rlx.cli.sweeper` sets."""
 
     def __init__(self, name: str, directory: str, argv: Sequence[str]) -> None:
-        """`name` and `directory` of the sweep, and what the command lines of all its runs share."""
+        """`name` and `directory`: of the sweep. `argv`: the arguments that all its runs share."""
         self.name, self.directory, self.argv = name, Path(directory), tuple(argv)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run a batch to its end; the final reward of each run. A run that is not completed makes its value an error."""
+        """Run a batch to its end and return each run's final reward. A run that is not completed returns a RuntimeError."""
         proposed = [Element(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
-        lines = list({line.name: line for line in proposed}.values())  # of proposals that are equal, one is run
+        lines = list({line.name: line for line in proposed}.values())  # equal proposals run once
         if len(lines) < len({line.swept for line in proposed}):
             names = sorted({line.name for line in proposed if any(line.name == o.name and line.swept != o.swept for o in proposed)})
             raise ConfigError(
-                f"the sweeper proposed different runs with one directory: {', '.join(names)}.\n  fix: let it propose other values"
+                f"the sweeper proposed different runs with the same directory: {', '.join(names)}.\n  fix: let it propose other values"
             )
         elements = runs.prepare(lines, self.directory)
         if any(element.cfg.dry_run for element in elements):
             raise ConfigError(
-                "dry_run=true with a sweeper of hydra: what it proposes depends on what earlier runs gained.\n"
+                "dry_run=true does not work with hydra's sweepers: their proposals depend on the rewards of earlier runs.\n"
                 "  fix: dry_run=true for one run, without hydra/sweeper="
             )
         runs.start(elements, self.name, self.directory, wait=True)

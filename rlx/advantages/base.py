@@ -1,9 +1,9 @@
-"""What an advantage sees: rewards and lengths of whole groups. numpy alone.
+"""The input of an advantage: rewards and lengths of whole groups. Uses numpy only.
 
-An advantage is one function `f(groups: GroupScores, *, its own keys) -> advantages` over all groups of a batch, with one [G] array a
-group as the result. One that remembers something from batch to batch is a class with `__call__(groups)`, which changes nothing,
-`update(groups)`, called once with each batch after its use, `state_dict()` and `load_state_dict(state)`.
-To add one: such a function or class, and a YAML in `conf/advantage/` whose `_target_` is its dotted name.
+An advantage is one function `f(groups: GroupScores, *, its own keys) -> advantages`. It sees all groups of a batch and returns one [G]
+array per group. An advantage with state is a class. Its `__call__(groups)` changes nothing; `update(groups)` is called once with each
+batch after use; `state_dict()` and `load_state_dict(state)` save and restore it.
+To add one, write such a function or class, and a YAML in `conf/advantage/` whose `_target_` is its dotted name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Advantages = list[NDArray[np.float32]]  # [G] of every group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScores:
-    """The groups of a batch, all four sequences in the same order."""
+    """The groups of a batch. All four sequences have the same order."""
 
-    rewards: Sequence[NDArray]  # [G] of every group, shaped
-    lengths: Sequence[NDArray]  # [G] sampled tokens of every rollout, over all turns
-    longest_turns: Sequence[NDArray]  # [G] sampled tokens of its longest turn, which is what sampling.max_tokens bounds
-    envs: Sequence[str]  # environment of every group
+    rewards: Sequence[NDArray]  # [G] of every group, after shaping
+    lengths: Sequence[NDArray]  # [G] sampled tokens of each rollout, over all turns
+    longest_turns: Sequence[NDArray]  # [G] sampled tokens of each rollout's longest turn, which sampling.max_tokens bounds
+    envs: Sequence[str]  # environment of each group
 
 
 Advantage = Callable[[GroupScores], Sequence[NDArray]]
@@ -36,10 +36,10 @@ class Remembers(Protocol):
     """An advantage with a state."""
 
     def update(self, groups: GroupScores) -> None:
-        """A batch was used."""
+        """Take in a batch after its use."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, as plain values."""
+        """The state as plain values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""

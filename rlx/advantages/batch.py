@@ -1,4 +1,4 @@
-"""Advantages whose scale or baseline comes from more than one group."""
+"""Advantages with a scale or baseline from more than one group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlx.config.declared import declares
 def batch_norm(groups: GroupScores, *, of: str = "centred", ddof: int = 1, eps: float = 1e-6) -> Advantages:
     """A_i = (R_i − mean of its group) / (std over the batch + eps) (REINFORCE++-baseline, arXiv 2501.03262; LitePPO, arXiv 2508.08221).
 
-    `of`: the standard deviation is that of the batch's `centred` rewards (REINFORCE++-baseline) or of its `rewards` (LitePPO).
-    Raises ValueError for another.
+    `of` selects the standard deviation: of the batch's `centred` rewards (REINFORCE++-baseline) or of its `rewards` (LitePPO).
+    Raises ValueError for any other value.
     """
     if of not in ("centred", "rewards"):
         raise ValueError(f"advantage.of is `{of}`; it must be centred or rewards")
@@ -28,9 +28,9 @@ def batch_norm(groups: GroupScores, *, of: str = "centred", ddof: int = 1, eps: 
 
 @declares(ranges={"decay": "at least 0 and below 1"})
 class Ema:
-    """A_i = R_i − b, b a moving average of the environment's rewards (role-conditioned advantage of SPIRAL, arXiv 2506.24119).
+    """A_i = R_i − b, with b a moving average of the environment's rewards (role-conditioned advantage of SPIRAL, arXiv 2506.24119).
 
-    b begins at 0 and is updated once a batch, after its use: b ← decay · b + (1 − decay) · mean reward of the environment in it.
+    b starts at 0 and is updated once per batch, after use: b ← decay · b + (1 − decay) · mean reward of the environment in the batch.
     """
 
     def __init__(self, *, decay: float = 0.95) -> None:

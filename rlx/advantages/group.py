@@ -22,7 +22,7 @@ def group_mean(groups: GroupScores) -> Advantages:
 
 @declares(compares_group=True, std_over="group", ranges={"ddof": "at least 0", "eps": "above 0"})
 def group_norm(groups: GroupScores, *, ddof: int = 1, eps: float = 1e-6) -> Advantages:
-    """A_i = (R_i − mean(R)) / (std(R) + eps) (GRPO, arXiv 2402.03300). `ddof` 1 is the sample standard deviation, 0 the population's."""
+    """A_i = (R_i − mean(R)) / (std(R) + eps) (GRPO, arXiv 2402.03300). `ddof` 1: sample standard deviation; 0: the population's."""
     return [(a / (np.std(a, ddof=ddof) + eps)).astype(np.float32) for a in (centred(r, "group_norm") for r in groups.rewards)]
 
 
@@ -34,9 +34,9 @@ def leave_one_out(groups: GroupScores) -> Advantages:
 
 @declares(compares_group=True)
 def opo(groups: GroupScores) -> Advantages:
-    """A_i = R_i − Σ_j |y_j| R_j / Σ_j |y_j|: the baseline of least variance where tokens count alike (OPO, arXiv 2505.23585).
+    """A_i = R_i − Σ_j |y_j| R_j / Σ_j |y_j|: the baseline of least variance if all tokens weigh alike (OPO, arXiv 2505.23585).
 
-    Where no rollout has a token, which trains nothing, the baseline is the plain mean.
+    If no rollout has a token, nothing is trained and the baseline is the plain mean.
     """
     advantages = []
     for rewards, lengths in zip(groups.rewards, groups.lengths, strict=True):
@@ -48,9 +48,9 @@ def opo(groups: GroupScores) -> Advantages:
 
 @declares(compares_group=True, rewards_from_0=True)
 def max_rl(groups: GroupScores) -> Advantages:
-    """A_i = (R_i − mean(R)) / mean(R), 0 where mean(R) = 0: maximum likelihood of success, to first order (MaxRL, arXiv 2602.02710).
+    """A_i = (R_i − mean(R)) / mean(R), 0 if mean(R) = 0: maximum likelihood of success, to first order (MaxRL, arXiv 2602.02710).
 
-    Raises ValueError for a reward below 0: the mean stands for a rate of success, and a negative one would turn the sign round.
+    Raises ValueError for a reward below 0: the mean stands for a success rate, and a negative mean would flip the sign.
     """
     advantages = []
     for rewards, env in zip(groups.rewards, groups.envs, strict=True):
@@ -65,8 +65,8 @@ def max_rl(groups: GroupScores) -> Advantages:
 
 
 def centred(rewards: NDArray, name: str) -> NDArray[np.float64]:
-    """R − mean(R) in float64; exactly 0 where all rewards are equal, which a rounded mean would not give."""
+    """R − mean(R) in float64, exactly 0 if all rewards are equal (a rounded mean would leave residues)."""
     if len(rewards) < 2:
-        raise ValueError(f"the advantage {name} compares the rollouts of a group, and this group has {len(rewards)}; use advantage=none")
+        raise ValueError(f"the advantage {name} compares the rollouts of a group, but this group has {len(rewards)}; use advantage=none")
     shifted = np.asarray(rewards, dtype=np.float64) - np.float64(rewards[0])
     return shifted - shifted.mean()

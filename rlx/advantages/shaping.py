@@ -1,7 +1,7 @@
-"""Rewards changed by length before advantages are computed. What is reported as the reward is never shaped. numpy alone.
+"""Reward shaping by length, before advantages are computed. The reported reward is never shaped. Uses numpy only.
 
-The length of a rollout is here that of its longest turn: L_max is `sampling.max_tokens`, the most new tokens of one turn. So a rollout of
-four short answers is not long, and one answer of full length is, whatever comes before or behind it.
+A rollout's length is here that of its longest turn, because L_max is `sampling.max_tokens`, which bounds one turn. A rollout of four
+short answers is therefore short. A rollout with one answer of full length is long, whatever its other turns are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from rlx.advantages.base import GroupScores
 from rlx.config.schema import RewardConfig
 
-CACHE_SHARE = 4096 / 20480  # of the longest answer, in DAPO's setting
+CACHE_SHARE = 4096 / 20480  # of L_max, as in DAPO
 
 
 def shape(groups: GroupScores, config: RewardConfig, max_tokens: Mapping[str, int]) -> GroupScores:
-    """The groups with `soft_overlong` and `length_penalty` applied; `max_tokens` is L_max by environment."""
+    """The groups with `soft_overlong` and `length_penalty` applied. `max_tokens` is L_max by environment."""
     if not config.soft_overlong and not config.length_penalty:
         return groups
     shaped = []
@@ -35,14 +35,14 @@ def shape(groups: GroupScores, config: RewardConfig, max_tokens: Mapping[str, in
 
 
 def soft_overlong(lengths: NDArray, *, longest: float, cache: float) -> NDArray[np.float64]:
-    """[G] what is added: 0 up to longest − cache tokens, then linear to −1 at `longest` and beyond (DAPO, arXiv 2503.14476 eq. 13)."""
+    """[G] to add to rewards: 0 up to longest − cache tokens, then linear to −1 at `longest` and beyond (DAPO, arXiv 2503.14476 eq. 13)."""
     return np.clip(((longest - cache) - np.asarray(lengths, dtype=np.float64)) / cache, -1.0, 0.0)
 
 
 def length_penalty(rewards: NDArray, lengths: NDArray, *, weight: float, longest: float) -> NDArray[np.float64]:
-    """[G] what is taken off: weight × lengths / longest × share of the group's rollouts with a reward above 0.
+    """[G] to subtract from rewards: weight × lengths / longest × share of the group's rollouts with a reward above 0.
 
-    So brevity counts where the prompt is solved anyway, and not at all where nobody solves it.
+    Brevity thus counts most for solved prompts, and not at all for unsolved ones.
     """
     solved = float(np.mean(np.asarray(rewards) > 0))
     return weight * solved * np.asarray(lengths, dtype=np.float64) / longest

@@ -1,8 +1,8 @@
-"""Checkpoints as folders: written whole or not at all, found again, checked, pruned.
+"""Checkpoints as folders: written whole or not at all, found, checked and pruned.
 
-`checkpoints/step_N/` is the state after N training steps, when the policy has version N. It holds `trainer/` and `orchestrator/`, and
-last of all `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, "xxh3": hex digest}}, …}`. While it is written it is called
-`.step_N.writing`; that this folder exists asks the orchestrator for its part. Needs no torch; knows nothing of what the parts hold.
+`checkpoints/step_N/` is the state after N training steps, when the policy has version N. It holds `trainer/`, `orchestrator/` and, written
+last, `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, "xxh3": hex digest}}, …}`. While it is being written its name is
+`.step_N.writing`; a folder of that name asks the orchestrator for its part. This module needs no torch and does not interpret the parts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ WRITING = ".writing"
 DELETED = ".deleted"
 
 Manifest = Mapping[str, Mapping[str, Any]]
-"""By file name, relative to the checkpoint: `size` in bytes and `xxh3`, the hex digest of the content."""
+"""By file name, relative to the checkpoint: `size` in bytes, and `xxh3`, the hex digest of the content."""
 
 
 class NoCheckpoint(ValueError):
-    """There is no checkpoint as it was asked for; the message says which there are."""
+    """The requested checkpoint does not exist. The message lists the existing ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What an attempt starts from: `start.json`."""
+    """Where an attempt starts: the content of `start.json`."""
 
     step: int  # training steps done
     checkpoint: Path  # its folder, in this run directory or another
@@ -48,17 +48,17 @@ def steps(paths: RunPaths) -> list[int]:
 
 
 def newest(paths: RunPaths, warn: Callable[[str], None]) -> Start | None:
-    """The newest checkpoint whose every byte is as it was written; damaged ones are skipped with a warning. None where there is none."""
+    """The newest undamaged checkpoint, or None. Checks every byte; damaged checkpoints are skipped with a warning."""
     for path in sorted(paths.checkpoints.glob("step_*"), key=_number, reverse=True):
         try:
             return check(path)
         except WeightsError as error:
-            warn(f"checkpoint {path.name} is skipped: {error}")
+            warn(f"skipping checkpoint {path.name}: {error}")
     return None
 
 
 def at(paths: RunPaths, step: int) -> Start:
-    """The checkpoint of this step. Raises NoCheckpoint when there is none or it is damaged."""
+    """The checkpoint of this step. Raises NoCheckpoint if it is missing or damaged."""
     path = paths.checkpoint_of(step)
     if not path.is_dir():
         there = ", ".join(map(str, steps(paths))) or "none at all"
@@ -70,10 +70,10 @@ def at(paths: RunPaths, step: int) -> Start:
 
 
 def check(path: Path) -> Start:
-    """Read a whole checkpoint and compare it with its manifest. Raises WeightsError naming the file and what is wrong with it."""
+    """Read a whole checkpoint and compare it with its manifest. Raises WeightsError naming the file and the problem."""
     manifest = verify(path)
     if not isinstance(manifest.get("step"), int):
-        raise WeightsError(f"{path / COMPLETE} names no step; it is no checkpoint")
+        raise WeightsError(f"{path / COMPLETE} names no step; it is not a checkpoint")
     return Start(step=manifest["step"], checkpoint=path.absolute())
 
 
@@ -86,7 +86,7 @@ def _number(path: Path) -> int:
 
 
 def write_start(paths: RunPaths, start: Start | None) -> None:
-    """Tell the roles of the coming attempt where they start; None: from version 0."""
+    """Tell the roles of the next attempt where to start; None: from version 0."""
     if start is None:
         paths.start.unlink(missing_ok=True)
     else:
@@ -111,7 +111,7 @@ def writing(paths: RunPaths, step: int) -> Path:
 
 
 def begin(paths: RunPaths, step: int) -> Path:
-    """Make the empty folder of a checkpoint under its hidden name, in place of one that was never finished."""
+    """Make the empty folder of a checkpoint under its hidden name. Replaces one that was never finished."""
     folder = writing(paths, step)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -119,15 +119,15 @@ def begin(paths: RunPaths, step: int) -> Path:
 
 
 def being_written(paths: RunPaths) -> Iterator[tuple[int, Path]]:
-    """Steps and folders of the checkpoints that are being written."""
+    """Steps and folders of the checkpoints being written."""
     for folder in paths.checkpoints.glob(f".step_*{WRITING}"):
         yield _number(folder.with_name(folder.name.removeprefix(".").removesuffix(WRITING))), folder
 
 
 def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]) -> Path:
-    """Write the marker, make the checkpoint appear (in place of an older one of the step), and return its folder.
+    """Write the marker and make the checkpoint appear. Returns its folder. Replaces an older checkpoint of the same step.
 
-    Marker and names are on the disk when this returns, so that they survive the machine.
+    Marker and names are synced to disk before it returns, so they survive a crash of the machine.
     """
     folder, final = writing(paths, step), paths.checkpoint_of(step)
     with (folder / COMPLETE).open("w") as file:
@@ -145,9 +145,9 @@ def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]
 
 
 def adopt(paths: RunPaths, start: Start) -> Start:
-    """Keep another run's checkpoint in this run too, whatever that run prunes meanwhile: hard links, which take no space.
+    """Keep another run's checkpoint in this run, so that the other run's pruning cannot remove it. Hard links take no extra space.
 
-    Where the file system has no such links the checkpoint stays where it is. Raises NoCheckpoint when it has gone.
+    Without hard links on the file system, the checkpoint stays where it is. Raises NoCheckpoint if it is gone.
     """
     folder = begin(paths, start.step)
     try:
@@ -163,12 +163,12 @@ def adopt(paths: RunPaths, start: Start) -> Start:
 
 
 def abandon(paths: RunPaths, step: int) -> None:
-    """Take back what was written of a checkpoint that cannot be finished, and with it the space."""
+    """Delete what was written of a checkpoint that cannot be finished, to free its space."""
     shutil.rmtree(writing(paths, step), ignore_errors=True)
 
 
 def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None) -> list[int]:
-    """Delete all but the newest `keep_last` checkpoints (null: delete none) and the multiples of `keep_interval`; returns what went."""
+    """Delete all checkpoints except the newest `keep_last` (None: delete none) and multiples of `keep_interval`. Returns deleted steps."""
     if keep_last is None:
         return []
     gone = [step for step in steps(paths)[:-keep_last] if not (keep_interval and step % keep_interval == 0)]
@@ -178,9 +178,9 @@ def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None) -> 
 
 
 def discard_after(paths: RunPaths, step: int, *, keep_as_damaged: bool) -> list[int]:
-    """Clear what an earlier attempt left: unfinished folders, and those of later steps, whose steps are returned.
+    """Delete an earlier attempt's unfinished folders and its checkpoints of steps after `step`. Returns the steps of those checkpoints.
 
-    The latter are deleted, or renamed to `damaged_step_N` for people to look at.
+    With `keep_as_damaged`, those checkpoints are renamed to `damaged_step_N` for inspection instead.
     """
     later = sorted(_number(path) for path in paths.checkpoints.glob("step_*") if _number(path) > step)
     for number in later:
@@ -197,7 +197,7 @@ def discard_after(paths: RunPaths, step: int, *, keep_as_damaged: bool) -> list[
 
 
 def _delete(path: Path) -> None:
-    """A folder vanishes at once: it is renamed first, so nobody finds half of it."""
+    """Delete a folder. It is renamed first, so no reader finds half of it."""
     doomed = path.with_name(f".{path.name}{DELETED}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -205,7 +205,7 @@ def _delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's content, or a folder's names, will survive the machine."""
+    """Return when a file's content, or a folder's names, would survive a crash of the machine."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,8 +1,7 @@
-"""The orchestrator's part of a checkpoint: what it was going to do next, as of the moment when a step's batch had been handed out.
+"""The orchestrator's part of a checkpoint: its state at the moment when it had handed out a step's batch.
 
-The trainer decides which steps get a checkpoint, when the orchestrator is steps ahead already. So the orchestrator remembers its state
-at the end of each of its last steps (references, no copies of rollouts), and writes the one that is asked for.
-Knows folders; what the state holds is the business of those that give it, a record that the codec can write.
+The trainer decides which steps get a checkpoint, and by then the orchestrator is steps ahead. So the orchestrator keeps its states at the
+end of its last steps (references, no copies of rollouts) and writes the requested one. A state is any record that the codec can write.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from rlx.paths import RunPaths, atomic
 from rlx.waiting import Preempted
 
 STATE = "state.rlx"
-POLL = 0.05  # seconds between two looks for a checkpoint that is being written
+POLL = 0.05  # seconds between two looks for a checkpoint being written
 
 T = TypeVar("T")
 
 
 class Snapshots:
-    """The states of the last steps. `take` on the event loop, `answer` in a thread."""
+    """The states of the last steps. `take` runs on the event loop, `answer` in a thread."""
 
     def __init__(self, paths: RunPaths, keep: int) -> None:
-        """`keep`: states remembered; the trainer may be so many steps behind when it asks."""
+        """`keep` is the number of states to remember: how many steps the trainer may be behind when it asks."""
         self.paths, self.keep = paths, keep
         self._states: dict[int, Any] = {}
-        self._synced = 0  # steps whose records are known to be on the disk
+        self._synced = 0  # steps whose records are synced to disk
         self._answered: set[int] = set()  # steps whose checkpoints have the orchestrator's part
 
     async def keep_answering(self, recorded: Callable[[], Awaitable[int]]) -> None:
-        """Add the orchestrator's part to every checkpoint that the trainer writes. Raises Preempted when the trainer has left.
+        """Add the orchestrator's part to every checkpoint that the trainer writes. Raises Preempted once the trainer has left.
 
-        `recorded` returns the last step whose records are in their files: a checkpoint comes after the records of the steps before it.
+        `recorded` returns the last step whose records are written, because a checkpoint must follow the records of the steps before it.
         """
         while not self.paths.preempted.exists():
             if any(being_written(self.paths)):
@@ -52,16 +51,16 @@ class Snapshots:
             await asyncio.sleep(POLL)
 
     def take(self, step: int, state: Any) -> None:
-        """Remember the state after the batches of `step` steps, a record. Its parts must not change any more."""
+        """Remember the state, a record, after the batches of `step` steps. Its parts must not change any more."""
         self._states[step] = state
         for old in [number for number in self._states if number <= step - self.keep]:
             self._states.pop(old)
 
     def answer(self, last: int | None = None) -> list[int]:
-        """Write the state into every checkpoint that waits for it, those of steps after `last` aside; returns their steps.
+        """Write the state into every checkpoint that waits for it, except steps after `last`. Returns the answered steps.
 
-        Raises RuntimeError when the state that is asked for is not remembered, OSError when it cannot be written,
-        CodecError when it holds what a file cannot.
+        Raises RuntimeError if the requested state is no longer remembered, OSError if it cannot be written, and CodecError if the codec
+        cannot write it.
         """
         answered = []
         for step, folder in being_written(self.paths):
@@ -69,14 +68,14 @@ class Snapshots:
             if file.exists() or (last is not None and step > last):
                 continue
             if (state := self._states.get(step)) is None:
-                raise RuntimeError(f"the trainer asks for the state after step {step}; remembered are those of {sorted(self._states)}")
+                raise RuntimeError(f"the trainer asks for the state after step {step}, but only those of {sorted(self._states)} are kept")
             self._sync_records(step)
             try:
                 with atomic(file) as temporary, temporary.open("wb") as out:
                     out.writelines(codec.encode(state))
                     out.flush()
-                    os.fsync(out.fileno())  # on this machine's disk before the trainer, maybe on another, marks the checkpoint complete
-            except FileNotFoundError:  # the trainer gave the checkpoint up meanwhile
+                    os.fsync(out.fileno())  # before the trainer, perhaps on another machine, marks the checkpoint complete
+            except FileNotFoundError:  # the trainer abandoned the checkpoint meanwhile
                 if folder.exists():
                     raise
                 continue
@@ -84,7 +83,7 @@ class Snapshots:
         return answered
 
     def _sync_records(self, step: int) -> None:
-        """Have what was recorded of the steps before `step` survive the machine, as the checkpoint does."""
+        """Sync the records of the steps before `step` to disk, so that they survive a crash of the machine like the checkpoint."""
         files = [file for s in range(self._synced, step) for file in (self.paths.rollouts_of(s), self.paths.recorded_of(s))]
         for path in (self.paths.metrics, *files, self.paths.rollouts, self.paths.recorded):
             if path.exists():
@@ -93,12 +92,12 @@ class Snapshots:
 
 
 def read_state(checkpoint: Path, kind: type[T]) -> T:
-    """The state in a checkpoint, a record of type `kind`. Raises ValueError when there is none, or none that can be read."""
+    """The state in a checkpoint, a record of type `kind`. Raises ValueError if it is missing or unreadable."""
     file = checkpoint / ORCHESTRATOR / STATE
     if not file.exists():
         raise ValueError(
-            f"{checkpoint} has no part of an orchestrator ({ORCHESTRATOR}/{STATE}): it was written by a replay, or by an earlier rlx; "
-            "go on from a checkpoint of the run itself"
+            f"{checkpoint} has no orchestrator state ({ORCHESTRATOR}/{STATE}): it was written by a replay, or by an earlier rlx; "
+            "continue from a checkpoint of the run itself"
         )
     try:
         return codec.decode(bytearray(file.read_bytes()), kind)

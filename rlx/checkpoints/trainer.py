@@ -1,8 +1,8 @@
-"""The trainer's side of checkpoints: when one is due, writing it now or in the background, completing it, keeping the newest.
+"""The trainer's side of checkpoints: when one is due, writing it now or in the background, completing it, pruning old ones.
 
     begin (rank 0)  →  every rank writes its shards  →  the orchestrator adds its part  →  COMPLETE, rename  →  prune
 
-Knows the run directory and the trainer's state as a whole. A checkpoint that fails ends the run: going on would be without a net.
+A checkpoint that fails ends the run: continuing would risk losing all later work.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlx.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
-ORCHESTRATOR_TIMEOUT = 300.0  # seconds for the orchestrator's part, which it has in memory
+ORCHESTRATOR_TIMEOUT = 300.0  # seconds for the orchestrator's part, which is already in its memory
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written; the message says why and which one is the last good one."""
+    """A checkpoint could not be written. The message says why and names the last good one."""
 
 
 class Checkpoints:
-    """Of one run. Every rank has one and makes the same calls."""
+    """The checkpoints of one run. Every rank has this object and makes the same calls."""
 
     def __init__(
         self,
@@ -45,27 +45,27 @@ class Checkpoints:
         with_orchestrator: bool = True,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`last`: the run's last step; `facts` stand in the marker for people; `tick` is called while waiting."""
+        """`last` is the run's last step. `facts` go into the marker, for people to read. `tick` is called while waiting."""
         self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
         self.facts, self.with_orchestrator, self.tick = facts, with_orchestrator, tick
         self.mesh, self.first = trainer.mesh, trainer.mesh.first
-        self.saved: int | None = None  # step of the last complete one of this attempt
+        self.saved: int | None = None  # step of this attempt's last complete checkpoint
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
         self._pruner = ThreadPoolExecutor(1)
         self._pruning: Future[list[int]] | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be kept."""
+        """Whether to save the state after `step` steps."""
         return self.config.interval is not None and (step % self.config.interval == 0 or step == self.last)
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps; with `ckpt.save_async` the end of it comes later (`finish`). Raises CheckpointFailed."""
+        """Write the state after `step` steps. With `ckpt.save_async`, `finish` completes it later. Raises CheckpointFailed."""
         self.finish()
         if self.saved == step:
             return
         folder = folders.writing(self.paths, step)
-        self._or_fail(step, self._finish_pruning)  # its space may be needed
+        self._or_fail(step, self._finish_pruning)  # the new checkpoint may need the freed space
         if self.first:
             self._or_fail(step, lambda: folders.begin(self.paths, step))
         self.mesh.barrier()
@@ -77,7 +77,7 @@ class Checkpoints:
             self.finish()
 
     def prepare(self) -> None:
-        """After the first step: get ready what the first checkpoint would have to wait for."""
+        """Call it after the first step: does slow preparations, so that the first checkpoint need not wait for them."""
         if self.config.save_async and self.config.interval is not None and self._saver is None:
             self._the_saver().warm()
 
@@ -87,13 +87,13 @@ class Checkpoints:
         return self._saver
 
     def wait_copied(self) -> None:
-        """Returns when the trainer may change its state again."""
+        """Return when the trainer may change its state again."""
         if self._pending is not None:
             step, saving = self._pending
             self._or_fail(step, saving.wait_copied)
 
     def finish(self, *, wait: bool = True) -> None:
-        """Complete what is being written in the background; where it is not ready, wait for it, or leave it for later."""
+        """Complete the checkpoint being written in the background. If it is not ready, wait for it, or with `wait=False` return."""
         if self._pending is None or not (wait or self._pending[1].done):
             return
         (step, saving), self._pending = self._pending, None
@@ -101,7 +101,7 @@ class Checkpoints:
         self.saved = step
 
     def protected(self) -> set[int]:
-        """Steps whose weights are kept, because a checkpoint has them or is about to."""
+        """Steps whose weights must be kept, because a checkpoint of that step exists or is being written."""
         return {*folders.steps(self.paths), *([self._pending[0]] if self._pending else [])}
 
     def close(self) -> None:
@@ -126,11 +126,11 @@ class Checkpoints:
         folder = folders.finish(self.paths, step, files, self.facts)
         size = sum(record["size"] for record in files.values())
         log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)
-        # Gigabytes take their time to go; the trainer need not wait for that.
+        # Deleting gigabytes takes time; the trainer need not wait for it.
         self._pruning = self._pruner.submit(folders.prune, self.paths, self.config.keep_last, self.config.keep_interval)
 
     def _finish_pruning(self) -> None:
-        """Wait until what the last checkpoint made superfluous is gone. Raises OSError when it does not go."""
+        """Wait until old checkpoints are deleted. Raises OSError if deleting failed."""
         if self._pruning is not None:
             self._pruning.result()
 
@@ -144,5 +144,5 @@ class Checkpoints:
             last = f"the last complete checkpoint is {self.paths.checkpoint_of(good[-1])}" if good else "there is no earlier one"
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}; {last}. "
-                "Free some space (or lower ckpt.keep_last, raise ckpt.interval), then go on with resume=latest"
+                "Free some space (or lower ckpt.keep_last, raise ckpt.interval), then continue with resume=latest"
             ) from error

@@ -1,6 +1,6 @@
-"""The command line: finds the command, imports its file alone, and turns problems into a few lines and an exit code.
+"""The command line: finds the command, imports only its module, and turns errors into a short message and an exit code.
 
-One file per command, each with `SUMMARY`, `help_text()` and `run(argv) -> exit code`. Nothing heavy is imported here:
+Each command has its own file with `SUMMARY`, `help_text()` and `run(argv) -> exit code`. Nothing heavy is imported here, so
 `rlx --help` and `rlx COMMAND --help` answer in a fraction of a second.
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-COMMANDS = {  # in the order of the help text; the words are in the command's own file
+COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def format_problems(problems: list[str]) -> str:
-    """The report of a configuration that cannot run."""
+    """The message about an invalid configuration."""
     if len(problems) == 1:
         return f"rlx: {problems[0]}\nNothing was started."
     parts = [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
@@ -72,7 +72,7 @@ usage: rlx COMMAND [key=value …]
 
 {commands}
 
-rlx COMMAND --help tells more. Begin with:  rlx train dry_run=true"""
+rlx COMMAND --help shows more. Start with:  rlx train dry_run=true"""
 
 
 def _unknown(name: str, rest: list[str]) -> str:
@@ -87,7 +87,7 @@ def _unknown(name: str, rest: list[str]) -> str:
 
 
 def _let_children_find_the_same_code() -> None:
-    """The processes of a run import this copy of rlx, and modules of the working directory, as this process does."""
+    """Make the processes of a run import this copy of rlx, and modules in the working directory, as this process does."""
     import rlx
 
     source = Path(rlx.__file__).resolve().parents[1]

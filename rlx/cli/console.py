@@ -1,6 +1,6 @@
-"""What a person sees while a run lives: one live summary on a terminal, plain lines elsewhere, and a closing summary.
+"""Displays a run: a live summary on a terminal, plain lines elsewhere, and a closing summary.
 
-Reads the run directory only (status, heartbeats, metrics), so the same code can watch any run. Knows nothing of the processes.
+Reads only the run directory (status, heartbeats, metrics), so it can watch any run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.runs.history import History
 from rlx.runs.run import Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-STAGES = {  # metric -> what a person calls it, per source
+STAGES = {  # source -> metric -> displayed name
     "trainer": {
         "time/wait_batch": "wait for batch",
         "time/forward_backward": "forward and backward",
@@ -35,13 +35,13 @@ STAGES = {  # metric -> what a person calls it, per source
         "time/update_weights": "update servers",
     },
 }
-# Of one run alone, so a suggestion leaves them out; the key because the output may be kept where the run's own files are not.
+# Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
 OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
 LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
 
 
 def sparkline(values: list[float], width: int = 30) -> str:
-    """A curve in one line of block characters; means of equal stretches when there are more values than `width`."""
+    """A curve as one line of block characters. If there are more than `width` values, each character is the mean of several."""
     if not values:
         return ""
     if len(values) > width:
@@ -68,7 +68,7 @@ def count(value: float) -> str:
 
 
 def started_as(executable: str, script: str) -> str:
-    """How to start this program again from this directory: `python train.py`, `rlx train`, or with the paths that need to be said."""
+    """The command that starts this program again from this directory: `python train.py`, `rlx train`, or with paths where needed."""
     if Path(script).suffix != ".py":  # installed as a command
         return f"{_short(script)} train"
     of_package = Path(script).name == "__main__.py"
@@ -76,7 +76,7 @@ def started_as(executable: str, script: str) -> str:
 
 
 def _short(program: str) -> str:
-    """A program as briefly as it is found from here."""
+    """The shortest name that finds a program from here."""
     name, here = Path(program).name, os.getcwd() + os.sep
     for short in (name, "python"):
         if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
@@ -85,17 +85,17 @@ def _short(program: str) -> str:
 
 
 class Console:
-    """Shows one run. Call `update` a few times a second and `close` once."""
+    """Displays one run. Call `update` a few times a second and `close` once."""
 
     def __init__(self, run_dir: Path | str, cfg: Config, argv: Sequence[str] = ()) -> None:
-        """`argv`: what the command was given, for the suggestions at the end."""
+        """`argv`: the command's arguments, for the suggested commands at the end."""
         self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, list(argv)
         self.paths = self.run.paths
         self.history = History(self.paths)
         self.started = time.time()
         self._phases: dict[str, str] = {}
         self._printed_step, self._printed_at = 0, 0.0
-        self._attempt: str | None = None  # what logs/latest points to
+        self._attempt: str | None = None  # target of the link logs/latest
         self._live: Any = None
         if sys.stdout.isatty():
             from rich.live import Live
@@ -106,7 +106,7 @@ class Console:
             print(f"run {self.paths.root}", flush=True)
 
     def update(self) -> None:
-        """Read what is new and show it."""
+        """Read new data and display it."""
         self._look()
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
@@ -114,7 +114,7 @@ class Console:
             self._lines()
 
     def close(self, exit_code: int) -> None:
-        """Show the end: a summary, or what failed."""
+        """Display the closing summary."""
         self._look()
         if self._live is not None:
             self._live.stop()
@@ -123,7 +123,7 @@ class Console:
         print(self.summary(exit_code), flush=True)
 
     def _look(self) -> None:
-        """Read what is new. Another attempt (after a requeue) starts anew: what the one before it said is not true any more."""
+        """Read new data. A new attempt (after a requeue) resets the display, because the old attempt's phases no longer apply."""
         self.history.read()
         link = self.paths.latest_logs
         attempt = os.readlink(link) if link.is_symlink() else None
@@ -160,7 +160,7 @@ class Console:
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 
     def _beats(self) -> dict[str, dict]:
-        """Heartbeats of this attempt (files of an earlier life of the directory are older than this console) of roles not yet done."""
+        """Heartbeats of unfinished processes. Skips files that are older than this console: an earlier attempt wrote them."""
         beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] >= self.started - 1}
         if self.paths.initial_model.exists():
             beats.pop("prepare", None)
@@ -187,7 +187,7 @@ class Console:
         return "   ".join(parts)
 
     def _stages(self) -> str:
-        """Seconds of each stage, mean over the last steps; it shows who waits for whom."""
+        """Mean seconds of each stage over the last steps; they show which role waits for the other."""
         parts = []
         for source, stages in STAGES.items():
             values = [(label, self.history.last(name, source, over=5)) for name, label in stages.items()]
@@ -269,12 +269,12 @@ class Console:
             (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
-        if self.run.rollouts:  # not of a replay, and not with orchestrator.save_rollouts=false
+        if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
             suggestions.append((f"{python} -m rlx.cli show {shlex.quote(str(root))}", "what the policy wrote at the end"))
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
 
 def _is_fork(part: str) -> bool:
-    """Whether `resume=` names another run's checkpoint, from which the next run can start too."""
+    """Whether `resume=` names another run's checkpoint, which the suggested run can also start from."""
     key, _, value = part.partition("=")
     return key == "resume" and value not in ("latest", "null", "") and not value.isdecimal()

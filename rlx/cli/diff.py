@@ -16,11 +16,11 @@ usage: rlx diff RUN_A RUN_B        the directories of two runs
 
   rlx diff outputs/one outputs/two
 
-Compared are: every key of the configuration but the run's name and place; commit and uncommitted changes; versions of
-Python and all packages; a digest of every environment's examples; and metrics.jsonl but for the wall clock, with the
-values of the last step that both have.
+It compares every configuration key except the run's name and directory; the commit and uncommitted changes; the versions
+of Python and all packages; a digest of each environment's examples; and metrics.jsonl without wall-clock times, with the
+values of the last step that both runs have.
 
-exit codes, as diff's: 0 nothing differs; 1 something does; 2 one of them is no run"""
+exit codes, as of diff: 0 no difference; 1 a difference; 2 one of them is not a run"""
 
 
 def run(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     from rlx.runs.run import Run
 
     if len(argv) != 2:
-        print(f"rlx diff takes two run directories, not {len(argv)}. rlx diff --help tells more.", file=sys.stderr)
+        print(f"rlx diff takes two run directories, not {len(argv)}. See rlx diff --help.", file=sys.stderr)
         return 2
     a, b = (Run.open(Path(name)) for name in argv)
     sections = compare(a, b)

@@ -1,4 +1,4 @@
-"""Help texts made from the shipped configuration and the schema, without hydra."""
+"""Help texts generated from the shipped configuration and the schema, without hydra."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WIDTH = 120
 
 
 def groups() -> str:
-    """A line for each group of the configuration with its options."""
+    """One line per configuration group, with its options."""
     return _columns({name: ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) for name, folder in shipped_groups().items()})
 
 
 def keys() -> str:
-    """A line for each of the keys that are set most often."""
+    """One line for each of the most common keys."""
     found = {}
     for key in MAIN_KEYS:
         section, _, name = key.rpartition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.cli import role
 
-SUMMARY = "make the run's initial model, where the configuration says how (warm start)"
+SUMMARY = "make the run's initial model, if the configuration has a warm start"
 
 
 def help_text() -> str:

@@ -1,6 +1,6 @@
-"""What the commands of single roles share: one role of a run, in the foreground, in a run directory that others may join.
+"""Shared code of the single-role commands: run one role in the foreground, in a run directory that other roles may join.
 
-The process becomes the role: what the role prints, how it is stopped and its exit code are its own.
+The process becomes the role (exec), so output, signals and exit code are the role's own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def help_text(role: str, summary: str) -> str:
-    more = "  --replica N            which of hardware.inference_replicas servers (default 0)\n" if role == "inference" else ""
+    more = "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n" if role == "inference" else ""
     return f"""\
 rlx {role}: {summary}.
 
 usage: rlx {role} run.dir=PATH [GROUP=OPTION …] [key=value …]
 
-  run.dir=PATH           the run directory that the roles of one run share; the first one makes it,
+  run.dir=PATH           the run directory that all roles of the run share; the first role creates it,
                          the others must give the same configuration
 {more}
 One run in four terminals:
@@ -30,11 +30,11 @@ One run in four terminals:
   rlx inference run.dir=outputs/mine
   rlx orchestrator run.dir=outputs/mine
   rlx trainer run.dir=outputs/mine
-Groups and keys are those of `rlx train --help`."""
+`rlx train --help` lists the groups and keys."""
 
 
 def run(role: str, argv: list[str]) -> int:
-    """Become the role. Returns only when there is nothing to do."""
+    """Become the role. Returns only if there is nothing to do."""
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.plan.environment import MissingGPU, environment_of
@@ -65,20 +65,20 @@ def run(role: str, argv: list[str]) -> int:
         print(f"nothing to prepare: model {cfg.model.name} has no warm start")
         return 0
     print(f"{spec.name} of the run in {paths.root}", flush=True)
-    os.set_inheritable(lock.fd, True)  # the role holds the directory as long as it lives
-    # The role is to end with the terminal or service manager that started it, which stays its parent.
+    os.set_inheritable(lock.fd, True)  # the role holds the directory's lock while it is alive
+    # The terminal or service manager stays the role's parent, so the role must die with it.
     return os.execve(spec.argv[0], list(spec.argv), {**environment, SUPERVISOR: str(os.getppid())})
 
 
 def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -> str:
-    """Why the run has no such process, and which it has."""
+    """The error text for a process that the plan does not have."""
     names = ", ".join(spec.name for spec in plan)
     if cfg.replay is not None:
         why = f"replay={cfg.replay} trains on recorded batches"
     elif role != "inference":
-        why = f"it has {sum(spec.role == role for spec in plan)} of {role}"
+        why = f"the number of {role} processes is {sum(spec.role == role for spec in plan)}"
     elif cfg.inference.base_url:
-        why = f"inference.base_url={cfg.inference.base_url} names servers that run already"
+        why = f"inference.base_url={cfg.inference.base_url} names servers that are already running"
     else:
         why = f"hardware.inference_replicas={cfg.hardware.inference_replicas}, counted from 0"
     what = f"inference server {replica}" if role == "inference" else f"{role} {replica}" if replica else role
@@ -86,7 +86,7 @@ def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -
 
 
 def _replica(role: str, argv: list[str]) -> tuple[int, list[str]]:
-    """Take `--replica N` out of the command line. Raises ConfigError where the role has none to choose from."""
+    """Split `--replica N` from the command line. Raises ConfigError if the role has only one process."""
     from rlx.config.errors import ConfigError
 
     if "--replica" not in argv:
@@ -94,7 +94,7 @@ def _replica(role: str, argv: list[str]) -> tuple[int, list[str]]:
     at = argv.index("--replica")
     value = argv[at + 1] if at + 1 < len(argv) else ""
     if role not in ("inference", "trainer"):
-        raise ConfigError(f"--replica {value} chooses one of several servers or trainer ranks; there is one {role}.\n  fix: leave it out")
+        raise ConfigError(f"--replica {value} selects a server or trainer rank, but there is one {role}.\n  fix: omit --replica")
     if not value.isdigit():
-        raise ConfigError(f"--replica is followed by the number of a process, not by {value!r}.\n  fix: --replica 0")
+        raise ConfigError(f"--replica needs the number of a process, not {value!r}.\n  fix: --replica 0")
     return int(value), argv[:at] + argv[at + 2 :]

@@ -1,4 +1,4 @@
-"""`rlx runs`: the runs below a directory, how far they are and what has become of them. Opens them to look, and asks SLURM."""
+"""`rlx runs`: list the runs below a directory with their progress and state. Reads run directories and asks SLURM."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ rlx runs: {SUMMARY}.
 
 usage: rlx runs [DIRECTORY …]        default: outputs
 
-Newest last. The state is that of status.json, but:
-  waiting (…)   its SLURM job is in the queue
-  lost          the run has no final state, and nothing of it lives: start it again with resume=latest
+Newest last. The state comes from status.json, except:
+  waiting (…)   the run's SLURM job is in the queue
+  lost          the run has no final state and no living process: resume it with resume=latest
 The reward is the mean of the last five steps."""
 
 
@@ -55,7 +55,7 @@ def _jobs() -> dict[str, str] | None:
     try:
         return queue()
     except RuntimeError as error:
-        print(f"rlx: states of jobs are not known: {error}", file=sys.stderr)
+        print(f"rlx: the states of jobs are unknown: {error}", file=sys.stderr)
         return None
 
 

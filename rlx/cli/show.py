@@ -1,4 +1,4 @@
-"""`rlx show RUN`: a few rollouts as text: question, answers, scores."""
+"""`rlx show RUN`: print a few rollouts: prompt, completion, reward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ rlx show: {SUMMARY}.
 
 usage: rlx show RUN [step=N] [count=M]        RUN: a run directory, or one file of its rollouts/
 
-  rlx show outputs/mine                        of the newest step
-  rlx show outputs/mine step=12 count=10       of another, and more of them (default {HOW_MANY})"""
+  rlx show outputs/mine                        {HOW_MANY} rollouts of the newest step
+  rlx show outputs/mine step=12 count=10       ten rollouts of step 12"""
 
 
 def run(argv: list[str]) -> int:
@@ -29,18 +29,18 @@ def run(argv: list[str]) -> int:
 
     options = dict(part.split("=", 1) for part in argv[1:] if "=" in part)
     if not argv or len(options) != len(argv) - 1 or not set(options) <= {"step", "count"} or not all(map(str.isdecimal, options.values())):
-        print("usage: rlx show RUN [step=N] [count=M]. rlx show --help tells more.", file=sys.stderr)
+        print("usage: rlx show RUN [step=N] [count=M]. See rlx show --help.", file=sys.stderr)
         return 2
     path = Path(argv[0]).expanduser()
     if not path.is_file():
         found = Run.open(path)
         steps = found.rollouts
         if not steps:
-            raise ConfigError(f"{found.root} has no rollouts (yet, or orchestrator.save_rollouts=false).\n  fix: name another run")
+            raise ConfigError(f"{found.root} has no rollouts (no step yet, or orchestrator.save_rollouts=false).\n  fix: name another run")
         step = int(options.get("step", steps[-1]))
         if step not in steps:
             raise ConfigError(
-                f"{found.root} has no rollouts of step {step}; it has those of {steps[0]} … {steps[-1]}.\n  fix: step={steps[-1]}"
+                f"{found.root} has no rollouts of step {step}, only of steps {steps[0]} … {steps[-1]}.\n  fix: step={steps[-1]}"
             )
         path = found.paths.rollouts_of(step)
     print(as_text(islice(read_rollouts(path), int(options.get("count", HOW_MANY)))))
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
 
 
 def as_text(records: Iterable[Mapping[str, Any]]) -> str:
-    """Question, answers and scores of each."""
+    """Prompt, completion and reward of each rollout."""
     return "\n\n".join(_one(record) for record in records)
 
 
@@ -60,7 +60,7 @@ def _one(record: Mapping[str, Any]) -> str:
 
 
 def _messages(messages: Any) -> list[str]:
-    """Messages line by line; an environment that does not chat has plain text."""
+    """One line per message; environments without chat have plain text."""
     if isinstance(messages, str):
         return [f"  {messages}"]
     return [f"  {message.get('role')}: {message.get('content')}" for message in messages or ()]

@@ -1,6 +1,6 @@
 """`rlx train -m`: several runs from one command line, as a SLURM job array or in a pool on this machine.
 
-All of them are composed, checked and planned before the first one starts. Not a command of its own.
+All runs are composed, checked and planned before the first one starts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rlx.config.sweeps import Sweep
     from rlx.launch.sweep import Element
 
-MOST_PROBLEMS = 4  # elements whose problems are told in full
+MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 
 def run(argv: list[str]) -> int:
-    """Run or submit the sweep of a command line; the exit code: 0, or 1 when a run of a local sweep is not completed."""
+    """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
     from rlx.config.sweeps import expand
 
     sweep = expand(argv)
@@ -42,12 +42,12 @@ def run(argv: list[str]) -> int:
 def folder(sweep: Sweep) -> Path:
     """The sweep's directory, absolute."""
     if Path(sweep.name).name != sweep.name:
-        raise ConfigError(f"run.name={sweep.name} is not the name of one folder.\n  fix: name the folder only, or give run.dir=")
+        raise ConfigError(f"run.name={sweep.name} is not the name of one folder.\n  fix: give only the folder's name, or set run.dir=")
     return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
 
 
 def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
-    """Compose, check and plan all runs. Raises one ConfigError with what is wrong with any of them."""
+    """Compose, check and plan all runs. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import must_be_built
@@ -55,7 +55,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
     from rlx.train.nodes import check_built
 
     elements: list[Element] = []
-    problems: dict[str, list[str]] = {}  # text -> runs that have it
+    problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
     built: list[tuple[object, ...]] = []
     for line in lines:
         try:
@@ -76,7 +76,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
         raise ConfigError(told + ([f"{more} more problems in other runs of the sweep."] if more > 0 else []))
     launchers = [e.cfg.launcher for e in elements]
     if len({(each.name, each.array_parallelism, each.wait, each.code_changes) for each in launchers}) > 1:
-        raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys one value")
+        raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys the same values for all runs")
     if elements[0].cfg.launcher.name == "slurm":
         from rlx.launch.slurm import check_directory
 
@@ -85,7 +85,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
 
 
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
-    """Start what is left to do of the elements."""
+    """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
 
     with sweep.alone(directory):
@@ -103,20 +103,20 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
 
 
 def _left(elements: list[Element], directory: Path) -> list[Element]:
-    """Those that are to be started; says what has become of the others."""
+    """The elements that must be started. Prints how many are done, alive or to be resumed."""
     from rlx.launch import sweep
 
     sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
     count = {state: sum(element.state == state for element in elements) for state in ("done", "alive", "again")}
-    words = {"done": "completed already", "alive": "waiting or running already", "again": "to go on with"}
+    words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
     known = "; ".join(f"{number} {words[state]}" for state, number in count.items() if number)
     print(f"{len(elements)} runs in {directory}" + (f" ({known})" if known else ""), flush=True)
     return todo
 
 
 def _submit(elements: list[Element], name: str, directory: Path) -> int:
-    """Give what is left to SLURM; 1 when it does not take it. The runs' directories are held until the jobs' numbers are in them."""
+    """Submit the remaining runs; return 1 if SLURM rejects them. Holds the runs' locks until their job ids are recorded."""
     from rlx.launch import sweep
 
     todo = _left(elements, directory)
@@ -133,25 +133,25 @@ def _submit(elements: list[Element], name: str, directory: Path) -> int:
 
 
 def _run_here(elements: list[Element], directory: Path) -> int:
-    """Run what is left in a pool on this machine; 1 when a run is not completed."""
+    """Run the remaining runs in a pool on this machine; return 1 if a run is not completed."""
     from rlx.launch import sweep
 
     todo = _left(elements, directory)
     gpus = _machine_gpus(elements)
     parallel = sweep.check_local(elements, gpus, elements[0].cfg.launcher.array_parallelism)
-    sweep.release(sweep.make_directories(todo))  # each run takes its own; the sweep's is held
+    sweep.release(sweep.make_directories(todo))  # each run takes its own lock; this process still holds the sweep's
     try:
         sweep.run_pool(todo, parallel, gpus, say=lambda text: print(text, flush=True))
     finally:
         print("\n".join(sweep.summary(elements)), flush=True)
     left = sweep.failed(elements)
     if left:
-        print(f"{len(left)} of {len(elements)} runs are not completed; the same command goes on with them", file=sys.stderr)
+        print(f"{len(left)} of {len(elements)} runs are not completed; run the same command again to resume them", file=sys.stderr)
     return 1 if left else 0
 
 
 def state_of(element: Element) -> str:
-    """What `status.json` says of an element's run."""
+    """The state in `status.json` of an element's run."""
     from rlx.runs.status import read_status
 
     status = read_status(element.paths)
@@ -159,7 +159,7 @@ def state_of(element: Element) -> str:
 
 
 def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
-    """What would run: the elements, the first one's plan, and the script of the array."""
+    """The report of a dry run: the elements, the first one's plan, and the sbatch script of the array."""
     from rlx.launch.slurm import FOLDER, sbatch_script
     from rlx.plan.explain import explain
     from rlx.runs.claim import describe
@@ -171,9 +171,9 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     written = [describe(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
     parts = [
         f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),
-        f"the first one\n\n{explained[elements[0].name]}",
+        f"the first run\n\n{explained[elements[0].name]}",
         *([f"sbatch script\n{script}"] if script else []),
-        f"written: configuration, plan and what they mean, in the directories of {sum(map(bool, written))} runs",
+        f"written: configuration, plan and explanation, in the directories of {sum(map(bool, written))} runs",
         "dry run: nothing was started",
     ]
     return "\n\n".join(parts)

@@ -1,8 +1,8 @@
-"""Hydra's own sweepers (Optuna's, Ax's, one of yours) on our launcher: they propose runs, we launch them and answer with the final reward.
+"""Runs Hydra's sweepers (Optuna, Ax, your own): the sweeper proposes runs, rlx launches them and returns their final rewards.
 
     rlx train -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.direction=maximize optim.lr=tag(log,interval(1e-4,1e-2))
 
-Knows how hydra makes a sweeper; the launcher that it gets is in `hydra_plugins/`.
+The launcher that the sweeper gets is in `hydra_plugins/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.config.sweeps import Sweep
 
 
 def optimise(sweep: Sweep, directory: Path) -> int:
-    """Let the sweeper of `hydra/sweeper=NAME` run its course; 0, or 1 when it gave up because of a failed run."""
+    """Run the sweeper `hydra/sweeper=NAME` to its end; return 0, or 1 if it stopped because of a failed run."""
     plugins = Plugins.instance()
     node = {"_target_": "hydra_plugins.rlx_launcher.RlxLauncher", "name": sweep.name, "directory": str(directory), "argv": list(sweep.argv)}
     ConfigStore.instance().store(group="hydra/launcher", name="rlx", node=node, provider="rlx")
@@ -41,14 +41,14 @@ def optimise(sweep: Sweep, directory: Path) -> int:
     chosen = plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=_not_called)
     try:
         chosen.sweep(arguments=list(sweep.params))
-    except RuntimeError as error:  # of a run: sweepers raise what a failed run returned
-        print(f"rlx: the sweep ends: {error}")
+    except RuntimeError as error:  # sweepers raise the error that a failed run returned
+        print(f"rlx: the sweep stopped: {error}")
         return 1
     return 0
 
 
 def _not_called(cfg: Any) -> None:
-    raise AssertionError("our launcher starts processes, not functions")
+    raise AssertionError("rlx's launcher starts processes, not functions")
 
 
 def _no_callbacks() -> Any:

@@ -1,4 +1,4 @@
-"""`rlx train`: compose, check, plan, launch, and stay in front of the run until it ends."""
+"""`rlx train`: compose, check, plan, launch, and follow the run until it ends."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def help_text() -> str:
     return f"""\
 rlx train: {SUMMARY}.
 
-usage: rlx train [GROUP=OPTION …] [key=value …]        the same as: python train.py …
+usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train.py …
 
-  rlx train                                             the default: a tiny model learns to reverse words, on a CPU
+  rlx train                                             the default: a tiny model learns to reverse words on a CPU
   rlx train loss=gspo env=math seed=1                   another objective, environment and seed
   rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
-                                                        what would run where, and what it needs; nothing is started
+                                                        show what would run where and what it needs; start nothing
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
-  rlx train -m sweeps=losses                            what a file of the group sweeps varies
+  rlx train -m sweeps=losses                            the sweep of the file sweeps/losses.yaml
   rlx train launcher=slurm slurm=my_cluster hardware=node8
-                                                        as a job of a cluster: docs/slurm.md
-  rlx train run.name=mine resume=latest                  go on from the newest checkpoint of outputs/mine
-  rlx train resume=outputs/mine max_steps=200            another run, from a checkpoint of that one
+                                                        a job on a cluster: docs/slurm.md
+  rlx train run.name=mine resume=latest                 resume outputs/mine from its newest checkpoint
+  rlx train resume=outputs/mine max_steps=200           a new run, from the newest checkpoint of outputs/mine
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
-groups (from `conf/`, `slurm/` and `sweeps/`, and from your own directory with --config-dir)
+groups (from `conf/`, `slurm/` and `sweeps/`; with --config-dir also from your own directory)
 {groups()}
 
 some keys (all of them: docs/configuration.md)
 {keys()}
 
-exit codes: 0 done; 1 a role failed; 2 the configuration is wrong and nothing was started; 75 preempted; 130 interrupted"""
+exit codes: 0 done; 1 a role failed; 2 the configuration is invalid and nothing was started; 75 preempted; 130 interrupted"""
 
 
 def run(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
     from rlx.plan.rl import make_plan
     from rlx.runs.claim import create, describe, settle
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # 130 like Ctrl-C, from the first moment on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
         from rlx.cli import sweep
 
@@ -110,10 +110,10 @@ def run(argv: list[str]) -> int:
             print(f"rlx: {error}", file=sys.stderr)
             return 1
         finally:
-            lock.close()  # the directory is the job's from now on, whose number is noted
+            lock.close()  # the job owns the directory now, and its id is recorded
         print(f"job {job}: {paths.root}")
         if not cfg.launcher.wait:
-            print(f"  its state    squeue -j {job}; {paths.status}\n  its end      scancel {job}")
+            print(f"  state    squeue -j {job}; {paths.status}\n  stop     scancel {job}")
             return 0
         exit_code = follow(paths, job, Console(paths.root, cfg, argv))
     else:
@@ -128,11 +128,11 @@ def run(argv: list[str]) -> int:
 
 
 def failure(cause: Cause, root: Path) -> str:
-    """What failed, in words, with its last lines."""
+    """The message about a failure, with the last lines of the process's log."""
     name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
     lines = [f"{name} failed: {cause.reason}"]
     if cause.last_lines:
-        lines += [f"the end of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
+        lines += [f"last lines of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
     else:
         lines.append(f"its log {root / cause.log} is empty")
-    return "\n".join([*lines, "everything else was stopped"])
+    return "\n".join([*lines, "all other processes were stopped"])

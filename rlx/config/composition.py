@@ -1,10 +1,10 @@
 """Composes one plain tree from `conf/`, the user's own directories, environment variables and the command line, with hydra.
 
 Order, weakest first: the schema's defaults, the group options and values of `train.yaml`, `RLX_…` variables, the experiment or
-the user's file, the command line. Hydra merges plain values here; types, ranges and unknown keys are found afterwards, all at
-once, in `tree.py`, which also knows from `Origins` where each value came from.
+the user's file, the command line. Hydra only merges plain values here. `tree.py` then finds wrong types, wrong ranges and unknown
+keys, all in one pass; `Origins` tells it where each value came from.
 
-Uses the parts of hydra that compose: nothing is written, no logging is configured, the working directory stays.
+Only hydra's composition is used: it writes nothing, configures no logging and does not change the working directory.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Tree:
     data: dict[str, Any]
     origins: Origins
     choices: dict[str, str]  # group -> option; several options are joined with "+"
-    overrides: list[str]  # the command line's, as they were written
-    notes: list[str]  # what the user should be told
+    overrides: list[str]  # from the command line, as written
+    notes: list[str]  # messages for the user
     problems: list[Problem] = field(default_factory=list)
-    unresolved: list[str] = field(default_factory=list)  # keys without a value because of a problem that is listed
-    hydra: dict[str, Any] = field(default_factory=dict)  # the node `hydra` of the files: what a sweep varies
+    unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
+    hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN) -> Tree:
-    """Compose what the command line of a root's command asks for.
+    """Compose the tree that a command line of the root's command describes.
 
-    Raises ConfigError when no tree can be made; other problems are in the result.
+    Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     request = read_request(argv, environ, root)
     loader = make_loader([directory for _, directory in request.directories])
@@ -66,7 +66,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     name = request.config_name
     if name not in groups.options(""):
         known = [each for each in groups.options("") if each not in (SCHEMA, VARIABLES) and not each.startswith("_")]
-        raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Known: {', '.join(known)}.")
+        raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
     overrides = list(request.overrides)
     problems += groups.problems(overrides, variables)
@@ -75,7 +75,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables)
-    repository = CachingConfigRepository(loader.repository)  # copies what is stored, so it comes after storing
+    repository = CachingConfigRepository(loader.repository)  # copies the store, so it must come after _store_nodes
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
     if problems := _wrong_in_files(repository, groups, [name, *chosen_files]):
@@ -86,7 +86,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # hydra's notice on a missing `_self_`; the file's own values then come last, as is meant
+            warnings.simplefilter("ignore")  # hydra warns about a missing `_self_`; the file's own values then come last, as intended
             overrides = expand_env_keys(overrides, lambda rest: _environments(defaults_of([o for o in rest if groups.is_choice(o)])))
             values = [o for o in overrides if not groups.is_choice(o)]
             defaults = defaults_of(overrides)
@@ -94,7 +94,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
             loader._apply_overrides_to_config(groups.lines(values), cfg)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, groups)) from None
-    sweep = cfg.pop("hydra", None)  # settings for a sweep; no part of a run's configuration
+    sweep = cfg.pop("hydra", None)  # for sweeps only; not part of a run's configuration
     hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
     variables = [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values)
@@ -109,7 +109,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
 
 
 def make_loader(directories: list[str]) -> ConfigLoaderImpl:
-    """A loader that looks into the user's directories first, then into the shipped one."""
+    """A loader that searches the user's directories first, then the shipped one."""
     version.setbase("1.3")
     Plugins.instance()
     setup_globals()
@@ -118,22 +118,22 @@ def make_loader(directories: list[str]) -> ConfigLoaderImpl:
 
 
 class _SweepLoader(ConfigLoaderImpl):
-    """For hydra's sweepers, which load the runs that they propose to see whether they can be: the launcher checks them all anyway."""
+    """Skips the check by which hydra's sweepers load every run that they propose: the launcher checks all runs anyway."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         return OmegaConf.create({})
 
 
 def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
-    """A loader of hydra's own configuration, with that of its plugins."""
-    make_loader(directories)  # registers what files may refer to
+    """A loader that also finds the configuration of hydra itself and of its plugins."""
+    make_loader(directories)  # registers the resolver that files may use
     path = search_path(directories)
     path.prepend("hydra", "pkg://hydra.conf")
     return _SweepLoader(path)
 
 
 def _store_nodes(root: Root, variables: list[Variable]) -> None:
-    """Put the schema and the environment's values where defaults lists find them."""
+    """Put the schema and the values of environment variables where defaults lists find them."""
     node: dict[str, Any] = {}
     for variable in variables:
         value = read_variable(variable)
@@ -147,7 +147,10 @@ def _store_nodes(root: Root, variables: list[Variable]) -> None:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 outer = next(v for v in variables if variable.key.startswith(f"{v.key}."))
-                raise ConfigError(f"{outer.name}={outer.text} leaves no section for {variable.name}={variable.text}. Give one of the two.")
+                raise ConfigError(
+                    f"{outer.name}={outer.text} leaves no section in which {variable.name}={variable.text} could set a key. "
+                    "Unset one of the two."
+                )
         section[last] = value
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
@@ -159,11 +162,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _wrong_in_files(repository: CachingConfigRepository, groups: Groups, paths: list[str]) -> list[str]:
-    """Options that the defaults lists of files choose and their groups do not have."""
+    """A problem for each option that a file's defaults list chooses but the group does not have."""
     problems: list[str] = []
     for path in paths:
         loaded = repository.load_config(path)
-        assert loaded is not None  # choices that do not exist are refused before
+        assert loaded is not None  # unknown choices were refused before
         for default in loaded.defaults_list or []:
             group = default.group.strip("/") if isinstance(default, GroupDefault) and default.group else ""
             value = getattr(default, "value", None)
@@ -183,7 +186,7 @@ def _environments(defaults: list[ResultDefault]) -> list[str]:
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
-    """The chosen option of each group, as the defaults list has them. What a chosen option takes from its own group is its affair."""
+    """The chosen option of each group, from the defaults list. Options that a chosen file adds from its own group do not count."""
     chosen: dict[str, list[str]] = {}
     for default in defaults:
         group, _, option = (default.config_path or "").rpartition("/")
@@ -194,7 +197,7 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
 
 
 def _of_other_commands(root: Root, data: dict[str, Any], origins: Origins) -> list[str]:
-    """The keys that files of groups set for other commands: `model=tiny` knows a learning rate, whoever asks for the model."""
+    """The keys that group files set for other commands: `model=tiny` sets a learning rate for every command that uses the model."""
     lacking = [key for key in data if not has_key(root.schema, key) and elsewhere(root.schema, key) is not None]
     return [key for key in lacking if all(known in origins.of_groups for known in origins.of_key if known.partition(".")[0] == key)]
 
@@ -202,7 +205,7 @@ def _of_other_commands(root: Root, data: dict[str, Any], origins: Origins) -> li
 def _find_origins(
     repository: CachingConfigRepository, defaults: list[ResultDefault], variables: list[Variable], values: list[Override]
 ) -> Origins:
-    """Walk the defaults list in order and note who set each key last."""
+    """Walk the defaults list in order and record what set each key last."""
     origins = Origins()
     for default in defaults:
         path = default.config_path
@@ -211,7 +214,7 @@ def _find_origins(
                 origins.note(_flatten(read_variable(variable), variable.key), variable.name)
         elif path is not None and path != SCHEMA:
             loaded = repository.load_config(path)
-            assert loaded is not None  # the defaults list holds what was found
+            assert loaded is not None  # the defaults list only holds files that were found
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
             origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
             origins.in_files.update(keys)
@@ -221,15 +224,19 @@ def _find_origins(
 
 
 def _sections_off(root: Root, variables: list[Variable], values: list[Override], origins: Origins) -> list[Problem]:
-    """Single keys of a section that is null: setting one must not turn the section on."""
+    """A problem for each override or variable that sets a key of a section that is null: this must not turn the section on."""
     problems = []
     set_keys = [(o.key_or_group, line_of(o).lstrip("+")) for o in values] + [(v.key, f"{v.name}={v.text}") for v in variables]
     for section in optional_sections(root.schema):
         for key, line in set_keys:
             if key.startswith(section + ".") and not any(known.startswith(section + ".") for known in origins.in_files):
                 group = section.partition(".")[0]
-                hint = f"Choose it: {section.replace('.', '=')}." if group == "logger" else f"The chosen {group} has none."
-                problems.append(Problem(f"`{line}` sets a key of {section}, which is null here. {hint}", (section,)))
+                hint = (
+                    f"Turn it on with {section.replace('.', '=')}."
+                    if group == "logger"
+                    else f"The chosen {group} has no such section; remove the setting."
+                )
+                problems.append(Problem(f"`{line}` sets a key of {section}, but that section is null here. {hint}", (section,)))
     return problems
 
 
@@ -242,7 +249,7 @@ def _flatten(value: Any, prefix: str) -> Iterable[str]:
 
 
 def _resolve(cfg: DictConfig, origins: Origins) -> tuple[list[Problem], list[str]]:
-    """Replace interpolations by their values. Those that have none become `???`: one problem for each cause, and all their keys."""
+    """Replace interpolations by their values; `???` where there is none. Returns one problem per cause, and all keys without a value."""
     problems: list[Problem] = []
     keys: list[str] = []
     while True:
@@ -256,7 +263,7 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[list[Problem], list[str
             text: Any = _plain(cfg, resolve=False)
             for part in key.split("."):
                 text = text[part]
-            if not isinstance(error, InterpolationToMissingValueError):  # the value that is missing is a problem of its own
+            if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""
                 problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.{hint}", (key,)))
@@ -265,7 +272,7 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[list[Problem], list[str
 
 
 def _explain(error: Exception, groups: Groups) -> str:
-    """Hydra's message, with the cause and without its search path."""
+    """Hydra's message with its cause, but without its search path."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if line.startswith(("Config search path", "Available options", "See https")):

@@ -1,7 +1,6 @@
 """Writes `docs/configuration.md` from the schema and the presets: `python -m rlx.config.docs`.
 
-The page's own words are in this file; every key, type, default and meaning is taken from `schema.py`, every option from the shipped
-groups.
+This file holds the prose of the page. Keys, types, defaults and meanings come from `schema.py`, options from the shipped groups.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from rlx.config.shipped import shipped_groups
 from rlx.config.tree import range_of, show, split_optional, types_of
 
 GROUPS = {
-    "model": "the policy, with lengths and a learning rate that suit it",
-    "env": "what is learnt; a list mixes several",
-    "loss": "the objective; it chooses an advantage",
+    "model": "the policy, with suitable lengths and a suitable learning rate",
+    "env": "the environments to train on; a list mixes several",
+    "loss": "the objective; it also chooses an advantage",
     "advantage": "how rewards become advantages",
     "optim": "the optimizer",
     "hardware": "which roles run on which GPUs",
     "launcher": "where processes are started",
-    "logger": "where metrics go, beside `metrics.jsonl`; a list takes several",
-    "experiment": "the differences that make an experiment",
-    "slurm": "the cluster of `launcher=slurm`; the files are in `slurm/`",
-    "sweeps": "what several runs vary; the files are in `sweeps/`",
+    "logger": "where metrics go, besides `metrics.jsonl`; a list chooses several",
+    "experiment": "the settings of one experiment, as differences from the defaults",
+    "slurm": "the cluster for `launcher=slurm`; the files are in `slurm/`",
+    "sweeps": "which values a sweep varies; the files are in `sweeps/`",
 }
 
-FOR_ALL = ("experiment", "sweeps")  # groups that are no key
+FOR_ALL = ("experiment", "sweeps")  # groups without a key of their own
 
 HEAD = """\
 # Configuration
@@ -45,8 +44,8 @@ Generated from `rlx/config/schema.py`, `conf/`, `slurm/` and `sweeps/` by `pytho
 python train.py loss=gspo env=[math,reverse_text] model=qwen3_8b optim.lr=1e-6 dry_run=true
 ```
 
-`group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`, `key=value` sets a key. Everything is checked before anything starts;
-all problems are listed at once, with the keys, where their values come from, and what to do. The exit code is then 2.
+`group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`; `key=value` sets a key. rlx checks everything before it starts
+anything. It reports all problems at once: the keys, where their values come from, and what to do. The exit code is then 2.
 
 ## Where values come from
 
@@ -55,17 +54,18 @@ Weakest first:
 1. the defaults below
 2. the values in `conf/train.yaml` and in the chosen options of the groups
 3. environment variables: `RLX_SEQ_LEN=128` sets `seq_len`, `RLX_MODEL__DTYPE=float32` sets `model.dtype` (two underscores separate
-   levels), `RLX_LOSS=gspo` chooses the option of a group. Values are written as on the command line
+   levels), `RLX_LOSS=gspo` chooses an option of the group `loss`. Write values as on the command line
 4. `experiment=NAME`, or a file of your own
 5. the command line
 
-Further forms: `env.KEY=VALUE` is short for `envs.<name>.KEY=VALUE` when the run has one environment, and `env.id=MODULE` runs any
-installed verifiers environment. `~envs.math` removes a key of `loss`, `advantage`, `optim`, `envs` or `inference.vllm`.
+Further forms: `env.KEY=VALUE` is short for `envs.<name>.KEY=VALUE` when the run has one environment. `env.id=MODULE` runs any
+installed verifiers environment. `~envs.math` removes a key; this works for keys of `loss`, `advantage`, `optim`, `envs` and
+`inference.vllm`.
 
 ## Files of your own
 
-A directory with the same groups adds options to them, without touching this repository; its files win over shipped ones of the
-same name. Name it with `--config-dir DIR` or `RLX_CONFIG_DIR=DIR`.
+A directory of your own with the same groups adds options to them. This repository stays unchanged. Your files win over shipped
+files of the same name. Name the directory with `--config-dir DIR` or `RLX_CONFIG_DIR=DIR`.
 
 ```
 my_conf/env/riddles.yaml          # @package envs.riddles      →  --config-dir my_conf env=riddles
@@ -73,15 +73,15 @@ my_conf/experiment/first.yaml     # @package _global_          →  --config-dir
 my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir my_conf --config-name mine
 ```
 
-A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. A secret key
-(`inference.api_key`) is not in it, nor in anything that is shown, logged or sent: `<secret>` stands for it, and it must be given again.
-`inference.api_key='${oc.env:NAME}'` takes it from a variable, and keeps it out of the list of processes and the shell's history.
+A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. The value of a
+secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run needs it again.
+`inference.api_key='${oc.env:NAME}'` takes it from a variable. This keeps it out of the list of processes and the shell's history.
 """
 
 
 def render(root: Root = TRAIN) -> str:
     """The whole page of a root."""
-    parts = [HEAD, "## Groups\n", *_groups(root), "## Keys\n", "A default of `???` must be given; the presets do.\n"]
+    parts = [HEAD, "## Groups\n", *_groups(root), "## Keys\n", "A key with the default `???` needs a value; the presets set it.\n"]
     schema: Any = root.schema
     parts += _table("Top level", schema, "")
     for f in fields(schema):
@@ -113,7 +113,7 @@ def _groups(root: Root) -> Iterator[str]:
 
 
 def _comment(file: Path) -> str:
-    """The comment at the head of a preset, without the package line; commands in it as code."""
+    """The comment at the head of a preset, without the package line, with commands as code."""
     lines = []
     for line in file.read_text().splitlines():
         if not line.startswith("#"):
@@ -125,7 +125,7 @@ def _comment(file: Path) -> str:
 
 
 def _section(name: str, cls: type) -> list[str]:
-    """The table of a section and, behind it, those of the sections inside."""
+    """The table of a section, followed by the tables of its inner sections."""
     parts = _table(f"`{name}`", cls, name + ".")
     for f in fields(cls):
         kind, optional = split_optional(types_of(cls)[f.name])
@@ -151,8 +151,8 @@ def _table(title: str, cls: type, prefix: str) -> list[str]:
 def _type_name(kind: Any, optional: bool) -> str:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_type_name(each, False) for each in typing.get_args(kind)) + (" or null" if optional else "")
-    name = {"list": "list of texts", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
-    name = name or {int: "integer", float: "number", bool: "true or false", str: "text"}[kind]
+    name = {"list": "list of strings", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
+    name = name or {int: "integer", float: "number", bool: "true or false", str: "string"}[kind]
     return f"{name} or null" if optional else name
 
 

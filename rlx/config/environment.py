@@ -1,7 +1,7 @@
 """The environment variables that set configuration values: `RLX_SEQ_LEN=128`, `RLX_MODEL__DTYPE=float32`, `RLX_LOSS=gspo`.
 
-Two underscores separate levels. Values are written as on the command line; for a key that holds a text the variable is the text.
-Knows the schema's keys; nothing of hydra. The value of a variable is read by the caller, who has the command line's grammar.
+Two underscores separate levels. Values are written as on the command line. A key that holds a string takes the variable's text as it is.
+The caller parses the values, because this module does not know hydra's grammar.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rlx.config.tree import closest, near_keys, split_optional, type_at
 
 PREFIX = "RLX_"
 RESERVED = {
-    "RLX_CACHE": "where models that the project makes are kept between runs; default `~/.cache/rlx`",
-    "RLX_CONFIG_DIR": "directories with configuration files of your own, as `--config-dir`; several are separated by `:`",
-    "RLX_API_KEY": "no key of its own; free for `inference.api_key=${oc.env:RLX_API_KEY}` with servers that already run",
+    "RLX_CACHE": "where models that rlx makes are kept between runs; default `~/.cache/rlx`",
+    "RLX_CONFIG_DIR": "directories with configuration files of your own, like `--config-dir`; `:` separates several",
+    "RLX_API_KEY": "sets no key; free for `inference.api_key=${oc.env:RLX_API_KEY}` with servers that already run",
     "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
-    "RLX_REQUIRE_SLURM": "read by the tests: when set, those on a SLURM fail where none can be started, instead of being left out",
-    "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of theirs",
-    "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts",
-    "RLX_RUN_TOKEN": "set by the launcher for the processes it starts",
+    "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
+    "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of their host",
+    "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts: its process id",
+    "RLX_RUN_TOKEN": "set by the launcher for the processes it starts: a random value, the same for all processes of one attempt",
 }
-"""Variables with this prefix that are no configuration keys."""
+"""Variables with this prefix that set no configuration key."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Variable:
     key: str
     text: str
     is_group: bool  # chooses an option of a group
-    is_text: bool  # sets a key that holds a text, so its value needs no quotes
+    is_text: bool  # sets a key that holds a string, so its value needs no quotes
 
 
 def read_variables(environ: Mapping[str, str], groups: list[str], schema: type) -> tuple[list[Variable], list[str]]:
-    """The configuration variables in `environ`, sorted by name, and one problem for each that sets nothing that exists.
+    """The configuration variables in `environ`, sorted by name, and one problem for each variable that sets no known key.
 
-    `groups` and `schema` are those of one command; what another command has is passed over.
+    `groups` and `schema` are those of one command. Variables for the keys of another command are skipped.
     """
     found, problems = [], []
     for name in sorted(environ):
@@ -72,5 +72,5 @@ def _unknown(name: str, groups: list[str], schema: type) -> str:
     hint = f"Did you mean {near[0]}?" if near else "docs/configuration.md lists the keys."
     return (
         f"the environment variable {name} sets no configuration key. {hint}\n"
-        "Two underscores separate levels: RLX_MODEL__DTYPE sets model.dtype, RLX_LOSS chooses the option of a group."
+        "Two underscores separate levels: RLX_MODEL__DTYPE sets model.dtype, RLX_LOSS chooses an option of the group loss."
     )

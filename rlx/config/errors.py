@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ConfigError(Exception):
-    """One or more problems with a configuration, each a few lines: what, the values, the fix.
+    """One or more problems with a configuration, each in a few lines: what is wrong, the values, what to do.
 
     The command line prints them without a traceback and exits with 2.
     """

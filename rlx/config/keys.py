@@ -1,12 +1,12 @@
-"""What a configuration key is made of: its default, its one-line meaning, and what its value must satisfy. Knows no key."""
+"""What every configuration key has: a default, a one-line meaning, and conditions on its value. The keys are in `schema.py`."""
 
 from __future__ import annotations
 
 from dataclasses import field
 from typing import Any
 
-MISSING: Any = "???"  # hydra's mark of a value that must be given
-HIDDEN: Any = "<secret>"  # stands for a secret value; hydra would let a default take the place of `???`
+MISSING: Any = "???"  # hydra's mark for a value that must be given
+HIDDEN: Any = "<secret>"  # replaces a secret value; not `???`, because hydra would replace that by a default
 
 
 def key(
@@ -20,11 +20,11 @@ def key(
     secret: bool = False,
     terms: type | None = None,
 ) -> Any:
-    """A configuration key with its one-line meaning and what its value must satisfy.
+    """A configuration key with its one-line meaning and the conditions on its value.
 
-    `choices`: the values it may take; `low` and `high`: smallest and largest; `above`: must be greater.
-    `secret`: the value is nowhere shown, sent or written but into a file of the run that only its owner can read.
-    `terms`: of an open node, the dataclass of the keys that all its targets share.
+    `choices`: the allowed values; `low` and `high`: the smallest and the largest; `above`: the value must be greater.
+    `secret`: the value is never shown or sent, and written only into a file of the run that nobody but its owner can read.
+    `terms`: for an open node, the dataclass of the keys that all its targets share.
     """
     metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high, "secret": secret, "terms": terms}
     if isinstance(default, (list, dict)):

@@ -1,7 +1,7 @@
-"""The way to a configuration: `compose` from a command line, `load_run` from a run directory, `instantiate` for open nodes.
+"""How to get a configuration: `compose` from a command line, `load_run` from a run directory, `instantiate` for open nodes.
 
-`compose` answers with a checked configuration or with one ConfigError that lists every problem found. The arguments of open nodes
-are checked last, when all else is well. hydra is imported by `compose` alone, torch by `instantiate` (and for targets of your own).
+`compose` returns a checked configuration or raises one ConfigError that lists every problem found. It checks the arguments of open
+nodes last, once everything else is right. Only `compose` imports hydra. Only `instantiate` and targets of the user's own import torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T = TypeVar("T")
 __all__ = ["Composed", "compose", "finish", "instantiate", "load_run", "to_yaml"]
 
 HEADER = """\
-# The whole configuration of a run, every value resolved.
-# Start another run of it: the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=…
+# The whole configuration of a run, with every value resolved.
+# To run it again, use the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=NEW
 defaults:
   - rlx_schema
   - _self_
@@ -47,8 +47,8 @@ class Composed(Generic[T]):
     """A configuration that passed every check."""
 
     cfg: T
-    overrides: list[str]  # the command line's, as written
-    choices: dict[str, str]  # group -> option; several are joined with "+"; empty where a resolved file was loaded
+    overrides: list[str]  # from the command line, as written
+    choices: dict[str, str]  # group -> option; several are joined with "+"; empty when a resolved file was loaded
     notes: list[str]  # for the user: what `auto` chose
     origins: Origins = field(default_factory=Origins)
 
@@ -59,7 +59,7 @@ class Composed(Generic[T]):
 
     @property
     def label(self) -> str:
-        """`reverse_text-tiny-grpo`: environments, model and objective, fit for a file name."""
+        """`reverse_text-tiny-grpo`: environments, model and objective, usable as a file name."""
         cfg, parts = self.cfg, []
         if envs := getattr(cfg, "envs", None):
             parts.append("+".join(envs))
@@ -75,10 +75,10 @@ def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ...) 
 @overload
 def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T]) -> Composed[T]: ...
 def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Composed:
-    """Compose and check the configuration that a command line of the root's command asks for.
+    """Compose and check the configuration that a command line of the root's command describes.
 
     `argv`: overrides (`loss=gspo`, `optim.lr=1e-6`) and hydra's `--config-dir`, `--config-name`, `--config-path`.
-    `environ`: where `RLX_…` variables are read from; default the process's. Raises ConfigError with all problems.
+    `environ`: the environment variables; default `os.environ`. Raises ConfigError that lists all problems.
     """
     from rlx.config.composition import compose_tree
 
@@ -88,11 +88,11 @@ def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, 
 def finish(tree: Tree, root: Root = TRAIN) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
-    Targets of the user's own are imported by the last; then the rules are asked again, for what those declare about themselves.
+    The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.
     """
     builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
     cfg = builder.build(root.schema, tree.data)
-    builder.missing = [(key, doc) for key, doc in builder.missing if key not in tree.unresolved]  # their cause is a problem already
+    builder.missing = [(key, doc) for key, doc in builder.missing if key not in tree.unresolved]  # their cause is reported already
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
@@ -109,17 +109,17 @@ def load_run(run_dir: str | os.PathLike[str], *, secrets: bool = ...) -> Config:
 @overload
 def load_run(run_dir: str | os.PathLike[str], root: Root[T], *, secrets: bool = ...) -> T: ...
 def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN, *, secrets: bool = True) -> Any:
-    """The configuration of a run, from `config.yaml` in its directory. It was checked when the run was made; types are checked again.
+    """The configuration of a run, from `config.yaml` in its directory. Only types are checked: the rules were, when the run was made.
 
-    `secrets`: with those that the run keeps beside it, which only its owner can read; else `<secret>` stands for each: who only looks at
-    a run does not need them. Raises ConfigError when the file is absent, no configuration of this version, or lacks a secret.
+    `secrets`: whether to read the run's secrets, which only its owner can. Without them `<secret>` stands for each, which is enough
+    to look at a run. Raises ConfigError when the file does not exist, is not a configuration of this version, or lacks a secret.
     """
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: {run_dir} is no run directory.")
     data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no configuration.")
+        raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
     data.pop("defaults", None)
     if secrets:
         _fill_secrets(data, path.with_name(FILE))
@@ -133,7 +133,7 @@ def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN, *, secrets: bo
 
 
 def _fill_secrets(data: dict[str, Any], file: Path) -> None:
-    """Put the secrets of a run where its configuration has `<secret>`, as far as they are there."""
+    """Replace `<secret>` in a run's configuration by the values in `file`, if it exists."""
     if not file.exists():
         return
     for key, value in yaml.safe_load(file.read_text()).items():
@@ -145,5 +145,5 @@ def _fill_secrets(data: dict[str, Any], file: Path) -> None:
 
 
 def to_yaml(cfg: Any) -> str:
-    """A configuration as the text of a `config.yaml`; `<secret>` stands for its secrets."""
+    """A configuration as the text of a `config.yaml`, with `<secret>` in place of its secrets."""
     return HEADER + yaml.safe_dump(dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000)

@@ -1,11 +1,13 @@
-"""How many trainer processes a layout has where `hardware.trainer_processes` leaves it open: one for each place that inference leaves."""
+"""How many trainer processes a layout has when `hardware.trainer_processes` is null: one for each place that inference leaves free."""
 
 from __future__ import annotations
 
 
 def ranks_left(*, cuda: bool, nodes: int, gpus_per_node: int, replicas: int, tensor_parallel: int, shared: bool) -> int:
-    """On CPU one rank for each host without a server. On CUDA one for each GPU that `replicas` servers leave: those of whole hosts where
-    there are some, else the rest of the last server's host. `shared`: the GPUs of the servers. At least 1.
+    """The number of ranks, at least 1.
+
+    On CPU: one for each host without a server. On CUDA: one for each GPU of the hosts without a server; if every host has one, one for
+    each free GPU of the last server's host. `shared`: one for each GPU of the servers.
 
     node8 with 4 servers: 4. Two hosts of 8 GPUs with 4 servers: 8, on the second. Three hosts on CPU with one server: 2.
     """
@@ -13,7 +15,7 @@ def ranks_left(*, cuda: bool, nodes: int, gpus_per_node: int, replicas: int, ten
         return nodes if nodes == 1 else nodes - min(replicas, nodes - 1)
     if shared and replicas:
         return replicas * tensor_parallel
-    by_host = max(gpus_per_node // tensor_parallel, 1)  # servers of a host
+    by_host = max(gpus_per_node // tensor_parallel, 1)  # servers that fit on a host
     full, last = divmod(replicas, by_host)
     if whole := max(nodes - full - (last > 0), 0):
         return max(whole * gpus_per_node, 1)

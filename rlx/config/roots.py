@@ -1,8 +1,8 @@
-"""Configuration roots: the dataclass that a command is configured by, and the file in `conf/` that it begins with.
+"""Configuration roots: the dataclass that configures a command, and the file in `conf/` that the command starts from.
 
-A root is made of the sections of `schema.py`, as many as its command needs. Composition, types, rules between keys, environment variables
-and open nodes work on any root: a rule that reads a key the root has not got is skipped, and so are the values that a file of a group
-(`model=tiny` sets `optim.lr`) or a variable (`RLX_MAX_STEPS`) holds for another command. What nobody has is an unknown key everywhere.
+A root consists of those sections of `schema.py` that its command needs. Composition, types, rules between keys, environment variables
+and open nodes work with any root. Rules are skipped if they read a key that the root lacks. Values for another command are skipped, too:
+group files (`model=tiny` sets `optim.lr`) and variables (`RLX_MAX_STEPS`) may hold some. A key that no root has is an error everywhere.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Root(Generic[T]):
-    """What one command is configured by."""
+    """The configuration of one command."""
 
-    command: str  # `train` begins with conf/train.yaml
+    command: str  # `train` starts from conf/train.yaml
     schema: type[T]  # every key, with its type, default and meaning
 
 
 TRAIN = Root("train", Config)
-ROOTS: tuple[Root, ...] = (TRAIN,)  # a command that is added brings its root
+ROOTS: tuple[Root, ...] = (TRAIN,)  # a new command adds its root here
 
 
 def has_key(cls: type, key: str) -> bool:
-    """Whether a schema has a dotted key, in its open nodes too."""
+    """Whether a schema has a dotted key, also inside open nodes."""
     try:
         type_at(cls, key)
     except KeyError:
@@ -43,11 +43,11 @@ def key_of(group: str) -> str:
 
 
 def elsewhere(cls: type, key: str) -> str | None:
-    """The command that has the `key` which this schema lacks."""
+    """Another command whose schema has the `key`; None if there is none."""
     return next((root.command for root in ROOTS if root.schema is not cls and has_key(root.schema, key)), None)
 
 
 def where_else(cls: type, key: str) -> str:
-    """`It is a key of ...` for a key that another command has; else nothing."""
+    """`It is a key of …` when another command has the key; else an empty string."""
     command = elsewhere(cls, key)
     return f"It is a key of `rlx {command}`." if command else ""

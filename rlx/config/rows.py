@@ -1,7 +1,7 @@
-"""How long a packed row of the trainer is where the configuration does not say: as long as the work and a share of memory allow.
+"""How long a packed row of the trainer is when the configuration does not say: as long as the work and a memory budget allow.
 
-A row is one forward and backward pass, and every backward pass reads and writes all gradients: short rows spend their time on that.
-A long row keeps more activations. Arithmetic on the configuration alone, so `config.yaml` gives the same number on every machine.
+A row is one forward and backward pass. Every backward pass reads and writes all gradients, so short rows are slow. Long rows keep more
+activations in memory. The length depends on the configuration alone, so `config.yaml` gives the same number on every machine.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from rlx.config.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ACTIVATION = 17  # numbers kept per token, layer and unit of width, without attention scores: 34 bytes of 16 bits, arXiv 2205.05198, 4.1
-BUDGET = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}  # bytes for activations: of a workstation; of a GPU, a tenth of 80 GB
-SHARED = 2  # an engine on the same card leaves half of that
-WHOLE = 256  # rows are a multiple of this many tokens, where they are not seq_len or the whole batch
+ACTIVATION = 17  # numbers kept per token, layer and unit of width, without attention scores: 34 bytes in 16 bits, arXiv 2205.05198, 4.1
+BUDGET = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}  # bytes for activations: on a workstation; on a GPU, a tenth of 80 GB
+SHARED = 2  # an engine on the same card halves the budget
+WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len or the whole batch
 
 
 def activation_bytes(cfg: Config) -> float:
-    """Bytes that the trainer keeps for backward, for each token of a row.
+    """Bytes that the trainer keeps for the backward pass, per token of a row.
 
-    A layer whose activations are checkpointed keeps its input alone, and one such layer at a time is computed again.
+    A layer with activation checkpointing keeps only its input. One such layer at a time is recomputed.
     """
     width, layers, freq = BYTES[cfg.model.dtype] * cfg.model.hidden_size, cfg.model.num_layers, cfg.trainer.ac.freq
     recomputed = -(-layers // freq) if freq else 0
@@ -29,7 +29,7 @@ def activation_bytes(cfg: Config) -> float:
 
 
 def tokens_of_an_update(cfg: Config) -> int:
-    """Tokens that a rank trains on in one optimizer step at most: its share of the rollouts, each as long as a sample may be."""
+    """The most tokens that a rank trains on in one optimizer step: its share of the rollouts, each of length seq_len."""
     rollouts = -(-cfg.orchestrator.batch_size // cfg.trainer.num_minibatches)
     return -(-rollouts * cfg.seq_len // cfg.trainer_ranks)
 
@@ -40,12 +40,12 @@ def budget(cfg: Config) -> int:
 
 
 def tokens_in_budget(cfg: Config) -> int:
-    """Tokens whose activations take the budget of the device, as a whole multiple of `WHOLE`."""
+    """Tokens whose activations fit into the budget of the device, rounded down to a multiple of `WHOLE`."""
     return int(budget(cfg) / activation_bytes(cfg)) // WHOLE * WHOLE
 
 
 def default_row(cfg: Config) -> int:
-    """Tokens of one packed row: what the budget allows, no more than there is to do, and never less than the longest sample."""
+    """Tokens of one packed row: what the budget allows, at most those of an optimizer step, at least the longest sample."""
     return max(cfg.seq_len, min(tokens_in_budget(cfg), tokens_of_an_update(cfg)))
 
 
@@ -55,6 +55,6 @@ def why(cfg: Config) -> str:
         return "trainer.micro_batch_tokens"
     row = default_row(cfg)
     if row == tokens_of_an_update(cfg):
-        return "all that a rank has in an optimizer step"
+        return "all tokens of a rank in an optimizer step"
     share = f"{budget(cfg) >> 30} GiB of activations at {activation_bytes(cfg) / 2**20:,.2f} MiB a token"
     return f"what {share} allow" if row == tokens_in_budget(cfg) else f"seq_len; {share} would allow fewer"

@@ -1,4 +1,4 @@
-"""How a rule between configuration keys is written down: a function under `@rule(keys…)`. The rules are in `checks/`."""
+"""How to write a rule between configuration keys: a function under `@rule(keys…)`. The rules are in `checks/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.config.signatures import declared_by
 
 Show = Callable[[str], str]
 Rule = Callable[[Config, Show], Iterator[str]]
-UNKNOWN = Declared(uses_ratio=False)  # breaks no rule
+UNKNOWN = Declared(uses_ratio=False)  # violates no rule
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
@@ -36,5 +36,5 @@ def target_name(node: dict) -> str:
 
 
 def declared(node: dict) -> Declared:
-    """What a node's target declares about itself. What is not known yet is asked again when the target is imported: see `load.finish`."""
+    """What a node's target declares about itself; `UNKNOWN` before the target is imported. `load.finish` imports it and asks again."""
     return declared_by(str(node.get("_target_", ""))) or UNKNOWN

@@ -1,11 +1,11 @@
 """The typed configuration tree: every key, its type, its default and what it means.
 
-Plain dataclasses without behaviour beyond derived properties; no torch, no hydra, no omegaconf, so that every room can import it.
-`conf/` holds values, `checks/` holds the rules between keys, `load.py` composes.
-Where a run is started and watched: `schema_launch.py`. `docs/configuration.md` is generated from both.
+Plain dataclasses whose only behaviour is derived properties. Imports no torch, hydra or omegaconf, so that every room can import it.
+`conf/` holds the values, `checks/` the rules between keys; `load.py` composes. `schema_launch.py` holds the keys for starting and
+watching a run. `docs/configuration.md` is generated from both files.
 
-`loss`, `advantage` and `optim` are open `_target_` nodes: their own keys are the keyword arguments of the target,
-beside the shared keys declared in `LossTerms` and `OptimTerms`.
+`loss`, `advantage` and `optim` are open `_target_` nodes: their keys are the keyword arguments of the target, plus the shared keys
+in `LossTerms` and `OptimTerms`.
 """
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
@@ -30,17 +30,17 @@ class RunConfig:
 
 @dataclass
 class WarmStartConfig:
-    """The recipe of a model that the project makes itself. The model is cached by a hash of this section and the environments' examples."""
+    """How rlx makes a model itself. The model is cached under a hash of this section and the environments' examples."""
 
     steps: int = key(250, "optimizer steps of supervised training for each environment of the mix", low=1)
-    batch_size: int = key(64, "examples a step", low=1)
+    batch_size: int = key(64, "examples per step", low=1)
     lr: float = key(3e-3, "peak learning rate", above=0)
-    num_examples: int = key(4096, "examples taken from the environments, in the proportion of their weights", low=1)
-    teacher_error: float = key(0.5, "probability that the teacher answers wrongly, by copying the question", low=0, high=1)
-    seed: int = key(0, "seed of initial weights, order and teacher; not the run's seed, so that runs of all seeds start from one model")
-    hidden_size: int = key(128, "width", low=1)
+    num_examples: int = key(4096, "examples taken from the environments, in proportion to their weights", low=1)
+    teacher_error: float = key(0.5, "probability that the teacher gives a wrong answer: a copy of the question", low=0, high=1)
+    seed: int = key(0, "seed of initial weights, order and teacher; separate from the run's seed, so that all runs start from one model")
+    hidden_size: int = key(128, "model width", low=1)
     intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
-    num_hidden_layers: int = key(4, "layers", low=1)
+    num_hidden_layers: int = key(4, "number of layers", low=1)
     num_attention_heads: int = key(4, "query heads", low=1)
     num_key_value_heads: int = key(2, "key and value heads", low=1)
     head_dim: int = key(32, "width of a head", low=1)
@@ -48,290 +48,292 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a folder; with `warm_start`, the label of the model that is made")
-    dtype: str = key("bfloat16", "`bfloat16` or `float32`: what trainer and inference compute in", choices=("bfloat16", "float32"))
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
+    dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
-    num_parameters: float = key(MISSING, "for the memory estimate of the plan", above=0)
-    hidden_size: int = key(MISSING, "width, for the memory estimate of the plan", low=1)
-    num_layers: int = key(MISSING, "layers, for the memory estimate of the plan", low=1)
-    num_attention_heads: int = key(MISSING, "query heads; tensor parallelism must divide them", low=1)
+    num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
+    hidden_size: int = key(MISSING, "model width, for the memory estimate of the plan", low=1)
+    num_layers: int = key(MISSING, "number of layers, for the memory estimate of the plan", low=1)
+    num_attention_heads: int = key(MISSING, "query heads; a multiple of `hardware.tensor_parallel`", low=1)
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
-    head_dim: int | None = key(
-        None, "width of a head, for the memory estimate of the plan; null is hidden_size / num_attention_heads", low=1
+    head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null: hidden_size / num_attention_heads", low=1)
+    vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
+    strips_thinking: bool = key(
+        False, "the chat template drops the reasoning of earlier turns, so later prompts do not extend earlier ones"
     )
-    vocab_size: int = key(MISSING, "for the memory estimate of the plan", low=2)
-    strips_thinking: bool = key(False, "the chat template removes earlier turns' reasoning, so later prompts do not extend earlier ones")
     attention: str = key(
         "auto",
-        "`auto`, `sdpa` (packed, common prompts computed once), `varlen` (packed, FlashAttention, CUDA) or `rows` (a padded row a sample)",
+        "`auto`, `sdpa` (packed, shared prompts computed once), `varlen` (packed, FlashAttention, CUDA), `rows` (a padded row per sample)",
         choices=("auto", "sdpa", "varlen", "rows"),
     )
     logprob_backend: str = key(
         "auto",
-        "the fused head + log-probability + entropy op: `torch`, `triton` (CUDA), `liger` (float32, one temperature, plain head) or `auto`",
+        "op for head, log-probability and entropy: `torch`, `triton` (CUDA), `liger` (float32, one temperature, plain head) or `auto`",
         choices=("auto", "torch", "triton", "liger"),
     )
     liger: bool | str = key(
         "auto",
-        "Liger's layer kernels (norms, rotary positions, feed-forward): `true`, `false` or `auto`, on CUDA for the families it knows",
+        "Liger's layer kernels (norms, rotary positions, feed-forward): `true`, `false` or `auto` (on CUDA, if Liger supports the model)",
         choices=("auto", "true", "false"),
     )
-    trust_remote_code: bool = key(False, "run model code from the hub")
-    warm_start: WarmStartConfig | None = key(None, "make the model here by supervised training on the environments' examples")
+    trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
+    warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
 
 
 @dataclass
 class SamplingConfig:
-    max_tokens: int = key(MISSING, "most new tokens of one turn", low=1)
-    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same one", above=0)
-    top_p: float = key(1.0, "nucleus sampling; below 1 the ratio against full-softmax log-probabilities is biased", above=0, high=1)
-    top_k: int = key(-1, "-1 keeps the whole vocabulary", low=-1)
-    min_p: float = key(0.0, "0 keeps the whole vocabulary", low=0, high=1)
-    min_tokens: int = key(0, "fewest new tokens of one turn", low=0)
-    allow_biased_ratio: bool = key(False, "allow truncated sampling with objectives that use ratios")
+    max_tokens: int = key(MISSING, "maximum number of new tokens in one turn", low=1)
+    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same temperature", above=0)
+    top_p: float = key(1.0, "nucleus sampling; below 1 it biases the importance ratio: the trainer uses the full softmax", above=0, high=1)
+    top_k: int = key(-1, "sample only from the k most likely tokens; -1 keeps the whole vocabulary", low=-1)
+    min_p: float = key(0.0, "drop tokens below this share of the largest probability; 0 keeps the whole vocabulary", low=0, high=1)
+    min_tokens: int = key(0, "minimum number of new tokens in one turn", low=0)
+    allow_biased_ratio: bool = key(False, "allow truncated sampling with objectives that use importance ratios")
 
 
 @dataclass
 class EnvSampling:
-    """Sampling parameters of one environment; null takes the run's."""
+    """Sampling parameters of one environment; None takes the run's value."""
 
-    max_tokens: int | None = key(None, "most new tokens of one turn", low=1)
-    temperature: float | None = key(None, "sampling temperature", above=0)
+    max_tokens: int | None = key(None, "maximum number of new tokens in one turn; null: `sampling.max_tokens`", low=1)
+    temperature: float | None = key(None, "sampling temperature; null: `sampling.temperature`", above=0)
 
 
 @dataclass
 class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
     args: dict[str, Any] = key({}, "arguments of its `load_environment`")
-    weight: float = key(1.0, "share of this environment in the mix, relative to the others", low=0)
-    rollout_timeout: float | None = key(None, "seconds for one rollout; null takes `orchestrator.rollout_timeout`", above=0)
+    weight: float = key(1.0, "weight of this environment in the mix, relative to the others", low=0)
+    rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
     sampling: EnvSampling = section(EnvSampling)
 
 
 @dataclass
 class RewardConfig:
-    """How rewards are changed before advantages are computed; what is reported stays the environment's.
+    """How rewards are changed before advantages are computed. Reported rewards stay the environment's.
 
-    A rollout is as long as its longest turn, because max_tokens is that of a turn.
+    The length of a rollout is that of its longest turn, because max_tokens limits a turn.
     """
 
     soft_overlong: bool = key(
-        False, "add 0 up to max_tokens - overlong_cache sampled tokens of the longest turn, then linearly down to -1 at max_tokens"
+        False, "add 0 up to max_tokens - overlong_cache tokens of the longest turn, then linearly less, down to -1 at max_tokens"
     )
-    overlong_cache: int | None = key(None, "tokens over which it falls; null: a fifth of max_tokens, as 4096 of 20480 in DAPO", low=1)
+    overlong_cache: int | None = key(
+        None, "tokens over which that falls to -1; null: a fifth of max_tokens, as DAPO's 4096 of 20480", low=1
+    )
     length_penalty: float = key(
         0.0,
-        "c: take off c · tokens of the longest turn / max_tokens · share of the group's rollouts with a reward above 0; 0 is off",
+        "c: subtract c · tokens of the longest turn / max_tokens · share of the group's rollouts with a reward above 0; 0 is off",
         low=0,
     )
 
 
 @dataclass
 class DifficultyFilter:
-    """Groups that are not trained on: counted by rule, and replaced until the batch is full."""
+    """Which groups are dropped before training. Drops are counted by rule; dropped groups are replaced until the batch is full."""
 
-    min_reward: float | None = key(None, "leave out groups whose mean reward is below; null is off")
-    max_reward: float | None = key(None, "leave out groups whose mean reward is above; null is off")
-    min_reward_variance: float | None = key(None, "leave out groups whose rewards have less variance; null is off", low=0)
-    zero_advantage: bool = key(False, "leave out groups whose advantages are all 0")
+    min_reward: float | None = key(None, "drop groups whose mean reward is below this; null is off")
+    max_reward: float | None = key(None, "drop groups whose mean reward is above this; null is off")
+    min_reward_variance: float | None = key(None, "drop groups whose reward variance is below this; null is off", low=0)
+    zero_advantage: bool = key(False, "drop groups whose advantages are all 0")
     max_rounds: int = key(
-        10, "groups of an environment replaced for one batch at most, as a multiple of its part of it; then the batch stays smaller", low=1
+        10, "most groups replaced per environment and batch, in multiples of its groups in a batch; then the batch stays smaller", low=1
     )
 
 
 @dataclass
 class OrchestratorConfig:
-    batch_size: int = key(MISSING, "rollouts a step; a multiple of `rollouts_per_example`", low=1)
-    rollouts_per_example: int = key(MISSING, "rollouts of one prompt: the group size G", low=1)
+    batch_size: int = key(MISSING, "rollouts per step; a multiple of `rollouts_per_example`", low=1)
+    rollouts_per_example: int = key(MISSING, "rollouts per prompt: the group size G", low=1)
     difficulty_filter: DifficultyFilter = section(DifficultyFilter)
     oversampling_factor: float = key(
-        1.0, "groups requested for a batch, as a multiple of what it holds, so that filtered ones need no second round", low=1
+        1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
     )
-    max_concurrent: int = key(256, "rollouts in flight at most", low=1)
-    rollout_timeout: float = key(600.0, "seconds for one rollout; then it is counted as `timeout` and replaced", above=0)
+    max_concurrent: int = key(256, "maximum number of rollouts in flight", low=1)
+    rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)
     max_retries: int = key(
         3,
-        "times that a failed rollout is played again before its group fails (a timeout is not), "
-        "and failed groups of an environment in a row that are replaced before the run stops with the last failure",
+        "retries of a failed rollout before its group fails (a timeout is not retried); "
+        "also how many failed groups in a row are replaced, per environment, before the run stops with the last failure",
         low=0,
     )
     trajectory_strategy: str = key(
         "interleaved",
-        "`interleaved`: turns that extend each other become one sample; `branching`: one sample a turn",
+        "`interleaved`: turns that extend each other become one sample; `branching`: one sample per turn",
         choices=("interleaved", "branching"),
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
-    save_batches: bool = key(True, "keep what is trained on in `recorded/`, compressed, for `replay=`")
+    save_batches: bool = key(True, "keep the batches that are trained on in `recorded/`, compressed, for `replay=`")
 
 
 @dataclass
 class AcConfig:
-    freq: int = key(0, "checkpoint activations of every freq-th layer; 0 is off", low=0)
+    freq: int = key(0, "activation checkpointing of every freq-th layer; 0 is off", low=0)
 
 
 @dataclass
 class TrainerConfig:
     micro_batch_tokens: int | None = key(
         None,
-        "tokens of one packed row; null: as many as fit into 2 GiB of activations (CUDA: 8, or 4 on a shared card), "
-        "at most those of an optimizer step, at least `seq_len`",
+        "tokens of one packed row; null: as many as fit into 2 GiB of activations (8 GiB on CUDA, 4 GiB on a shared card), "
+        "but no more than an optimizer step has and no fewer than `seq_len`",
         low=1,
     )
-    num_minibatches: int = key(1, "optimizer steps a batch is split into", low=1)
-    num_iterations: int = key(1, "times that the optimizer goes over every batch", low=1)
+    num_minibatches: int = key(1, "minibatches of a batch, one optimizer step each", low=1)
+    num_iterations: int = key(1, "passes of the optimizer over every batch", low=1)
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
     compile: bool = key(False, "torch.compile each layer (GPU)")
-    batch_timeout: float = key(1800.0, "seconds to wait for a batch before the trainer gives up", above=0)
+    batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
 
 
 @dataclass
 class SchedulerConfig:
-    type: str = key("constant", "`constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
+    type: str = key("constant", "learning-rate schedule: `constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
-    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: everything after warm-up", low=1)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: all steps after warm-up", low=1)
     min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
 
 
 @dataclass
 class InferenceConfig:
-    base_url: list[str] = key([], "servers that already run (`http://host:port`); empty: the run starts its own")
+    base_url: list[str] = key([], "addresses of servers that already run (`http://host:port`); empty: the run starts its own")
     host: str | None = key(
         None,
-        "address to listen on; null: 127.0.0.1, or every address (0.0.0.0) where `hardware.nodes` is above 1; the key is needed anyway",
+        "address to listen on; null: 127.0.0.1, or 0.0.0.0 (every address) if `hardware.nodes` is above 1; clients need the API key anyway",
     )
-    port: int = key(0, "port of replica 0, the next ones follow; 0: any free one", low=0, high=65535)
+    port: int = key(0, "port of replica 0; further replicas take the next ports; 0: any free port", low=0, high=65535)
     api_key: str | None = key(
         None,
-        "key that clients must send; null: a random one, kept in the run's `endpoints/`. Secret: kept in the run's `secrets.yaml`, "
-        "which only its owner can read, and shown, sent and saved nowhere else",
+        "key that clients must send; null: a random one, kept in the run's `endpoints/`. Secret: it is kept in the run's `secrets.yaml`, "
+        "which only its owner can read, and never shown, sent or saved elsewhere",
         secret=True,
     )
-    max_model_len: int | None = key(None, "context of the engine; null is `seq_len`", low=2)
-    max_num_seqs: int = key(256, "sequences decoded together", low=1)
+    max_model_len: int | None = key(None, "context length of the engine, in tokens; null: `seq_len`", low=2)
+    max_num_seqs: int = key(256, "maximum number of sequences decoded together", low=1)
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
-    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, GiB", above=0)
-    enforce_eager: bool | None = key(None, "no CUDA graphs; null: eager on CPU, graphs on GPU")
-    startup_timeout: float = key(600.0, "seconds until the server answers, once its model has been made or fetched", above=0)
+    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, in GiB", above=0)
+    enforce_eager: bool | None = key(None, "run without CUDA graphs; null: eager on CPU, graphs on GPU")
+    startup_timeout: float = key(600.0, "seconds for a server to start; making or downloading its model does not count", above=0)
     request_timeout: float = key(600.0, "seconds for one request", above=0)
-    vllm: dict[str, Any] = key({}, "further engine arguments by vLLM's own names")
+    vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")
 
 
 @dataclass
 class WeightBroadcastConfig:
-    type: str = key("filesystem", "`filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
-    keep_last: int = key(2, "versions kept on disk, beside the final one", low=1)
+    type: str = key("filesystem", "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
+    keep_last: int = key(2, "versions of the weights kept on disk, besides the final one", low=1)
     timeout: float = key(600.0, "seconds for one update of all servers", above=0)
     drain_tokens: int = key(
         16,
-        "an update waits for the requests in flight where each has at most this many tokens to go; otherwise, and with 0, "
-        "they go on under the new version, their keys and values computed again",
+        "an update waits for the requests in flight if each has at most this many tokens left; otherwise, and with 0, "
+        "they continue under the new version with recomputed keys and values",
         low=0,
     )
 
 
 @dataclass
 class CkptConfig:
-    interval: int | None = key(50, "steps between two checkpoints, one more at the end; null: only when preempted", low=1)
+    interval: int | None = key(50, "steps between checkpoints; one more is written at the end; null: only on preemption", low=1)
     save_async: bool = key(
-        False, "write in the background: the trainer waits for a copy of its state only, which takes as much memory again"
+        False, "write in the background: the trainer only waits for a copy of its state, which takes the same memory again"
     )
-    keep_last: int | None = key(2, "checkpoints kept, the newest ones; null: all", low=1)
-    keep_interval: int | None = key(None, "checkpoints whose step is a multiple of this are kept for ever, beside the newest", low=1)
+    keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
+    keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
 
 
 @dataclass
 class HardwareConfig:
-    name: str = key(MISSING, "what was chosen; `auto` records its choice here")
+    name: str = key(MISSING, "name of the layout; `auto` records its choice here")
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
-    nodes: int = key(1, "hosts; more than one need launcher=slurm", low=1)
-    gpus_per_node: int = key(0, "GPUs of one host", low=0)
-    inference_replicas: int = key(1, "independent vLLM servers", low=1)
-    tensor_parallel: int = key(1, "GPUs of one vLLM server", low=1)
+    nodes: int = key(1, "number of hosts; more than one needs launcher=slurm", low=1)
+    gpus_per_node: int = key(0, "GPUs per host", low=0)
+    inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
+    tensor_parallel: int = key(1, "GPUs per vLLM server", low=1)
     trainer_processes: int | None = key(
         None,
-        "trainer processes, each with one GPU on CUDA; more than a host has fill whole hosts; null: on CUDA one for each GPU that "
-        "inference leaves, on whole hosts where some are free; on CPU one for each host that inference leaves",
+        "trainer processes; on CUDA each has one GPU, and more than fit on one host take whole hosts; null: on CUDA one for each GPU "
+        "that inference leaves free, on whole hosts if some are free; on CPU one for each host that inference leaves free",
         low=1,
     )
     shared: bool = key(False, "inference and trainer share one GPU")
-    cpu_threads: int = key(1, "threads of each role that computes on CPU; results are bit for bit equal only at equal counts", low=1)
+    cpu_threads: int = key(1, "threads of each role that computes on CPU; results are equal bit for bit only with equal counts", low=1)
 
 
 @dataclass
 class KlTerms:
-    beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off, and loads no model", low=0)
+    beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off and needs no such model", low=0)
     estimator: str = key(
-        "k2", "of each token's KL: `k1`, `k2` or `k3`; k3 is the GRPO paper's, k2 has the right gradient", choices=("k1", "k2", "k3")
+        "k2", "estimator of a token's KL: `k1`, `k2` or `k3`; GRPO's paper has k3, k2 has the correct gradient", choices=("k1", "k2", "k3")
     )
-    target_kl: float | None = key(None, "move beta so that the KL, in nats per token, comes to this; null: beta stays", above=0)
-    gain: float = key(0.1, "K of that controller: beta changes by at most a fifth of K an optimizer step", above=0)
+    target_kl: float | None = key(None, "adjust beta so that the KL, in nats per token, reaches this; null: beta stays constant", above=0)
+    gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0)
 
 
 @dataclass
 class LossTerms:
-    """Keys that every objective shares, beside the objective's own under `loss`."""
+    """Keys that every objective shares, in addition to the objective's own under `loss`."""
 
     aggregate: str = key(
         MISSING,
-        "`token_mean`, `seq_mean`, `seq_sum`, `fixed_length` or `group_token_mean` (the mean of DAPO's and CISPO's papers, by prompt)",
+        "`token_mean`, `seq_mean`, `seq_sum`, `fixed_length` or `group_token_mean` (the mean per prompt of the DAPO and CISPO papers)",
         choices=("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean"),
     )
-    max_length: int | None = key(None, "L_max of `fixed_length`; null is `sampling.max_tokens`", low=1)
+    max_length: int | None = key(None, "L_max of `fixed_length`; null: `sampling.max_tokens`", low=1)
     proximal: str = key(
         "inference",
-        "π_old of the ratios: `inference`, the engine's log-probabilities; `recompute`, the trainer's own at the start of the step",
+        "π_old of the ratios: `inference` takes the engine's log-probabilities, `recompute` the trainer's own at the start of the step",
         choices=("inference", "recompute"),
     )
     correction: str = key(
         "none",
-        "with `proximal: recompute`, by exp(old − inference): `tis` weighs tokens, `mis` leaves some out; `seq_tis`, `seq_mis`: by rollout",
+        "with `proximal: recompute`, by exp(old − inference): `tis` weighs tokens, `mis` drops some; `seq_tis`, `seq_mis`: per rollout",
         choices=("none", "tis", "mis", "seq_tis", "seq_mis"),
     )
-    correction_cap: float = key(2.0, "C: the weight is at most C; what is left out is outside [1/C, C]", low=1)
-    dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is at most -c·A; null is off", above=1)
+    correction_cap: float = key(2.0, "C: `tis` caps weights at C, `mis` drops tokens whose weight is outside [1/C, C]", low=1)
+    dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
     kl: KlTerms = section(KlTerms)
-    entropy_coef: float = key(0.0, "c of the term -c·H_t")
-    mask_overlong: bool = key(False, "rollouts cut by a length limit contribute nothing")
+    entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
+    mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
 @dataclass
 class RefConfig:
-    """Loaded when `loss.kl.beta` is above 0, or when it has a name."""
+    """The reference model. The trainer loads it when `loss.kl.beta` is above 0 or `ref.name` is set."""
 
     name: str | None = key(None, "Hugging Face name or folder of a teacher with the policy's vocabulary; null: the initial policy")
-    sync_interval: int | None = key(None, "steps after which the reference takes up the policy; null: never", low=1)
-    alpha: float = key(0.6, "weight of the policy when it does: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
+    sync_interval: int | None = key(None, "steps between updates of the reference from the policy; null: never", low=1)
+    alpha: float = key(0.6, "weight of the policy in such an update: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
 
 
 @dataclass
 class OptimTerms:
-    """Keys that every optimizer shares, beside the optimizer's own under `optim`."""
+    """Keys that every optimizer shares, in addition to the optimizer's own under `optim`."""
 
-    max_norm: float | None = key(1.0, "gradient clipping by global norm; null is off", above=0)
+    max_norm: float | None = key(1.0, "largest global norm of the gradient, by clipping; null is off", above=0)
 
 
 @dataclass
 class Config:
     seed: int = key(0, "seed of sampling, order and initialisation")
-    max_steps: int = key(MISSING, "training steps", low=1)
-    max_async_level: int = key(1, "how many policy versions a trained token may be old; 0 is on-policy", low=0)
-    seq_len: int = key(MISSING, "longest training sample, prompt and completion, in tokens", low=2)
+    max_steps: int = key(MISSING, "number of training steps", low=1)
+    max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
+    seq_len: int = key(MISSING, "longest training sample (prompt plus completion), in tokens", low=2)
     dry_run: bool = key(False, "compose, check, plan and print; start nothing")
-    clean: bool = key(False, "delete an existing run directory of this name first")
+    clean: bool = key(False, "first delete an existing run directory of this name")
     resume: str | None = key(
-        None, "go on from a checkpoint: `latest` or a step of this run; or the path of another run, which is left alone"
+        None, "resume from a checkpoint: `latest` or a step of this run; or fork another run, given by its path, which stays unchanged"
     )
-    replay: str | None = key(None, "train on the recorded batches of another run, named by its directory: no inference, no environments")
+    replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
     reward: RewardConfig = section(RewardConfig)
-    envs: dict[str, EnvConfig] = key({}, "the environments of the mix by name")
+    envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
@@ -347,7 +349,7 @@ class Config:
 
     @property
     def num_groups(self) -> int:
-        """Prompts of one step."""
+        """Prompts per training step."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
 
     @property
@@ -362,23 +364,23 @@ class Config:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer loads a second, frozen model."""
+        """Whether the trainer loads a reference model."""
         return self.ref.name is not None or bool(self.kl_terms.get("beta"))
 
     @property
     def kl_terms(self) -> dict[str, Any]:
-        """What is set of `loss.kl`; nothing where it is no section, which the check of `loss` says."""
+        """The keys set in `loss.kl`; empty when it is not a section, which the check of `loss` reports."""
         kl = self.loss.get("kl")
         return kl if isinstance(kl, dict) else {}
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of one step."""
+        """Optimizer steps per training step."""
         return self.trainer.num_minibatches * self.trainer.num_iterations
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the layout takes, over all hosts; 0 on CPU."""
+        """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
             return 0
         inference = 0 if self.inference.base_url else self.hardware.inference_replicas * self.hardware.tensor_parallel
@@ -386,7 +388,7 @@ class Config:
 
     @property
     def trainer_ranks(self) -> int:
-        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves for them."""
+        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves places for."""
         hardware = self.hardware
         if hardware.trainer_processes is not None:
             return hardware.trainer_processes

@@ -1,6 +1,6 @@
 """Secret keys (`key(…, secret=True)`): their values stay in memory and in one file of the run directory that only its owner can read.
 
-Whatever is shown, written or sent elsewhere goes through `hidden` or `hide_lines`. Knows which keys are marked; nothing of files.
+Everything that is shown, written or sent elsewhere passes through `hidden` or `hide_lines`. This module reads and writes no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILE = "secrets.yaml"  # in the run directory, mode 0600: dotted key -> value
 
 
 def secrets_of(cfg: Any) -> dict[str, Any]:
-    """The secrets that a configuration holds, by dotted key; without those that are null."""
+    """The secrets in a configuration, by dotted key, without those that are None."""
     found = {}
     for key in secret_keys(type(cfg)):
         value = cfg
@@ -30,7 +30,7 @@ def secrets_of(cfg: Any) -> dict[str, Any]:
 
 
 def hidden(cfg: T) -> T:
-    """A copy of a configuration without its secrets: `<secret>` stands for each."""
+    """A copy of a configuration with `<secret>` in place of each secret."""
     return _hide(cfg, list(secrets_of(cfg)))
 
 
@@ -41,21 +41,21 @@ def _hide(section: Any, keys: list[str]) -> Any:
 
 
 def conceal(line: str) -> str:
-    """A command-line argument as it may be shown: without the value of a secret key."""
+    """A command-line argument for display, with `<secret>` in place of the value of a secret key."""
     name = line.partition("=")[0].strip().lstrip("+")
     return f"{name}={HIDDEN}" if any(name in secret_keys(root.schema) for root in ROOTS) else line
 
 
 def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:
-    """Command-line arguments without the secrets in them. What refers to an environment variable, `${oc.env:…}`, stays."""
+    """Command-line arguments without the secrets in them. References to environment variables, `${oc.env:…}`, stay."""
     return [hide_line(line, secrets_of(cfg)) for line in lines]
 
 
 def hide_line(line: str, secrets: dict[str, Any]) -> str:
-    """One argument without the values of `secrets`, also where it sets a whole section: `inference={api_key: …}`."""
+    """One argument without the values of `secrets`, even if it sets a whole section: `inference={api_key: …}`."""
     name, equals, value = line.partition("=")
     for key, secret in secrets.items():
-        if name.lstrip("+") == key:  # whatever quotes and escapes the value is written with
+        if name.lstrip("+") == key:  # the whole value is replaced, whatever its quotes and escapes
             return line if value.startswith("${") else f"{name}{equals}{HIDDEN}"
         if key.rpartition(".")[2] in line:
             line = line.replace(str(secret), HIDDEN)

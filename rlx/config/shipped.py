@@ -1,4 +1,4 @@
-"""Where the shipped configuration lies. Without hydra, so that help texts can list it at once."""
+"""Finds the shipped configuration. Does not import hydra, so that help texts can list presets quickly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 
 PRIMARY = "train"
-BESIDE = ("slurm", "sweeps")  # groups that lie beside conf/, at the top of the repository, where a user looks for them
+BESIDE = ("slurm", "sweeps")  # groups outside conf/, at the top of the repository, where users look for them
 
 
 def conf_directory() -> Path:
@@ -17,13 +17,11 @@ def conf_directory() -> Path:
     for directory in candidates:
         if (directory / f"{PRIMARY}.yaml").is_file():
             return directory
-    raise ConfigError(
-        f"the shipped configuration was not found: no {PRIMARY}.yaml in {candidates[0]} or {candidates[1]}. Install rlx again."
-    )
+    raise ConfigError(f"the shipped configuration was not found: no {PRIMARY}.yaml in {candidates[0]} or {candidates[1]}. Reinstall rlx.")
 
 
 def shipped_groups() -> dict[str, Path]:
-    """The shipped groups by name, with their folders."""
+    """The folder of each shipped group, by name."""
     conf = conf_directory()
     folders = [*(conf.parent / name for name in BESIDE), *conf.iterdir()]
     return {folder.name: folder for folder in sorted(folders) if folder.is_dir() and any(folder.glob("*.yaml"))}

@@ -1,8 +1,8 @@
-"""The signature of a `_target_`, without importing torch where that can be helped.
+"""The signature of a `_target_`, read without importing torch where possible.
 
-A target that ships with rlx or torch is read from its source, which takes milliseconds; importing torch takes seconds, and a wrong
-key should be answered at once. Any other target is imported, so that a mistake in a user's own module shows before a run starts.
-The tests import every shipped target and compare both ways.
+A target from rlx or torch is read from its source. That takes milliseconds; importing torch takes seconds, and a wrong key should be
+reported at once. Any other target is imported, so that a mistake in a user's own module shows before a run starts. The tests import
+every shipped target and compare both results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def locate(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a module of the user's own does when it is imported
+    except Exception as error:  # a user's own module can raise anything on import
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ConfigError(f"{module_name} cannot be imported: {kind}{error}.") from error
     target = getattr(module, name, None)
@@ -43,7 +43,7 @@ def locate(path: str) -> Callable[..., Any]:
 
 
 def signature_of(path: str) -> inspect.Signature:
-    """Parameters of a target with types and defaults; `self` left out. Raises ConfigError when there is no such target."""
+    """Parameters of a target with types and defaults, without `self`. Raises ConfigError when there is no such target."""
     if path.partition(".")[0] in READABLE:
         module, _, name = path.rpartition(".")
         if (found := _read(module, name)) is not None:
@@ -55,7 +55,7 @@ def signature_of(path: str) -> inspect.Signature:
 
 
 def declared_by(path: str) -> Declared | None:
-    """What a target declares about itself; None where there is no such target, or its module is not imported yet and must be."""
+    """What a target declares about itself; None when there is no such target, or when its module must be imported first."""
     module, _, name = path.rpartition(".")
     if path.partition(".")[0] == "rlx":
         return _declared_in_source(module, name)
@@ -67,7 +67,7 @@ def declared_by(path: str) -> Declared | None:
 def _declared_in_source(module: str, name: str) -> Declared | None:
     try:
         node = _find(module, name)
-    except ConfigError:  # the check of targets says so
+    except ConfigError:  # the check of targets reports it
         return None
     for call in node.decorator_list if node is not None else ():
         if isinstance(call, ast.Call) and _is_declaration(call):
@@ -76,7 +76,7 @@ def _declared_in_source(module: str, name: str) -> Declared | None:
 
 
 def _is_declaration(decorator: ast.expr) -> bool:
-    """Whether it is `@declares(…)`, which leaves the target as it is."""
+    """Whether it is `@declares(…)`, which does not change the target's signature."""
     return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == declares.__name__
 
 
@@ -86,15 +86,15 @@ def module_of(environment: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is there to be imported; it is not imported."""
+    """Whether a module can be found. Does not import it."""
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 def read_signature(module: str, name: str) -> inspect.Signature | None:
-    """The signature of a function from the source of its module, or None where the source does not say. Imports nothing."""
+    """The signature of a function from the source of its module, or None if the source does not show it. Imports nothing."""
     try:
         return _read(module, name)
-    except ConfigError:  # made in a way that cannot be read; whoever calls it will tell
+    except ConfigError:  # not readable from the source; calling it will show a mistake
         return None
 
 
@@ -118,7 +118,7 @@ def _source(module: str) -> Path:
 
 
 def _read(module: str, name: str) -> inspect.Signature | None:
-    """The signature of `name` from the source of its module; None where the source does not say (decorated, inherited, made elsewhere).
+    """The signature of `name` from the source of its module; None if the source does not show it (decorated, inherited, assigned).
 
     Raises ConfigError when there is no such module or name.
     """
@@ -127,7 +127,7 @@ def _read(module: str, name: str) -> inspect.Signature | None:
 
 
 def _find(module: str, name: str) -> DefinitionNode | None:
-    """The definition of `name` in the source of its module, or of the one it is imported from; None where it is made in another way.
+    """The definition of `name` in the source of its module, or of the module it is imported from; None if `name` is assigned.
 
     Raises ConfigError when there is no such module or name.
     """
@@ -148,7 +148,7 @@ def _find(module: str, name: str) -> DefinitionNode | None:
 
 
 def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:
-    """The module that a `from … import` names, relative ones made absolute."""
+    """The absolute name of the module in a `from … import` statement."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     base = package[: len(package) - node.level + 1] if node.level else []
     return ".".join([*base, *([node.module] if node.module else [])])
@@ -183,12 +183,12 @@ def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Par
     try:
         value = ast.literal_eval(default)
     except ValueError:
-        value = ast.unparse(default)  # for people to read
+        value = ast.unparse(default)  # only for error messages
     return inspect.Parameter(arg.arg, kind, default=value, annotation=_type(arg.annotation))
 
 
 def _type(node: ast.expr | None) -> Any:
-    """The type that an annotation spells, as far as a configuration value can have it; Any for the rest."""
+    """The type of an annotation, if a configuration value can have it; otherwise Any."""
     if isinstance(node, ast.Constant):
         if node.value is None:
             return type(None)
@@ -211,6 +211,6 @@ def _type(node: ast.expr | None) -> Any:
 
 
 def _union(nodes: list[ast.expr]) -> Any:
-    """A union; types that a configuration cannot hold, like a tensor, are left out beside others."""
+    """A union without the types that a configuration cannot hold, such as a tensor; Any if none remains."""
     kinds = [kind for kind in map(_type, nodes) if kind is not Any]
     return Union[tuple(kinds)] if any(kind is not type(None) for kind in kinds) else Any  # noqa: UP007

@@ -1,4 +1,4 @@
-"""Where hydra looks for files: the user's directories first, then the shipped ones, then the schema."""
+"""Where hydra searches for files: the user's directories first, then the shipped ones, then the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.config.shipped import BESIDE, conf_directory
 
 
 class BesideConf(FileConfigSource):
-    """The folder around `conf/`, of which only the groups `sweeps/` and `slurm/` are configuration."""
+    """The parent folder of `conf/`. Only its groups `sweeps/` and `slurm/` are configuration."""
 
     @staticmethod
     def scheme() -> str:
@@ -37,8 +37,8 @@ def _is_ours(config_path: str) -> bool:
 
 
 def search_path(directories: list[str]) -> ConfigSearchPathImpl:
-    """The search path with the user's `directories` in front."""
-    SourcesRegistry.instance().register(BesideConf)  # nothing happens the second time
+    """The search path, with the user's `directories` first."""
+    SourcesRegistry.instance().register(BesideConf)  # repeating this has no effect
     path = ConfigSearchPathImpl()
     for directory in directories:
         path.append("user", Path(directory).resolve().as_uri())
@@ -49,13 +49,13 @@ def search_path(directories: list[str]) -> ConfigSearchPathImpl:
 
 
 def is_shipped(loaded: ConfigResult) -> bool:
-    """Whether a file came with rlx."""
+    """Whether a file ships with rlx."""
     scheme, _, folder = loaded.path.partition("://")
     return scheme == BesideConf.scheme() or Path(folder) == conf_directory()
 
 
 def label(loaded: ConfigResult, path: str) -> str:
-    """A file as people know it: `conf/model/tiny.yaml` or `sweeps/losses.yaml` for a shipped one, else its path from here."""
+    """The name of a file in messages: `conf/model/tiny.yaml` or `sweeps/losses.yaml` if shipped, else relative to the current directory."""
     scheme, _, folder = loaded.path.partition("://")
     if scheme == BesideConf.scheme():
         return f"{path}.yaml"

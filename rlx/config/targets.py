@@ -1,7 +1,7 @@
 """Open nodes: a dictionary with `_target_`, the dotted path of a function or class, and its keyword arguments.
 
-The target's own signature says which keys exist; there is no registry. Building a node imports the target's module,
-and with it torch; checking one does so only where the signature cannot be read otherwise. Knows no target by name.
+The target's own signature determines which keys exist; there is no registry. Building a node imports the target's module,
+and with it torch. Checking a node imports it only if the signature cannot be read from the source.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": 
 
 
 def instantiate(node: dict[str, Any], **extra: Any) -> Any:
-    """What a node describes, with `extra` arguments added.
+    """Build a node, with `extra` arguments added.
 
-    A function, and a class that still lacks arguments, becomes a `functools.partial` of what is known; a class that has all
-    its arguments becomes an object. The node must hold the target's own keys only; take the shared ones off with
-    `schema.split_terms`. Values that are nodes themselves are built first. Raises ConfigError when the target cannot be imported.
+    A class with all its arguments becomes an object. A function, or a class that still lacks arguments, becomes a `functools.partial`.
+    The node must hold only the target's own keys: split off the shared ones with `schema.split_terms` first. Values that are nodes
+    themselves are built first. Raises ConfigError when the target cannot be imported.
     """
     target = locate(node["_target_"])
     arguments = {
@@ -47,14 +47,14 @@ def _lacks(target: Callable[..., Any], given: set[str]) -> bool:
 
 
 def nodes_of(cfg: Any) -> dict[str, type | None]:
-    """The open nodes that a configuration has, with the keys that every target of each shares."""
+    """The open nodes that a configuration has, each with the keys that all its targets share."""
     return {name: terms for name, terms in TERMS.items() if hasattr(cfg, name)}
 
 
 def must_be_built(cfg: Any, origins: Origins) -> bool:
-    """Whether an open node has a value that only its target can judge: set by the user, and without a range in the schema or declared.
+    """Whether the user set a value of an open node that only the target can check: no range is in the schema or declared.
 
-    What ships is built by the tests. Building imports torch, which takes two seconds: not every start should wait for it.
+    The tests build what ships. Building imports torch, which takes two seconds, and not every start should wait for that.
     """
     for name, terms in nodes_of(cfg).items():
         node = getattr(cfg, name)
@@ -67,7 +67,7 @@ def must_be_built(cfg: Any, origins: Origins) -> bool:
 
 
 def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
-    """Compare the keys of every open node, and the arguments of every environment, with the signature that will take them."""
+    """Compare the keys of every open node and the arguments of every environment with the signature of their target."""
     problems: list[Problem] = []
     for name, terms in nodes_of(cfg).items():
         node, prefix = dict(getattr(cfg, name)), f"{name}."
@@ -106,7 +106,7 @@ def _check_arguments(
     parameters = signature.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
-    # Without `by_name`, positional parameters without a default are the caller's: the tokens of a loss, the parameters of an optimizer.
+    # Without `by_name`, the caller passes positional parameters without a default: the tokens of a loss, the parameters of an optimizer.
     valid = {
         name: p
         for name, p in parameters.items()
@@ -125,7 +125,7 @@ def _check_arguments(
     for name, p in valid.items():
         if name not in node:
             if p.default is p.empty:
-                problems.append(Problem(f"`{prefix}{name}` has no value: {target} needs it. Set {prefix}{name}=…", (prefix + name,)))
+                problems.append(Problem(f"`{prefix}{name}` has no value, but {target} needs one. Set {prefix}{name}=…", (prefix + name,)))
             continue
         try:
             convert(p.annotation, node[name])

@@ -1,7 +1,7 @@
-"""From plain nested dictionaries to the dataclasses of `schema.py`, with every problem found in one pass.
+"""Builds the dataclasses of `schema.py` from plain nested dictionaries, and finds every problem in one pass.
 
-Knows the schema's types and ranges; nothing of hydra, files or the rules between keys. Reading a run's `config.yaml`
-needs nothing else, so a role starts without hydra.
+Checks types and ranges, not the rules between keys. A role reads its run's `config.yaml` with this module alone, so it starts
+without hydra.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from rlx.config.keys import HIDDEN, MISSING
 
-NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the text for people, and the dotted keys it is about."""
+    """One thing that is wrong: the text for the user, and the dotted keys that it is about."""
 
     text: str
     keys: tuple[str, ...] = ()
@@ -31,28 +31,28 @@ class Problem:
 
 @dataclass
 class Origins:
-    """Where values were set: dotted key to `command line`, `RLX_SEQ_LEN` or a file. A key that is not listed has its default."""
+    """Where values were set: dotted key -> `command line`, `RLX_SEQ_LEN` or a file. A key that is not listed has its default."""
 
     of_key: dict[str, str] = field(default_factory=dict)
-    in_files: set[str] = field(default_factory=set)  # keys that some file sets, whoever set them last
-    of_groups: set[str] = field(default_factory=set)  # keys that a file of a group set last, rather than the user or the primary file
-    shipped: set[str] = field(default_factory=set)  # keys that a file of rlx set last
+    in_files: set[str] = field(default_factory=set)  # keys that some file sets, even if something else set them later
+    of_groups: set[str] = field(default_factory=set)  # keys set last by a group file, not by the user or the primary file
+    shipped: set[str] = field(default_factory=set)  # keys set last by a file that ships with rlx
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
     def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False) -> None:
-        """`keys` were set by `origin`, after whoever set them before."""
+        """Record that `origin` set `keys`, after any earlier origin."""
         for key in keys:
             self.of_key.pop(key, None)
-            self.of_key[key] = origin  # the last ones stand at the end
+            self.of_key[key] = origin  # keys set last are at the end
             (self.of_groups.add if of_group else self.of_groups.discard)(key)
             (self.shipped.add if shipped else self.shipped.discard)(key)
 
     def written(self, key: str) -> str:
-        """The whole key that was written where `key` is an unknown section: `trianer.compile` for `trianer`."""
+        """The whole key that the user wrote when `key` is an unknown section: `trianer.compile` for `trianer`."""
         return next((known for known in self.of_key if known.startswith(key + ".")), key)
 
     def find(self, key: str) -> str:
-        """Where `key` or a part of it was set last, or else the section around it; empty when unknown."""
+        """Where `key` or a key inside it was set last; otherwise where the section around it was set; empty when unknown."""
         parts = key.split(".")
         around = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
         inside = (known for known in reversed(self.of_key) if known == key or known.startswith(key + "."))
@@ -60,13 +60,13 @@ class Origins:
 
     def show(self, key: str, value: Any) -> str:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
-        origin = (self.find(key) or "default") if self.of_key else ""  # without a single origin nothing is known, not even defaults
+        origin = (self.find(key) or "default") if self.of_key else ""  # without any origins, do not even claim a default
         hidden = key in self.secret and value is not None
         return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value as written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -80,13 +80,13 @@ def show(value: Any) -> str:
 
 @functools.cache
 def types_of(cls: type) -> dict[str, Any]:
-    """Field names of a dataclass with their types, as types rather than texts."""
+    """Field names of a dataclass with their types, as types rather than strings."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
 def split_optional(kind: Any) -> tuple[Any, bool]:
-    """A type without `None`, and whether `None` was allowed."""
+    """A type without `None`, and whether it allowed `None`."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         rest = tuple(arg for arg in typing.get_args(kind) if arg is not type(None))
         return (rest[0] if len(rest) == 1 else typing.Union[rest]), len(rest) < len(typing.get_args(kind))  # noqa: UP007
@@ -94,7 +94,7 @@ def split_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema below a dataclass, sections excluded, optional ones included; `envs.<name>.id` for mappings."""
+    """Every dotted key of a dataclass, also in optional sections, but not the sections themselves; `envs.<name>.id` for mappings."""
     for name, kind in types_of(cls).items():
         kind, _ = split_optional(kind)
         key = f"{prefix}{name}"
@@ -107,7 +107,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def secret_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema that is marked as secret."""
+    """Every dotted key that the schema marks as secret."""
     for f in fields(cls):
         kind, _ = split_optional(types_of(cls)[f.name])
         if is_dataclass(kind):
@@ -117,7 +117,7 @@ def secret_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section that may be null."""
+    """The dotted key of every section that may be None."""
     for name, kind in types_of(cls).items():
         kind, optional = split_optional(kind)
         if is_dataclass(kind):
@@ -141,12 +141,12 @@ def type_at(cls: Any, key: str) -> Any:
 
 
 def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
-    """The names that `name` was probably meant to be, best first."""
+    """The known names that the user probably meant by `name`, best first."""
     return difflib.get_close_matches(name, known, n=limit, cutoff=0.6)
 
 
 def near_keys(cls: type, key: str) -> list[str]:
-    """The keys that the unknown `key` was probably meant to be, best first: a neighbour, one of that name elsewhere, one spelt alike."""
+    """The keys that the user probably meant by the unknown `key`, best first: in its section, elsewhere by its name, or spelt alike."""
     prefix, section = deepest(cls, key)
     known = list(leaves(cls))
     name, _, rest = key.removeprefix(prefix).partition(".")
@@ -154,13 +154,13 @@ def near_keys(cls: type, key: str) -> list[str]:
     if rest:
         near = [found for found in near if found in known]
     near += [leaf for leaf in known if leaf.rpartition(".")[2] == key.rpartition(".")[2] and leaf not in near]
-    if not set(near) & set(known):  # at most a section
+    if not set(near) & set(known):  # nothing found but sections
         near = closest(key, [*near, *known])
     return near[:3]
 
 
 def deepest(cls: type, key: str) -> tuple[str, type]:
-    """The innermost section around `key` that the schema has: its prefix, as `envs.math.sampling.`, and its dataclass."""
+    """The innermost section around `key` that the schema has: its prefix, such as `envs.math.sampling.`, and its dataclass."""
     kind: Any = cls
     prefix, walked, section = "", "", cls
     for part in key.split("."):
@@ -176,7 +176,7 @@ def deepest(cls: type, key: str) -> tuple[str, type]:
 
 
 def suggest(cls: type, key: str) -> str:
-    """What the unknown `key` could have meant, in words: keys near it, or what its section has."""
+    """A hint for the unknown `key`: similar keys, or the keys of its section."""
     if near := near_keys(cls, key):
         return "Did you mean " + " or ".join(f"`{found}`" for found in near) + "?"
     prefix, section = deepest(cls, key)
@@ -185,7 +185,7 @@ def suggest(cls: type, key: str) -> str:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """`value` as `kind`. Raises TypeError with what was expected. Texts are read as numbers, since environment variables are texts."""
+    """`value` as `kind`. Raises TypeError with what was expected. Strings are read as numbers: environment variables are strings."""
     kind, optional = split_optional(kind)
     if value is None:
         if optional or kind is Any or kind is type(None):
@@ -240,7 +240,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
-    """`value` as the first type of a union that takes it. Types that a file cannot hold (a tensor) are passed over."""
+    """`value` as the first type of a union that accepts it. Types that a file cannot hold (a tensor) are skipped."""
     kinds = [kind for kind in kinds if kind in NAMES or typing.get_origin(kind) is not None]
     expected = []
     for kind in kinds:
@@ -254,7 +254,7 @@ def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
 
 
 def range_of(metadata: typing.Mapping[str, Any]) -> str:
-    """What a key's value must satisfy, in words: `at least 1`, `above 0 and at most 1`, `one of a, b`."""
+    """The condition on a key's value, in words: `at least 1`, `above 0 and at most 1`, `one of a, b`."""
     if metadata["choices"]:
         return "one of " + ", ".join(metadata["choices"])
     parts = [f"at least {metadata['low']}"] if metadata["low"] is not None else []
@@ -266,13 +266,13 @@ def range_of(metadata: typing.Mapping[str, Any]) -> str:
 def in_range(metadata: typing.Mapping[str, Any], value: Any) -> bool:
     """Whether a value is one of a key's choices and within its range."""
     if metadata["choices"]:
-        return show(value) in metadata["choices"]  # true and false as they are written
+        return show(value) in metadata["choices"]  # true and false as written
     low, above, high = metadata["low"], metadata["above"], metadata["high"]
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 
 
 def _default(f: Field) -> Any:
-    """A field's default; an empty section where the field is one, so that its own missing values are found."""
+    """A field's default; an empty dictionary for a section, so that its own missing values are found."""
     if f.default_factory is MISSING_FACTORY:
         return f.default
     value = f.default_factory()
@@ -281,28 +281,28 @@ def _default(f: Field) -> Any:
 
 @dataclass
 class Builder:
-    """Builds a dataclass from a dictionary and collects what is wrong with it."""
+    """Builds a dataclass from a dictionary and collects the problems."""
 
     root: type
     origins: Origins = field(default_factory=Origins)
     found: list[Problem] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # keys without a value, with their meaning
-    elsewhere: Callable[[str], str] = lambda key: ""  # where else an unknown key is known, in words
+    elsewhere: Callable[[str], str] = lambda key: ""  # a sentence that says where an unknown key is known, or ""
 
     def __post_init__(self) -> None:
         self.origins.secret = frozenset(secret_keys(self.root))
 
     @property
     def problems(self) -> list[Problem]:
-        """All that is wrong; the missing values of a section are one problem."""
+        """All problems. The missing values of one section are one problem."""
         return self.found + [self._lacks(section) for section in dict.fromkeys(key.rpartition(".")[0] for key, _ in self.missing)]
 
     def _lacks(self, section: str) -> Problem:
         missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
         keys = tuple(key for key, _ in missing)
         if set(keys) <= self.origins.secret:
-            text = "".join(f"`{key}` is secret and was not written into the file.\nGive it again: {key}=… " for key in keys)
-            return Problem(text + "(${oc.env:NAME} reads a variable); null where it is not needed any more.", keys)
+            text = "".join(f"`{key}` is secret, so the file does not hold its value.\nGive it again: {key}=… " for key in keys)
+            return Problem(text + "(${oc.env:NAME} reads a variable), or null if it is no longer needed.", keys)
         if len(keys) == 1:
             return Problem(f"`{keys[0]}` has no value: {missing[0][1]}. Set {keys[0]}=…", keys)
         names = ", ".join(key.rpartition(".")[2] for key in keys)
@@ -311,10 +311,14 @@ class Builder:
         return Problem(text, keys)
 
     def build(self, cls: type, data: Any, prefix: str = "") -> Any:
-        """An instance of `cls`. A value with a problem becomes `???`; the rules that need it are not checked."""
+        """An instance of `cls`. A value with a problem becomes `???`, and the rules that read it are skipped."""
         if not isinstance(data, dict):
             section = prefix[:-1]
-            self.found.append(Problem(f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.", (section,)))
+            self.found.append(
+                Problem(
+                    f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}. Set its keys instead.", (section,)
+                )
+            )
             return cls()
         known = {f.name: f for f in fields(cls)}
         for name in data:
@@ -325,14 +329,14 @@ class Builder:
         )
 
     def _unknown(self, key: str) -> None:
-        """Name the whole key that was written, also where already its first part is unknown."""
+        """Report an unknown key as the user wrote it, even if only its first part was looked up."""
         written = self.origins.written(key)
         origin = self.origins.find(written)
         text = (
             f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {self.elsewhere(written) or suggest(self.root, written)}"
         )
         if key == "env" and origin.endswith(".yaml"):
-            text += "\nA file of the group env begins with the line `# @package envs.NAME`."
+            text += "\nA file of the group env must begin with the line `# @package envs.NAME`."
         self.found.append(Problem(text, (key, "envs") if key == "env" else (key,)))
 
     def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:

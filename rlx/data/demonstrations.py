@@ -1,7 +1,7 @@
-"""Demonstrations for supervised training from environments' rows: what a noisy teacher would have answered.
+"""Demonstrations for supervised training from environments' rows: the answers of a noisy teacher.
 
-Knows rows as environments give them (`prompt`: messages or text), their right answers as texts, and a tokenizer; pure, and
-the same for the same seed. Knows nothing of environments, torch or training.
+The input is rows as environments give them (`prompt`: messages or `str`), their right answers, and a tokenizer. The functions are pure:
+the same seed gives the same demonstrations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One prompt and what the teacher said, ended by the end-of-turn token."""
+    """One prompt and the teacher's answer, which ends with the end-of-turn token."""
 
     env: str
-    prompt_ids: tuple[int, ...]  # [P] ChatML, up to and with the head of the assistant's turn
+    prompt_ids: tuple[int, ...]  # [P] ChatML, including the head of the assistant's turn
     answer_ids: tuple[int, ...]  # [C] the last one is the tokenizer's eos
 
     def __len__(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens in prompt and answer."""
         return len(self.prompt_ids) + len(self.answer_ids)
 
 
 def last_question(row: Row) -> str:
-    """The text that a copying teacher repeats: the last user message, or a text prompt whole."""
+    """The text that a copying teacher repeats: the last user message, or the whole prompt if it is a `str`."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return prompt
@@ -42,7 +42,7 @@ def last_question(row: Row) -> str:
 
 
 def counts_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Split `total` in the proportion of `weights`; what rounding leaves goes to the largest remainders, in order of names."""
+    """Split `total` in proportion to `weights`. The rounding remainder goes to the largest fractions, ties in order of names."""
     scale = total / sum(weights.values())
     counts = {name: int(weight * scale) for name, weight in weights.items()}
     by_remainder = sorted(weights, key=lambda name: (counts[name] - weights[name] * scale, name))
@@ -52,7 +52,7 @@ def counts_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, int]
 
 
 def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
-    """`count` rows in random order, none oftener than another by more than one."""
+    """`count` rows in random order. How often two rows appear differs by at most one."""
     state = random.Random(seed)
     chosen: list[int] = []
     while len(chosen) < count:
@@ -63,9 +63,9 @@ def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
 def demonstrate(
     env: str, rows: Sequence[Row], answers: Sequence[str | None], tokenizer: Any, *, teacher_error: float, seed: int
 ) -> list[Demonstration]:
-    """One demonstration a row: the right answer, or with probability `teacher_error` the question copied.
+    """One demonstration per row: the right answer, or with probability `teacher_error` a copy of the question.
 
-    Rows without a known answer (None) are always copied. Order and length are those of `rows`.
+    Rows without a known answer (None) always get a copy. Order and length are those of `rows`.
     """
     state = random.Random(f"{seed}/{env}")
     demonstrations = []
@@ -81,7 +81,7 @@ def demonstrate(
 
 
 def to_sample(demonstration: Demonstration, group: int = 0) -> TrainingSample:
-    """The demonstration as a sample of one rollout: answer tokens are trained on, each with advantage 1."""
+    """The demonstration as a sample of one rollout. Its answer tokens are trainable, each with advantage 1."""
     num_prompt, num_answer = len(demonstration.prompt_ids), len(demonstration.answer_ids)
     mask = np.arange(num_prompt + num_answer) >= num_prompt
     return TrainingSample(

@@ -1,12 +1,12 @@
-"""From the samples of a step to one rank's packed rows, balanced over ranks. Labels are shifted here and nowhere else.
+"""Packs the samples of a step into one rank's rows, balanced over ranks. Only this module shifts labels.
 
     samples ─► units (rollouts) by group ─► pieces of groups ─► rows for all ranks, as lists of units ─► this rank's rows as arrays
 
-Every rank decides from the same samples, and from nothing else, which rows there are and whose they are; it builds the arrays of its own.
-numpy only. Knows neither the model nor the objective.
+Every rank derives all rows and their owners from the same samples, and from nothing else. It then builds only its own arrays.
+Uses numpy only.
 
-A *unit* is what may not be torn apart: all samples of one rollout, because sequence-level objectives need the whole rollout in one
-micro-batch. Rollouts of one group are kept together where they fit, so that the trainer can compute their common prompt once.
+A *unit* is never split: it holds all samples of one rollout, because sequence-level objectives need the whole rollout in one
+micro-batch. Rollouts of one group stay together if they fit, so that the trainer can compute their common prompt once.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class _Unit:
     """The samples of one rollout."""
 
     samples: list[TrainingSample]
-    tokens: int  # what it takes of a row
-    cost: int  # what it takes of a rank's time
+    tokens: int  # space that it takes in a row
+    cost: int  # time that it takes of a rank, see `cost_of`
     group_length: int  # trainable tokens of its group
 
 
 def cost_of(samples: Sequence[TrainingSample]) -> int:
-    """What rows and ranks are balanced by: tokens. Attention grows with Σ n²; where that matters, it is added here."""
+    """The cost that balances rows and ranks: tokens. If the Σ n² of attention matters, add it here."""
     return sum(len(sample.token_ids) for sample in samples)
 
 
 def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int) -> RankBatch:
-    """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, equally many for every rank.
+    """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, the same number for every rank.
 
-    Returns the rows of `rank`, one of `ranks`, with the counts of all. The split is the same on every rank that packs the same batch.
-    A rollout of several samples that together exceed `tokens` gets a row of its own, longer than `tokens`.
-    Samples without a trainable token are left out. Ranks that have less work get a dummy row that contributes exactly zero.
-    A stream that some samples of a mini-batch have and others do not is filled from `rlx.types.STREAMS`.
+    Returns the rows of `rank` (one of `ranks`) with the global counts. Every rank that packs the same batch computes the same split.
+    A rollout whose samples together exceed `tokens` gets its own row, longer than `tokens`.
+    Samples without a trainable token are dropped. Ranks with less work get a dummy row that contributes exactly zero.
+    If only some samples of a mini-batch have a stream, the others get its value in `rlx.types.STREAMS`.
 
-    Raises ValueError for a sample longer than `tokens`, or one whose first token is marked trainable (nothing predicts it).
+    Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
     packed = [_pack_mini_batch(samples, rank, ranks, tokens) for samples in batch.mini_batches]
@@ -53,7 +53,7 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int) -> RankBatch:
 
 
 def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int) -> tuple[MiniBatch, int]:
-    """This rank's part, and the tokens of all."""
+    """This rank's part, and the number of tokens on all ranks."""
     for sample in samples:
         _check(sample, tokens)
     trained = [sample for sample in samples if sample.loss_mask.any()]
@@ -80,7 +80,7 @@ def _check(sample: TrainingSample, tokens: int) -> None:
 
 
 def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
-    """Samples by group, then by rollout, in the order of first appearance."""
+    """Samples by group, then by rollout, in order of first appearance."""
     groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
@@ -92,10 +92,10 @@ def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
 
 
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
-    """Distribute rollouts over rows, the costliest row first; their number is a multiple of `ranks`, and as small as this heuristic finds.
+    """Distribute rollouts over rows; the costliest row comes first. The number of rows is a multiple of `ranks`, kept small.
 
-    Costliest piece first, always into the row with the least in it. Pieces are whole groups, or runs of a group's rollouts where a group
-    is larger than a row, or larger than a rank's fair share of the batch.
+    Pieces are placed costliest first, each into the row with the lowest cost so far. A piece is a whole group, or a run of its rollouts
+    if the group exceeds a row or a row's fair share of the batch.
     """
     total = sum(unit.tokens for group in groups for unit in group)
     per_rank = max(1, -(-total // (ranks * tokens)))
@@ -115,18 +115,18 @@ def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit
     filled = {row: cost for cost, row in least}
     rows = [[unit for i in sorted(row) for unit in pieces[i]] for row in members]
     by_cost = sorted(range(num_rows), key=lambda row: (-filled[row], row))
-    used = max(1, -(-sum(map(bool, rows)) // ranks)) * ranks  # oversized rows leave others empty
+    used = max(1, -(-sum(map(bool, rows)) // ranks)) * ranks  # oversized rows may leave others empty
     return [rows[row] for row in by_cost[:used]]
 
 
 def _rows_of(rank: int, ranks: int, rows: list[list[_Unit]]) -> list[list[_Unit]]:
-    """A rank's rows: neighbours in cost run at the same time on all ranks, and the ranks alternate in who gets the costliest."""
+    """One rank's rows. All ranks run rows of similar cost at the same time, and alternate in which rank gets the costliest."""
     turns = range(len(rows) // ranks)
     return [rows[turn * ranks + (rank if turn % 2 == 0 else ranks - 1 - rank)] for turn in turns]
 
 
 def _pieces(groups: list[list[_Unit]], limit: int) -> list[list[_Unit]]:
-    """Runs of rollouts of one group with at most `limit` tokens (a single rollout may exceed it)."""
+    """Runs of rollouts of one group with at most `limit` tokens each; a single rollout may exceed it."""
     pieces: list[list[_Unit]] = []
     for group in groups:
         piece: list[_Unit] = []
@@ -150,7 +150,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
     ends = np.cumsum(lengths)
 
     def shifted(name: str, last: float) -> np.ndarray:
-        """[T] What belongs to the next token of the same sample; `last` at each sample's last position, and where a sample has none."""
+        """[T] the next token's value in the same sample. `last` at each sample's last position, and in samples without the stream."""
         parts = [getattr(sample, name) for sample in samples]
         whole = np.concatenate([np.full(n, last, np.float32) if part is None else part for part, n in zip(parts, lengths, strict=True)])
         whole[:-1] = whole[1:]
@@ -176,7 +176,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
 
 
 def _dummy(streams: Sequence[str]) -> MicroBatch:
-    """One token, nothing to train: for a rank that has less to do than others, because collectives need all ranks."""
+    """One token, nothing to train, for a rank with less work than others, because collectives need all ranks."""
     one_int, one_float = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
     return MicroBatch(
         token_ids=one_int,

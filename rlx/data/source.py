@@ -1,12 +1,12 @@
-"""Where a trainer's batches come from: one interface, four sources. The trainer's loop does not know which of them it has.
+"""The sources of a trainer's batches: one interface, four implementations. The trainer's loop does not know which one it has.
 
-    OrchestratorSource    `batches/step_000012.batch` appears in the run directory, and is deleted once trained on
-    RecordedSource        `recorded/step_000012.batch.zst` of another run, which may be trained on by any number of ranks
-    SupervisedSource      samples that are all there, shuffled
+    OrchestratorSource    `batches/step_000012.batch` appears in the run directory and is deleted once received
+    RecordedSource        `recorded/step_000012.batch.zst` of another run; any number of ranks may train on it
+    SupervisedSource      a fixed set of samples, shuffled
     FakeSource            random tokens of given lengths, for benchmarks
 
-A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, rank 0 alone waits for files and
-reads them; the others get its bytes. A file appears whole (temporary name, then rename), so its existence is the message.
+A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, only rank 0 waits for files and
+reads them, and broadcasts the bytes. A file appears whole (temporary name, then rename), so a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlx.paths import RunPaths, atomic, listed
 from rlx.types import STREAMS, StepBatch, TrainingSample
 from rlx.waiting import wait_for
 
-if TYPE_CHECKING:  # an orchestrator only sends, and need not load torch
+if TYPE_CHECKING:  # an orchestrator only sends, so it need not load torch
     from rlx.parallel.mesh import Mesh
 
 Tick = Callable[[], None]
@@ -35,16 +35,16 @@ class Source(Protocol):
     """Gives every rank the same batch for the same step."""
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
-        """The batch of `step`. `tick` is called while rank 0 waits; when it raises Preempted there, this raises it on every rank."""
+        """The batch of `step`. `tick` is called while rank 0 waits. If it raises Preempted there, every rank raises it."""
         ...
 
     def done(self, step: int) -> None:
-        """Every rank has received the batch of `step`."""
+        """Called when every rank has received the batch of `step`."""
         ...
 
 
 def send(paths: RunPaths, batch: StepBatch) -> None:
-    """The orchestrator's end: make the batch appear. A batch of the same step that was not consumed is replaced."""
+    """The orchestrator's end: write the batch. Replaces a batch of the same step that was not consumed."""
     with atomic(paths.batch_of(batch.step)) as temporary, temporary.open("wb") as file:
         file.writelines(codec.encode(batch))
 
@@ -53,18 +53,18 @@ class OrchestratorSource:
     """The batches that this run's orchestrator sends."""
 
     def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
-        """`timeout`: seconds to wait for one batch."""
+        """`timeout` is in seconds, for one batch."""
         self.paths, self.mesh, self.timeout = paths, mesh, timeout
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
-        """Wait for the batch of `step` and read it; it stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
+        """Wait for the batch of `step` and read it. The file stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
         path = self.paths.batch_of(step)
 
         def read() -> bytearray:
             wait_for(
                 lambda: listed(path), f"the batch of step {step} ({path}); see the orchestrator's log", self.timeout, poll=0.002, tick=tick
             )
-            content = bytearray(path.stat().st_size)  # a bytearray, so that the arrays are writable and torch takes them as they are
+            content = bytearray(path.stat().st_size)  # a bytearray makes writable arrays, which torch uses without a copy
             with path.open("rb") as file:
                 file.readinto(content)
             return content
@@ -78,15 +78,15 @@ class OrchestratorSource:
 
 
 class RecordedSource:
-    """The batches that another run has recorded, in their order."""
+    """The recorded batches of another run, in their order."""
 
     def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None) -> None:
-        """`paths` of the run that recorded them. With another `num_minibatches` than it had, its groups are split anew."""
+        """`paths` are those of the recording run. If `num_minibatches` differs from the recording's, groups are split again."""
         self.paths, self.mesh, self.num_minibatches = paths, mesh, num_minibatches
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
-        """The batch of `step`. Raises FileNotFoundError when it was not recorded, ValueError for a damaged file."""
-        import zstandard  # only to read recordings: supervised training needs torch, numpy and the standard library alone
+        """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
+        import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
 
         path = self.paths.recorded_of(step)
 
@@ -101,7 +101,7 @@ class RecordedSource:
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
-        """Nothing: they may be replayed again."""
+        """Nothing to do: recordings may be replayed."""
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
@@ -114,7 +114,7 @@ def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
 
 
 def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
-    """The same samples in so many mini-batches of neighbouring groups, as equal in groups as can be. Groups stay whole."""
+    """The same samples in `num_minibatches` mini-batches of neighbouring groups, as equal as possible. Groups stay whole."""
     groups: dict[int, list[TrainingSample]] = {}
     for sample in chain.from_iterable(batch.mini_batches):
         groups.setdefault(sample.group, []).append(sample)
@@ -123,15 +123,15 @@ def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
 
 
 class SupervisedSource:
-    """Samples that are all there, shuffled: every one once before any a second time, in an order of its own each time."""
+    """A fixed set of samples, shuffled anew for each pass. Every sample comes once before any comes again."""
 
     def __init__(self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int) -> None:
-        """`batch_size` samples make one batch of one mini-batch, each a group of its own."""
+        """`batch_size` samples make one batch of one mini-batch. Each sample is its own group."""
         self.samples, self.batch_size, self.seed = samples, batch_size, seed
         self._next, self._order = 0, shuffled_batches(len(samples), batch_size, seed)
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`. Any step may be asked for; the next one costs nothing."""
+        """The batch of `step`. Steps may come in any order; the next step is the cheapest."""
         if step < self._next:
             self._next, self._order = 0, shuffled_batches(len(self.samples), self.batch_size, self.seed)
         while self._next <= step:
@@ -141,11 +141,11 @@ class SupervisedSource:
         return StepBatch(step=step, mini_batches=(samples,))
 
     def done(self, step: int) -> None:
-        """Nothing."""
+        """Nothing to do."""
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Batches of indices for ever; every example once before any a second time, in an order of its own each time."""
+    """An endless stream of index batches. Every example comes once before any comes again, shuffled anew for each pass."""
     state = random.Random(seed)
     waiting: list[int] = []
     while True:
@@ -156,7 +156,7 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
 
 
 class FakeSource:
-    """Groups of random tokens with a common prompt each, sampled by the newest policy. The same seed gives the same batches."""
+    """Groups of random tokens with a common prompt, as if sampled by the newest policy. The same seed gives the same batches."""
 
     def __init__(
         self,
@@ -169,13 +169,13 @@ class FakeSource:
         seed: int = 0,
         streams: Sequence[str] = (),
     ) -> None:
-        """`prompt_tokens`, `completion_tokens`: fewest and most; equal ones make samples of one length. `streams`: which have values."""
+        """`prompt_tokens` and `completion_tokens` are (fewest, most). `streams` names the streams that get values."""
         assert set(streams) <= set(STREAMS), streams
         self.groups, self.members, self.prompt_tokens, self.completion_tokens = groups, members, prompt_tokens, completion_tokens
         self.vocab_size, self.seed, self.streams = vocab_size, seed, streams
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`, one mini-batch; it does not depend on which were asked for before."""
+        """The batch of `step`, one mini-batch. It does not depend on earlier calls."""
         rng = np.random.default_rng([self.seed, step])
         samples = []
         for group in range(self.groups):
@@ -201,4 +201,4 @@ class FakeSource:
         return StepBatch(step=step, mini_batches=(tuple(samples),))
 
     def done(self, step: int) -> None:
-        """Nothing."""
+        """Nothing to do."""

@@ -1,6 +1,6 @@
-"""The right answer to a row of an environment as the text a model would write, for the warm start's teacher.
+"""The right answer to a row of an environment, as the text that a model would write. The warm start's teacher needs it.
 
-Knows where kinds of classic verifiers environments keep it. Environments that do not say give None.
+Each kind of classic verifiers environment keeps the answer in another place.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rlx.envs.verifiers_v0 import VerifiersEnvironment
 
 
 def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> str | None:
-    """The answer in the form that the environment's parser reads; None where the row does not hold one.
+    """The answer in the form that the environment's parser reads; None if the row has no answer.
 
-    reasoning-gym's rows hold the index of an entry, which holds the answer. An XML parser wants its tags.
+    A reasoning-gym row holds the index of an entry, and the entry holds the answer. An XML parser needs its tags.
     """
     env = environment.env
     answer = row.get("answer")
-    if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv, without importing reasoning-gym for the others
+    if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv; other environments do not import reasoning-gym
         answer = entries[int(row["answer"])]["answer"]
     if not isinstance(answer, str) or not answer:
         return None

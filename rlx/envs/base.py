@@ -1,8 +1,8 @@
-"""What an environment is to the rest of rlx: one request, one answer.
+"""The interface of an environment: one request, one answer.
 
-`Environment.play` turns a task into scored rollouts. An environment that lives in this process is given its policy once, by whoever loads
-it (`Local`); one in another process has it there. Both answer with the same records, and keep nothing between two requests.
-Knows nothing of verifiers (`envs/verifiers_v0.py`) nor of groups, retries and batches (`rlx.rollout`).
+`Environment.play` turns a task into scored rollouts. The loader of an environment in this process sets its policy once (`Local`); an
+environment in another process has its policy there. Both answer with the same records and keep no state between two requests.
+The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `rlx.rollout`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ class Environment(Protocol):
 
     name: str  # key of the `envs` section
     rows: Sequence[dict[str, Any]]  # the data set: `example_id`, `prompt`, `answer`, … always in the same order
-    scores_groups: bool  # rewards compare the rollouts of a group: only a whole group can be played
+    scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
-        """Play and score these members of the group of `task`, at the same time; a rollout for each, in their order.
+        """Play and score these members of the group of `task` concurrently. Returns one rollout for each, in the order of `members`.
 
-        Never raises for a failing episode: `status` and `error` say what happened. Where `scores_groups`, the members are a whole group,
-        and one of them that fails leaves the others without rewards: these are `cancelled`.
+        A failing episode does not raise: its rollout has `status` and `error`. With `scores_groups`, the members are a whole group;
+        if one fails, the others have no rewards and are `cancelled`.
         """
         ...
 
     async def close(self) -> None:
-        """The run is over; put away what is held."""
+        """Release all resources at the end of the run."""
         ...
 
 
 class Local(Environment, Protocol):
     """An environment of this process."""
 
-    policy: Policy | None  # who answers; set by whoever loads the environment, before the first `play`
+    policy: Policy | None  # answers the requests; the loader sets it before the first `play`
 
 
 def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:
-    """The sampling parameters of one environment by vLLM's names: the run's, with the environment's own in their place."""
+    """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
     run = config.sampling
     return {
         "max_tokens": run.max_tokens if env.sampling.max_tokens is None else env.sampling.max_tokens,

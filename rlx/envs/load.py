@@ -1,6 +1,6 @@
-"""The environments of a run's mix, and the chat format that they and the model meet in.
+"""Loads the environments of a run's mix and the chat format of its model.
 
-Knows the configuration and where the initial model is said. The library of environments is imported here, late, because it takes seconds.
+verifiers is imported inside the function, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlx.waiting import wait_for
 
 
 def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Local]:
-    """The environments of the mix by name, on the main thread. They can be played once they have a policy."""
+    """The environments of the mix by name. Call it on the main thread. They can be played after `give_policy`."""
     beat("importing verifiers")
     from rlx.envs.verifiers_v0 import load_environment
 
@@ -31,7 +31,7 @@ def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, 
 
 
 def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator: Generator) -> None:
-    """Let the environments play with the run's policy, which `generator` samples."""
+    """Give the environments the run's policy, which samples with `generator`."""
     label = uuid.uuid4().hex[:6] + "-"
     for name, env in envs.items():
         env.policy = TokenPolicy(
@@ -45,7 +45,7 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
 
 
 def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
-    """The chat format of the initial model, once there is one."""
+    """The chat format of the initial model. Waits until that model exists."""
     wait_for(
         paths.initial_model.exists,
         f"the initial model ({paths.initial_model})",

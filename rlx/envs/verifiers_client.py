@@ -1,7 +1,4 @@
-"""The translation between verifiers' messages and those of a policy: `rlx.policy.base.Episode` as a verifiers `Client`.
-
-Knows verifiers' messages and its `Client` interface. Knows nothing of tokens, environments or rewards.
-"""
+"""Translates between verifiers' messages and those of a policy: a verifiers `Client` around a `rlx.policy.base.Episode`."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 
 class EpisodeClient(Client):
-    """A policy's episode as verifiers asks for it."""
+    """A policy's episode with verifiers' `Client` interface."""
 
     def __init__(self, episode: Episode) -> None:
         super().__init__(episode)
         self.episode = episode
 
     def setup_client(self, config: Any) -> Any:
-        raise TypeError("an episode's client is made from an Episode, not from a ClientConfig")
+        raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
 
     async def to_native_tool(self, tool: Tool) -> dict[str, Any]:
         return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
@@ -34,19 +31,19 @@ class EpisodeClient(Client):
     async def get_native_response(
         self, prompt: list[Message], model: str, sampling_args: dict[str, Any], tools: list[dict] | None = None, **_: Any
     ) -> Reply:
-        """One request. Raises OverlongPromptError when nothing of the context is left; verifiers makes a ModelError of all else."""
+        """One request. Raises OverlongPromptError when the prompt fills the context; verifiers wraps other errors in ModelError."""
         try:
             return await self.episode.respond(prompt, tools, sampling_args)
         except PromptTooLong as error:
             raise OverlongPromptError(str(error)) from error
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """An empty answer is an answer: the model chose to stop at once, and is to learn from the reward of that."""
+        """Accept empty answers: the model chose to stop at once and learns from the reward."""
 
     async def from_native_response(self, response: Reply) -> Response:
         reply = response
         calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in reply.calls] or None
-        # Built without validation: every value is of its declared type by construction, and this is the hot path.
+        # This is the hot path, so validation is skipped; every value already has its declared type.
         return Response.model_construct(
             id=reply.request_id,
             created=0,
@@ -70,11 +67,11 @@ class EpisodeClient(Client):
         )
 
     async def close(self) -> None:
-        """The policy belongs to the run."""
+        """Nothing to close: the policy belongs to the run."""
 
 
 def for_template(message: Any) -> Message:
-    """A verifiers message as chat templates and renderers want it."""
+    """A verifiers message in the form that chat templates and renderers read."""
     content = message.content
     if isinstance(content, list):
         content = [part if isinstance(part, dict) else part.model_dump() for part in content]
@@ -94,7 +91,7 @@ def for_template(message: Any) -> Message:
 
 
 def with_tool_names(messages: list[Message]) -> list[Message]:
-    """Some formats name the function in its result; verifiers gives the call's id only."""
+    """Add the function's name to each tool result. Some chat formats need it; verifiers gives only the call's id."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     for message in messages:
         if message["role"] == "tool" and message["tool_call_id"] in names:

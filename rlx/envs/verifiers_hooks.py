@@ -1,8 +1,8 @@
-"""What rlx changes in a loaded verifiers environment: reward functions that raise are written down, and episodes cost less CPU.
+"""Changes to a loaded verifiers environment: errors of reward functions are recorded, and episodes cost less CPU.
 
-verifiers' episode loop and rubrics inspect the signature of every hook at every call, two thirds of a short episode's CPU time.
-`prepare` answers with how to play and how to score an episode of an environment: where the environment leaves verifiers' own methods
-alone, the same steps without the inspection; otherwise verifiers' own methods. Both leave the same state (tests compare them).
+verifiers' episode loop and rubrics inspect the signature of every hook at every call. That is two thirds of a short episode's CPU time.
+`prepare` returns one function that plays an episode and one that scores it. If the environment overrides none of verifiers' methods,
+they take the same steps without the inspection. Otherwise they are verifiers' own methods. Both leave the same state (tests compare them).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verifiers.types import AssistantMessage, Response, State, TrajectoryStep
 
 log = logging.getLogger(__name__)
 
-REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(reward function, what it raised)]
+REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, its error)]
 
 Play = Callable[..., Awaitable[State]]  # (row, client, model, sampling arguments)
 Score = Callable[[State], Awaitable[None]]
@@ -31,7 +31,7 @@ Named = tuple[Any, float, frozenset[str] | None]  # reward function, weight, par
 
 
 def prepare(env: vf.Environment) -> tuple[Play, Score]:
-    """Change `env` in place, and the environments it consists of; answer with how to play and how to score one episode."""
+    """Change `env` and its child environments in place. Returns the functions that play and score one episode."""
     for child in getattr(env, "envs", []):
         prepare(child)
     if isinstance(env, MultiTurnEnv) and type(env).add_model_response is MultiTurnEnv.add_model_response:
@@ -57,7 +57,7 @@ def prepare(env: vf.Environment) -> tuple[Play, Score]:
 
 
 def _is_plain_single_turn(env: vf.Environment) -> bool:
-    """Whether an episode is one request and nothing else: no hook of verifiers' loop is overridden or added."""
+    """Whether an episode is exactly one request. False if any hook of verifiers' loop is overridden or added."""
     if not isinstance(env, vf.SingleTurnEnv) or env.max_turns != 1 or env.timeout_seconds is not None:
         return False
     hooks = (
@@ -80,7 +80,7 @@ def _is_plain_single_turn(env: vf.Environment) -> bool:
 
 
 async def _play_single_turn(env: MultiTurnEnv, row: dict[str, Any], client: Any, model: str, sampling: dict[str, Any]) -> State:
-    """What `MultiTurnEnv.rollout` does for an environment of one turn."""
+    """The steps of `MultiTurnEnv.rollout` for an environment of one turn."""
     state = await env.init_state(row, client, model, sampling)
     timing = state["timing"]
     timing.generation.start = timing.setup.start = timing.setup.end = time.time()
@@ -101,7 +101,7 @@ async def _play_single_turn(env: MultiTurnEnv, row: dict[str, Any], client: Any,
 
 
 async def _add_model_response(env: MultiTurnEnv, state: State, prompt_messages: list, response: Response) -> None:
-    """As MultiTurnEnv does it, for answers whose tokens are kept elsewhere; its own goes through a thread."""
+    """As `MultiTurnEnv.add_model_response`, without its thread: that one handles tokens, and rlx keeps tokens elsewhere."""
     message = response.message
     answer = AssistantMessage.model_construct(
         role="assistant",
@@ -128,7 +128,7 @@ async def _add_model_response(env: MultiTurnEnv, state: State, prompt_messages: 
 
 
 def _plain_rubrics(rubric: Rubric) -> list[tuple[Rubric, list[Named]]] | None:
-    """The rubrics that score an episode one after the other; None when one of them scores in a way of its own."""
+    """The rubrics that score an episode, in their order; None if one of them overrides verifiers' scoring."""
     if type(rubric) is RubricGroup:
         found: list[tuple[Rubric, list[Named]]] = []
         for child in rubric.rubrics:
@@ -144,7 +144,7 @@ def _plain_rubrics(rubric: Rubric) -> list[tuple[Rubric, list[Named]]] | None:
 
 
 async def _score_plain(rubrics: list[tuple[Rubric, list[Named]]], state: State) -> None:
-    """What `RubricGroup.score_rollout` and `Rubric.score_rollout` do."""
+    """The steps of `RubricGroup.score_rollout` and `Rubric.score_rollout`."""
     reward = 0.0
     metrics: dict[str, float] = {}
     for rubric, funcs in rubrics:
@@ -156,7 +156,7 @@ async def _score_plain(rubrics: list[tuple[Rubric, list[Named]]], state: State) 
 
 
 async def _call(rubric: Rubric, func: Any, names: frozenset[str] | None, state: State) -> float:
-    """As Rubric does it: a reward function that raises scores 0. It is written down in the state."""
+    """As in Rubric, a reward function that raises scores 0. The error is also recorded in the state."""
     try:
         objects = rubric.score_objects(state)
         value = func(**(objects if names is None else {name: value for name, value in objects.items() if name in names}))
@@ -171,7 +171,7 @@ async def _call_reward(rubric: Rubric, func: Any, state: State) -> float:
 
 
 async def _call_group_reward(rubric: Rubric, func: Any, states: list[State]) -> list[float]:
-    """As Rubric does it: a group reward function that raises scores 0 for all."""
+    """As in Rubric, a group reward function that raises scores 0 for every rollout. The error is also recorded in the states."""
     try:
         objects, names = rubric.group_score_objects(states), _parameters(func)
         value = func(**(objects if names is None else {name: value for name, value in objects.items() if name in names}))
@@ -182,13 +182,13 @@ async def _call_group_reward(rubric: Rubric, func: Any, states: list[State]) -> 
 
 
 def _parameters(func: Any) -> frozenset[str] | None:
-    """Names that a function takes; None when it takes any."""
+    """The parameter names of a function; None if it accepts any (`**kwargs`)."""
     parameters = inspect.signature(func).parameters
     return None if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) else frozenset(parameters)
 
 
 def _keep_signature(func: Any) -> None:
-    """Make the next inspection of this function a look-up."""
+    """Cache the function's signature, so that the next inspection is a look-up."""
     plain = getattr(func, "__func__", func)
     if inspect.isfunction(plain):
         plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def _note_reward_error(func: Any, states: list[State], error: Exception) -> None
 
 
 def describe(error: BaseException) -> str:
-    """`ModelError ← ServerDisconnectedError: Server disconnected`: the chain, with the message of the first cause."""
+    """The chain of causes, with the message of the innermost: `ModelError ← ServerDisconnectedError: Server disconnected`."""
     names: list[str] = []
     text = str(error)
     cause: BaseException | None = error

@@ -1,7 +1,7 @@
 """Any classic `verifiers` environment as an `rlx.envs.base.Environment`.
 
-Knows verifiers' episode loop, its rubrics and its error types. Knows nothing of groups' retries, servers or files.
-Tokens never pass through verifiers: the policy's episode keeps each request's `Turn`, and the environment sees only the message.
+Tokens never pass through verifiers: the policy's episode keeps the `Turn` of each request, and the environment sees only the message.
+Retries of failed rollouts belong to `rlx.rollout.groups`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rlx.types import Rollout, Status, Task
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLEANUP_GRACE = 5.0  # seconds that a cancelled episode has to clean up after itself before it is left behind
+CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
-    """Load `config.id` and make it an rlx environment called `name`. Call it on the main thread, before installing signal handlers.
+    """Load `config.id` as the rlx environment `name`. Call it on the main thread, before installing signal handlers.
 
-    `sampling` are the run's parameters for it (`envs.base.sampling_of`), `timeout` is seconds for one rollout where `config`
-    has none, `concurrency` sizes the thread and process pools that verifiers keeps for reward functions.
+    `sampling`: the run's sampling parameters for it (`envs.base.sampling_of`). `timeout`: seconds for one rollout, unless `config`
+    sets `rollout_timeout`. `concurrency`: size of the thread and process pools that verifiers keeps for reward functions.
     Raises ValueError when the package is not installed, RuntimeError when its `load_environment` fails.
     """
     assert threading.current_thread() is threading.main_thread(), "verifiers installs signal handlers, which only the main thread can"
@@ -67,19 +67,20 @@ class VerifiersEnvironment:
         self.timeout = timeout
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
         self.scores_groups = env.requires_group_rollouts
-        # run_rollout ignores what the environment itself asks for (stop tokens, say); the run's own keys win.
+        # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
+        # Keys that the run sets win.
         own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
         own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
         unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
         if unknown:
-            log.warning("envs.%s asks for sampling parameters that the server does not have; they are left out: %s", name, unknown)
+            log.warning("envs.%s asks for sampling parameters that the server does not support; they are ignored: %s", name, unknown)
         self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._play, self._score = prepare(env)
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
-        """See `rlx.envs.base.Environment`. An episode has `timeout` seconds, and so has the scoring of a group."""
+        """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, and the scoring of a group as long again."""
         played = await together([self._rollout(task, member, attempt) for member in members])
         rollouts = [rollout for rollout, _ in played]
         if not self.scores_groups:
@@ -89,8 +90,8 @@ class VerifiersEnvironment:
         return await self._scored_group(rollouts, [state for _, state in played if state is not None])
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
-        """Play one episode, and score it unless rewards compare a group. With verifiers' state where it was played to its end."""
-        assert self.policy is not None, "the environment was given no policy"
+        """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
+        assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
         started = time.monotonic()
         playing = asyncio.create_task(self._episode(task, episode))
@@ -134,7 +135,7 @@ class VerifiersEnvironment:
         return (rollout if self.scores_groups else self._scored(rollout, state)), state
 
     async def _scored_group(self, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
-        """The rollouts with the rewards that compare them; an exception of the rubric makes every one of them fail."""
+        """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
         scoring = asyncio.create_task(self._score_states(states))
         try:
             await asyncio.wait({scoring}, timeout=self.timeout)
@@ -150,7 +151,7 @@ class VerifiersEnvironment:
         return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
-        """Let the environment and its rubrics put away what they hold (process pools, sandboxes), within a limit."""
+        """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
         closing = asyncio.create_task(self.env._teardown())
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
@@ -170,7 +171,7 @@ class VerifiersEnvironment:
             await rubric.cleanup(state)
 
     def _scored(self, rollout: Rollout, state: State) -> Rollout:
-        """The rollout with its rewards. A reward function that raised scored 0, as verifiers has it; `metrics` counts it."""
+        """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
         metrics = {name: value for name, value in values.items() if name not in self.reward_names}
         errors = state.get(REWARD_ERRORS, [])
@@ -188,9 +189,9 @@ class VerifiersEnvironment:
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run at once. Cancelled, it returns when all of them have cleaned up."""
+    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
     if len(calls) == 1:
-        return [await calls[0]]  # without a task of its own: most requests are for one member
+        return [await calls[0]]  # most requests are for one member and need no extra task
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -202,11 +203,11 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _abandon(task: asyncio.Task) -> None:
-    """Cancel a task and let it clean up, but not for ever."""
+    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
     task.cancel()
     await asyncio.wait({task}, timeout=CLEANUP_GRACE)
     if task.done() and not task.cancelled():
-        task.exception()  # retrieved, so that asyncio does not complain of it later
+        task.exception()  # retrieve it; otherwise asyncio logs a warning later
 
 
 def _unscored(rollout: Rollout) -> Rollout:
@@ -236,12 +237,12 @@ def _snake(name: str) -> str:
 
 
 def _plain(message: Any) -> Message:
-    """A verifiers message for people and files."""
+    """A verifiers message as a plain dict, for people and files."""
     return for_template(message) if not isinstance(message, dict) else message
 
 
 def _quiet_logger() -> None:
-    """Importing verifiers gives its logger a handler of its own; let warnings go where ours go, and count what it logs as errors."""
+    """Remove the handler that importing verifiers installs, so that its warnings and errors reach our log."""
     logger = logging.getLogger("verifiers")
     logger.handlers.clear()
     logger.propagate = True

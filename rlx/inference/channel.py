@@ -1,7 +1,7 @@
-"""The client's end of the one connection to a server on which all its requests are under way.
+"""The client's end of its one connection to a server. The connection carries all requests of the client.
 
-Requests that are made in one turn of the event loop leave in one message. When the connection ends, so does every open request.
-Knows the messages. Knows nothing of versions, retries or other servers.
+Requests made in one turn of the event loop leave in one message. When the connection ends, every open request fails.
+There are no retries here (`rlx.inference.sampler`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _answers = msgspec.msgpack.Decoder(list[Answer])
 
 
 class Channel:
-    """An open connection. Made by `connect`, belongs to one event loop."""
+    """An open connection. `connect` makes it. It belongs to one event loop."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -28,13 +28,13 @@ class Channel:
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._requests: list[tuple[int, GenerateRequest]] = []
         self._given_up: list[int] = []
-        self._ready = asyncio.Event()  # something is to be sent
+        self._ready = asyncio.Event()  # set when there is something to send
         self._ended: str | None = None
         self._tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._receive())]
 
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> Channel:
-        """Raises what aiohttp raises: ClientConnectionError, or WSServerHandshakeError with the status of a refusal."""
+        """Raises aiohttp's errors: ClientConnectionError, or WSServerHandshakeError with the status of a refusal."""
         return cls(await session.ws_connect(url, headers=headers, compress=0, max_msg_size=0))
 
     @property
@@ -42,7 +42,7 @@ class Channel:
         return self._ended is not None
 
     async def ask(self, request: GenerateRequest) -> Answer:
-        """The request's end. Cancelling the call gives the request up. Raises ConnectionError when the connection ends first."""
+        """Send the request and return its answer. Cancelling the call aborts the request. Raises ConnectionError if the connection ends."""
         if self._ended is not None:
             raise ConnectionError(self._ended)
         number = next(self._numbers)

@@ -1,7 +1,4 @@
-"""Where a run's servers are: one small file per server, written by the process that bound the port.
-
-Knows the run directory and sockets. Knows nothing of HTTP.
-"""
+"""The addresses of a run's servers: one small file per server, written by the process that bound the port."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from rlx.paths import RunPaths, atomic
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
-BACKLOG = 4096  # connections the kernel keeps for us: a run opens one per rollout in flight
+BACKLOG = 4096  # connections that the kernel queues before we accept them
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host`:`port`; port 0 takes any free one. Raises OSError when the port is taken."""
+    """A listening socket on `host`:`port`. Port 0 means any free port. Raises OSError if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         sock.bind((host, port))
-        sock.listen(BACKLOG)  # from here on nobody else can have it
+        sock.listen(BACKLOG)  # now no other process can take the port
     except OSError:
         sock.close()
         raise
@@ -38,7 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One server. `file` is where a server that is started again says its new address; None: the address stays."""
+    """One server. After a restart the server writes its new address to `file`; None: the address never changes."""
 
     url: str  # `http://host:port`
     api_key: str
@@ -46,21 +43,21 @@ class Endpoint:
 
     @property
     def key(self) -> str:
-        """What stays the same when the server is started again: its file, or its address where there is no file."""
+        """An identifier that survives a restart: the file, or the address if there is no file."""
         return str(self.file or self.url)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The server's name in messages."""
         return f"inference server {self.url}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def refreshed(self) -> Endpoint:
-        """The endpoint as its file says now; itself where there is no file, or none at this moment."""
+        """The endpoint that the file holds now; this endpoint if there is no file."""
         return (self.file is not None and read_endpoint(self.file)) or self
 
 
@@ -69,9 +66,9 @@ def endpoint_file(paths: RunPaths, replica: int) -> Path:
 
 
 def publish_endpoint(file: Path, sock: socket.socket, api_key: str) -> str:
-    """Say where this process serves, readable by the user alone; returns the URL.
+    """Write this process's address to `file`, readable only by the user. Returns the URL.
 
-    A server that listens on all addresses is published under the host's name.
+    If the server listens on all addresses, the URL has the host's name.
     """
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -84,7 +81,7 @@ def publish_endpoint(file: Path, sock: socket.socket, api_key: str) -> str:
 
 
 def read_endpoint(file: Path) -> Endpoint | None:
-    """The endpoint that a file holds; None while there is no file."""
+    """The endpoint in a file; None if there is no file."""
     try:
         record = json.loads(file.read_text())
     except FileNotFoundError:
@@ -93,10 +90,10 @@ def read_endpoint(file: Path) -> Endpoint | None:
 
 
 def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Callable[[], None] | None = None) -> list[Endpoint]:
-    """The endpoints of replicas 0 … count - 1, waiting up to `timeout` seconds for those that are not there yet.
+    """The endpoints of replicas 0 … count - 1. Waits up to `timeout` seconds for missing ones.
 
-    The time does not count while a server says that its model is still being made or fetched.
-    Raises WaitTimeout naming the first that is missing.
+    The time does not count while a server reports that its model is still being made or fetched.
+    Raises WaitTimeout, which names the first missing server.
     """
     found = []
     for replica in range(count):
@@ -111,7 +108,7 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
 
 
 def find_servers(config: Config, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:
-    """The servers that the configuration names, or those that the run starts, once they are there."""
+    """The servers named in the configuration. If it names none, waits for the servers that the run starts and returns those."""
     if config.inference.base_url:
         return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
     return read_endpoints(paths, config.hardware.inference_replicas, config.inference.startup_timeout, tick)

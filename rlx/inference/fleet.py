@@ -1,8 +1,8 @@
-"""The servers of a run as a whole: which policy version they have, and how all of them come to the next.
+"""The servers of a run as a whole: tracks their policy version and updates all of them to the next one.
 
-There is one fleet a run. It looks at every server now and then: one that was started again has version 0, and is given the run's version
-before it may sample for the run (requests name the version they want, and a server refuses what is newer than its own).
-Knows the protocol. Does not sample (`rlx.inference.sampler`), and knows neither vLLM nor what a version holds.
+There is one fleet per run. It checks every server now and then. A server that restarted has version 0 and gets the run's version before
+it samples for the run: requests name the version that they need, and a server refuses versions newer than its own.
+Sampling is `rlx.inference.sampler`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0  # seconds between two looks at the servers
+LOOK = 2.0  # seconds between two checks of the servers
 
 _state = msgspec.json.Decoder(PolicyState)
 _failure = msgspec.json.Decoder(Failure)
@@ -53,16 +53,16 @@ class _Server:
 class Fleet:
     """All servers of one run. An async context manager. Belongs to one event loop.
 
-    `version` is what all servers were last told to serve.
+    `version`: the version of the latest complete update.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], restart_timeout: float = RESTART, drain_tokens: int = 0, look: float = LOOK) -> None:
-        """`restart_timeout`: seconds for which a server may be away during an update.
+        """`restart_timeout`: seconds for which a server may be unreachable during an update.
 
-        `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two looks at the servers.
+        `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two checks of the servers.
         """
         self.version = 0
-        self._weights: WeightVersion | None = None  # what `version` is, once it is above 0
+        self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._drain_tokens = drain_tokens
@@ -87,11 +87,11 @@ class Fleet:
     # -- versions
 
     async def update(self, weights: WeightVersion, timeout: float = 600.0) -> None:
-        """Make all servers serve a version, each without losing a request. Returns when all do.
+        """Update all servers to a version, without losing a request. Returns when all servers have it.
 
-        What the version is made of must stay until the next update: a server that starts again loads it.
-        Raises UpdateRefused when a server found the weights wrong, ServerUnreachable or InferenceError when one did not do it in
-        `timeout` seconds, ValueError for a kind that servers cannot load.
+        The version's files must stay until the next update, because a server that restarts loads them.
+        Raises UpdateRefused if a server rejects the weights, ServerUnreachable or InferenceError if a server fails or does not finish in
+        `timeout` seconds, and ValueError for a kind of weights that servers cannot load.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -103,20 +103,20 @@ class Fleet:
         self._weights, self.version = weights, weights.version
 
     async def restore(self, endpoint: Endpoint) -> None:
-        """Bring the server at `endpoint`, if it started again, up to the run's version. Raises StaleServer when that cannot be done."""
+        """Update the server at `endpoint` to the run's version if it restarted. Raises StaleServer if that fails."""
         for server in self._servers:
             if server.endpoint.key == endpoint.key:
                 server.endpoint = endpoint
                 await self._restore(server)
                 return
-        raise StaleServer(f"{endpoint.name} is none of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
+        raise StaleServer(f"{endpoint.name} is not one of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
 
     async def versions(self) -> list[int]:
         """The policy version that each server has, in the order of the endpoints."""
         return [state.version for state in await self.states()]
 
     async def stats(self) -> dict[str, float]:
-        """What the servers are doing now, by metric name: the mean cache usage, the sums of the rest."""
+        """The servers' current metrics by name: the mean of the cache usage, the sums of the others."""
         states = await self.states()
         return {
             "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
@@ -126,13 +126,14 @@ class Fleet:
         }
 
     async def states(self) -> list[PolicyState]:
-        """What each server says of itself, in the order of the endpoints."""
+        """The state of each server, in the order of the endpoints."""
         return await _all(self._state(server) for server in self._servers)
 
     async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None) -> None:
-        """Return when every server answers and has version 0; one that still has a version of an earlier run is taken back to 0.
+        """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
-        `tick` is called several times a second meanwhile. Raises ServerUnreachable naming the server, RequestRefused for a wrong key.
+        `tick` is called several times a second meanwhile. Raises ServerUnreachable, which names the server, or RequestRefused for a
+        wrong key.
         """
         deadline = time.monotonic() + timeout
         for server in self._servers:
@@ -152,7 +153,7 @@ class Fleet:
                     raise error_of(server.endpoint.name, status, answer)
 
     async def _watch(self) -> None:
-        """Restore servers that started again, whoever samples on them. What fails is said once, and tried again."""
+        """Restore servers that restarted, whichever process samples on them. A failure is logged once and retried."""
         said: dict[str, str] = {}
         while True:
             await asyncio.sleep(self._look)
@@ -166,7 +167,7 @@ class Fleet:
                             await self._restore(server)
                     said.pop(key, None)
                 except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
-                    text = str(error) or f"{server.endpoint.name} did not say its version in {self._restart_timeout:g} s"
+                    text = str(error) or f"{server.endpoint.name} did not report its version in {self._restart_timeout:g} s"
                     if said.get(key) != text:
                         log.warning("%s", text)
                     said[key] = text
@@ -177,12 +178,12 @@ class Fleet:
             if state.version >= self.version:
                 return
             if self._weights is None:
-                raise StaleServer(f"{server.endpoint.name} has an older version than {self.version}, and where that is was never told")
-            log.info("%s has version %d: it is given version %d", server.endpoint.name, state.version, self.version)
+                raise StaleServer(f"{server.endpoint.name} has an older version than {self.version}, and the fleet has no weights for it")
+            log.info("%s has version %d; updating it to version %d", server.endpoint.name, state.version, self.version)
             try:
                 await self._load(server, self._weights)
             except UpdateRefused as error:
-                raise StaleServer(f"{server.endpoint.name} started again and could not be given version {self.version}: {error}") from error
+                raise StaleServer(f"{server.endpoint.name} restarted and could not load version {self.version}: {error}") from error
 
     async def _tell(self, server: _Server, weights: WeightVersion) -> None:
         async with server.updating:
@@ -207,7 +208,7 @@ class Fleet:
     # -- asking
 
     async def _insist(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """`_ask` until the server answers, `restart_timeout` at most."""
+        """`_ask` until the server answers, for at most `restart_timeout` seconds."""
         deadline = time.monotonic() + self._restart_timeout
         while True:
             try:
@@ -218,7 +219,7 @@ class Fleet:
                 await asyncio.sleep(PAUSE)
 
     async def _ask(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """One request; its status and body. Raises ServerUnreachable when there is no whole answer, or the engine behind it is dead."""
+        """One request; returns status and body. Raises ServerUnreachable if the answer is missing or cut, or if the engine is dead."""
         assert self._session is not None, "use the fleet as `async with Fleet(…) as fleet`"
         endpoint = server.endpoint
         try:
@@ -234,7 +235,7 @@ class Fleet:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run at once; the first that raises cancels the rest, and what it raised is raised."""
+    """Results of all calls, run concurrently. The first error cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,9 +1,8 @@
-"""What client and server say to each other, and the errors that carry it.
+"""The messages between client and server, and the client's errors.
 
-`/generate` is a WebSocket: a client has one connection to a server, and a message carries all requests, or all completions, that are
-ready at that moment, because at a few hundred small requests a step HTTP itself was the larger part of their cost. It speaks msgpack with
-token arrays as raw little-endian bytes, so that a completion of thousands of tokens costs microseconds; everything else speaks JSON.
-Knows neither vLLM nor aiohttp.
+`/generate` is a WebSocket. A client has one connection to a server, and one message carries all requests (or all completions) that are
+ready at that moment: with a few hundred small requests a step, HTTP itself was most of their cost. The messages are msgpack with token
+arrays as raw little-endian bytes, so a completion of thousands of tokens costs microseconds. All other routes use JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import numpy as np
 from msgspec import Meta
 
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
-PAUSE = 0.25  # seconds between two attempts at a server that does not answer
-RESTART = 60.0  # seconds a server may be away before what is asked of it fails
+PAUSE = 0.25  # seconds between two attempts to reach a server
+RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
-    """How to sample, by vLLM's names. The server refuses what is out of range."""
+    """Sampling parameters by vLLM's names. The server refuses values out of range."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     temperature: float = 1.0
@@ -33,37 +32,36 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
 
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
-    """One completion to be sampled."""
+    """A request for one completion."""
 
     request_id: str
     prompt_ids: bytes  # int32 [P]
     sampling: Sampling
-    version: int = 0  # the version that the client knows this server to have; a server with an older one refuses
+    version: int = 0  # the version that the client expects here; a server with an older one refuses the request
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What was sampled."""
+    """The sampled tokens of one request. `versions` [(3, 2), (4, 5)]: version 3 sampled the first 2 tokens, version 4 the next 5."""
 
     token_ids: bytes  # int32 [C]
-    logprobs: (
-        bytes  # float32 [C] of each sampled token in what it was drawn from: at the sampling temperature, truncated by top_p and its like
-    )
+    logprobs: bytes  # float32 [C], in the distribution that each token was drawn from: at the sampling temperature, truncated by top_p etc.
     versions: list[tuple[int, int]]  # runs `(version, tokens)` in order; their tokens add up to C
     finish_reason: str  # "stop", "length" or "abort"
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """A message to the server. A request's number is the client's choice, unlike those of its other open requests on the connection."""
+    """A message to the server. The client chooses a number for each request, unique among its open requests on the connection."""
 
     requests: list[tuple[int, GenerateRequest]] = []
-    given_up: list[int] = []  # open requests whose completion is not wanted any more; they are not answered
+    given_up: list[int] = []  # numbers of open requests to abort; they get no answer
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A request's end; a message to the client is a list of them."""
+    """The answer to one request. A message to the client is a list of answers."""
 
     number: int
-    status: int  # as HTTP has it: 200, 400 wrong, 409 the server has an older version, 413 no room for a new token, 503 ask again
+    # as in HTTP: 200, 400 bad request, 409 the server has an older version, 413 no room for a new token, 500 failed, 503 retry
+    status: int
     completion: Completion | None = None
     error: str = ""
 
@@ -77,8 +75,8 @@ class PolicyState(msgspec.Struct, frozen=True):
     running: int = 0  # requests being decoded
     waiting: int = 0  # requests queued
     kv_cache_usage: float = 0.0  # share of the key-value cache in use
-    attested: float = 0.0  # share of this version's weights that were compared, as they are served, with what the trainer wrote
-    preemptions: int = 0  # since the server started; a weight update counts the requests it makes recompute
+    attested: float = 0.0  # fraction of the served weights that were compared with the trainer's checksums
+    preemptions: int = 0  # since the server started, including the requests that weight updates make recompute
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -86,26 +84,26 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     weight_dir: str
     version: Annotated[int, Meta(ge=0)]
-    drain_tokens: Annotated[int, Meta(ge=0)] = 0  # requests in flight end first when each has at most so many tokens to go
+    drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
 
 
 class Failure(msgspec.Struct, omit_defaults=True, frozen=True):
     """Body of every answer that is not 200."""
 
     error: str
-    version: int | None = None  # of the server, where its version is the trouble
+    version: int | None = None  # the server's version, if a change of weights failed
 
 
 class InferenceError(RuntimeError):
-    """A server did not do what it was asked; the message names the server."""
+    """A server did not fulfil a request. The message names the server."""
 
 
 class ServerUnreachable(InferenceError):
-    """A server did not answer, also not after retries."""
+    """A server did not answer, even after retries."""
 
 
 class RequestRefused(InferenceError):
-    """A server found the request wrong (4xx): asking again is no use."""
+    """A server rejected the request (4xx). A retry would not help."""
 
 
 class ContextTooLong(RequestRefused):
@@ -113,18 +111,18 @@ class ContextTooLong(RequestRefused):
 
 
 class UpdateRefused(RequestRefused):
-    """New weights were found wrong before anything was changed; the server still serves the old version."""
+    """A server rejected new weights before it changed anything. It still serves the old version."""
 
 
 class StaleServer(InferenceError):
-    """A server has an older version than the run, and could not be brought up to date."""
+    """A server has an older version than the run and could not be updated."""
 
 
 _failure = msgspec.json.Decoder(Failure)
 
 
 def error_of(server: str, status: int, answer: bytes | str) -> InferenceError:
-    """What an answer other than 200 means for the caller. `server` is its name in messages, `answer` a body or what it says."""
+    """The exception for an answer other than 200. `server`: its name in messages. `answer`: the body or an error message."""
     if isinstance(answer, str):
         text = answer
     else:

@@ -1,9 +1,8 @@
-"""Tokens in, tokens with log-probabilities and versions out, over any number of servers.
+"""Samples on any number of servers: token ids in, token ids with log-probabilities and versions out.
 
-A request goes to the least loaded server. Requests of equal `affinity` go to one server, where the keys and values of the earlier turns
-are. A server that does not answer is tried again, at the address that its endpoint file says by then.
-There may be many samplers, also in processes that know nothing but the endpoint files. Knows the protocol. Does not update weights
-(`rlx.inference.fleet`), and knows neither vLLM nor environments.
+A request goes to the least loaded server. Requests of equal `affinity` go to one server, which has the keys and values of the earlier
+turns in its cache. If a server does not answer, the request is retried at the address that its endpoint file has by then.
+There may be many samplers, also in processes that have only the endpoint files. Weight updates are `rlx.inference.fleet`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from rlx.inference.protocol import (
 )
 from rlx.types import Turn
 
-REMEMBERED = 16384  # affinities kept; the least recently used is forgotten
+REMEMBERED = 16384  # affinities kept; the least recently used is dropped
 
 Restore = Callable[[Endpoint], Awaitable[None]]
-"""Brings the server at an endpoint up to the run's version. Raises StaleServer when that cannot be done."""
+"""Updates the server at an endpoint to the run's version. Raises StaleServer if that fails."""
 
 
 class _Server:
-    """One replica, and what this sampler has under way on it."""
+    """One replica, and this sampler's requests on it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.load = 0  # requests in flight
-        self.away_until = 0.0  # monotonic time before which other servers are preferred: it did not answer
+        self.away_until = 0.0  # it did not answer: until this monotonic time other servers are preferred
         self.channel: Channel | None = None
         self.connecting = asyncio.Lock()
 
@@ -57,7 +56,7 @@ class _Server:
 class Sampler:
     """Samples on the servers of one run. An async context manager. Belongs to one event loop.
 
-    `version` is what its owner was told that all servers have. No token of an older version is ever sampled.
+    `version`: a version that all servers have; the owner sets it. No token of an older version is ever sampled.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class Sampler:
     ) -> None:
         """`request_timeout`: seconds for one request, retries included.
 
-        `restart_timeout`: seconds for which servers may be away, or have an older version, before a request on them fails.
-        `restore`: called for a server with an older version, where the fleet is in this process. Without it a request waits until the
-        fleet has noticed by itself.
+        `restart_timeout`: seconds for which servers may be unreachable, or have an older version, before a request fails.
+        `restore`: called for a server with an older version, if the fleet is in this process. Without it a request waits until the
+        fleet notices by itself.
         """
         if not endpoints:
-            raise ValueError("no inference server: give inference.base_url, or hardware.inference_replicas of at least 1")
+            raise ValueError("no inference server: set inference.base_url, or hardware.inference_replicas to at least 1")
         self.version = 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
@@ -92,9 +91,9 @@ class Sampler:
         await self._session.close()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, affinity: int = 0) -> Turn:
-        """Sample one completion of `prompt_ids` [P] under the newest policy or, where it changes meanwhile, under several in turn.
+        """Sample one completion of `prompt_ids` [P] from the newest policy. If that changes meanwhile, later tokens are of the new one.
 
-        `sampling`: the fields of `protocol.Sampling`. The same seed gives the same tokens as long as the policy is the same.
+        `sampling`: the fields of `protocol.Sampling`. The same seed and policy give the same tokens.
         Requests of equal `affinity` go to one server. Cancelling the call aborts the request on the server.
         Raises ContextTooLong, RequestRefused, ServerUnreachable or StaleServer.
         """
@@ -103,7 +102,7 @@ class Sampler:
             parameters = msgspec.convert(sampling, Sampling)
         except msgspec.ValidationError as error:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
-        troubled_since: float | None = None  # since when no server could take the request
+        troubled_since: float | None = None  # time since which no server could take the request
         try:
             async with asyncio.timeout(self._request_timeout):
                 while True:
@@ -119,12 +118,10 @@ class Sampler:
                         if self._restore is not None:
                             await self._restore(server.endpoint)
                             continue
-                        raise StaleServer(
-                            f"{server.endpoint.name} has an older version than {version}, and nobody brought it up to date: {answer.error}"
-                        )
+                        raise StaleServer(f"{server.endpoint.name} has an older version than {version} and was not updated: {answer.error}")
                     except (ServerUnreachable, StaleServer) as error:
                         troubled_since = troubled_since or time.monotonic()
-                        restored = isinstance(error, StaleServer) and self._restore is not None  # it was tried, and cannot be done
+                        restored = isinstance(error, StaleServer) and self._restore is not None  # the restore was tried and failed
                         if restored or time.monotonic() - troubled_since > self._restart_timeout:
                             raise
                     finally:
@@ -136,7 +133,7 @@ class Sampler:
             ) from None
 
     async def _sample(self, server: _Server, request: GenerateRequest) -> Answer:
-        """The server's answer. Raises ServerUnreachable for none, or when the engine behind it is dead; RequestRefused for a wrong key."""
+        """The server's answer. Raises ServerUnreachable if there is none or its engine is dead, RequestRefused for a wrong key."""
         endpoint = server.endpoint
         try:
             channel = server.channel
@@ -148,7 +145,7 @@ class Sampler:
             cause = f"{endpoint.name}: {answer.error}"
         except aiohttp.WSServerHandshakeError as error:
             if 400 <= error.status < 500:
-                raise RequestRefused(f"{endpoint.name} ({error.status}): it refused the connection; is the key right?") from None
+                raise RequestRefused(f"{endpoint.name} ({error.status}): it refused the connection; check the API key") from None
             cause = f"{endpoint.name} ({error.status}): {error.message}"
         except (aiohttp.ClientError, OSError) as error:
             cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
@@ -157,7 +154,7 @@ class Sampler:
         raise ServerUnreachable(cause)
 
     async def _connect(self, server: _Server) -> Channel:
-        """The connection to a server; a new one where there is none."""
+        """The connection to a server. Opens one if there is none."""
         assert self._session is not None, "use the sampler as `async with Sampler(…) as sampler`"
         async with server.connecting:
             if server.channel is None or server.channel.ended:
@@ -165,7 +162,7 @@ class Sampler:
             return server.channel
 
     def _choose(self, affinity: int) -> _Server:
-        """The server of this affinity while it answers; else the least loaded of those that answer."""
+        """The server of this affinity if it answers; otherwise the least loaded server, preferably one that answers."""
         server = self._affinity.get(affinity)
         now = time.monotonic()
         if server is None or server.away_until > now:

@@ -1,9 +1,9 @@
-"""The one expensive thing every objective needs: log-probability of given tokens and entropy, without ever holding [N, V] logits.
+"""The op that every objective needs: log-probability of given tokens and entropy, without ever storing [N, V] logits.
 
-`logprob(hidden [N, D], head [V, D], labels [N], temperature [N]) -> (logp [N], entropy [N])`. Losses see [N] tensors only, so any
-function of per-token log-probabilities works, sequence-level ratios included. This file is the op and the choice of its backend;
-the work is in `tiles.py` (the walk over tiles), `rows_torch.py` or `rows_triton.py` (what happens inside a tile) and `liger.py`.
-Knows nothing of masks, losses or models. `rlx.kernels.reference` is the naive twin.
+`logprob(hidden [N, D], head [V, D], labels [N], temperature [N]) -> (logp [N], entropy [N])`. Losses see [N] tensors only, so they may be
+any function of per-token log-probabilities, sequence-level ratios included. This file holds the op and chooses its backend.
+`tiles.py` walks over tiles; `rows_torch.py` and `rows_triton.py` compute inside a tile; `liger.py` calls Liger.
+`rlx.kernels.reference` is the naive twin.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def logprob(
     hidden [N, D], head [V, D] and bias [V] of one floating dtype (gradients flow to all three), labels [N] int64 in 0 … V-1,
     temperature [N] above 0 → (logp [N], entropy [N]) in nats, float32 (float64 for float64 inputs). N may be 0.
     The logits are softcap(scale · (hidden headᵀ + bias)) / temperature, with softcap(z) = s·tanh(z/s) (Gemma 2) or nothing.
-    `backend` is one of `BACKENDS`, see `choose_backend`. `tile` is (tokens, vocabulary) of one tile; null chooses by device and V.
+    `backend` is one of `BACKENDS`, see `choose_backend`. `tile` is (tokens, vocabulary) of one tile; None chooses by device and V.
 
-    Where the head is frozen and hidden is not, forward keeps what backward needs and nothing is computed twice, unless the loss has an
-    entropy gradient. Raises ValueError when dtypes differ or the backend asked for does not apply.
+    If the head is frozen and hidden is not, forward stores what backward needs, so nothing is computed twice, unless the loss has an
+    entropy gradient. Raises ValueError if dtypes differ or the requested backend cannot compute these inputs.
     """
     for name, tensor in (("head", head), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise ValueError(
-                f"hidden is {hidden.dtype} and {name} is {tensor.dtype}; cast one, the product would silently be computed in another"
+                f"hidden is {hidden.dtype} but {name} is {tensor.dtype}; cast one, or the product would silently use another dtype"
             )
     assert hidden.shape[1] == head.shape[1], (hidden.shape, head.shape)
     assert bias is None or bias.shape == head.shape[:1], (bias.shape, head.shape)
@@ -71,12 +71,12 @@ def choose_backend(
     has_bias: bool = False,
     softcap: float | None = None,
 ) -> str:
-    """`torch`, `triton` or `liger` for inputs and a head of this kind; `vocabulary` null is taken for large.
+    """`torch`, `triton` or `liger` for such inputs and such a head; a `vocabulary` of None counts as large.
 
-    `auto` takes Triton on CUDA where it is installed, else torch; torch also for a vocabulary narrower than a tile: a toy's logits are
-    too few to be worth the seconds that compiling a kernel takes.
+    `auto` chooses Triton on CUDA if it is installed, else torch. It also chooses torch for a vocabulary narrower than a tile: a toy
+    model's few logits are not worth the seconds of compiling a kernel.
 
-    Raises ValueError naming the reason when the backend asked for does not apply.
+    Raises ValueError with the reason if the requested backend cannot compute these inputs.
     """
     if name == "auto":
         wide = vocabulary is None or vocabulary >= TILE_CUDA[0]
@@ -99,10 +99,10 @@ def _no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     if dtype == torch.float64:
-        return "its kernels compute in float32, and these tensors are float64"
+        return "its kernels compute in float32, but these tensors are float64"
     if device.type != "cuda":
         from triton import knobs
 
         if not knobs.runtime.interpret:
-            return f"it needs CUDA, and this is {device.type}"
+            return f"it needs CUDA, but this is {device.type}"
     return None

@@ -1,4 +1,4 @@
-"""What happens inside a tile of logits, in plain torch: for the CPU, and wherever Triton is not. See `rlx.kernels.tiles.Rows`."""
+"""The computation inside a tile of logits, in plain torch: for the CPU, and without Triton. See `rlx.kernels.tiles.Rows`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.kernels.tiles import Form, Softmax, Sums
 def absorb(
     x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
 ) -> Tensor | None:
-    """Add the tile to `sums`; with `weights`, fill it and return the factor for what was summed before. See `Rows`."""
+    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `Rows`."""
     z, slope = _logits(x, inverse_temperature, bias, form)
     inside, at = _inside(labels, z.shape[1])
     sums.target += torch.where(inside, z.gather(1, at)[:, 0], 0)
@@ -44,8 +44,8 @@ def to_gradient(
     """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x. See `Rows`."""
     z, slope = _logits(x, inverse_temperature, bias, form)
     z -= softmax.maximum[:, None]
-    p = z.exp()  # times the total
-    plain = form.softcap is None  # then ∂z/∂x is one number a token, and goes into the numbers of the token
+    p = z.exp()  # p · total
+    plain = form.softcap is None  # then ∂z/∂x is one number per token, so it can join the other per-token factors
     per_token = slope[:, 0] if plain else torch.ones_like(c)
     share = per_token / softmax.total
     if e is None:
@@ -60,7 +60,7 @@ def to_gradient(
 
 
 def _logits(x: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """(z [n, v], ∂z/∂x, [n, 1] or [n, v]) of a tile of raw products, which is overwritten."""
+    """(z [n, v], ∂z/∂x [n, 1] or [n, v]) of a tile of raw products. Overwrites the tile."""
     if bias is not None:
         x += bias
     slope = inverse_temperature[:, None] * form.scale
@@ -71,5 +71,5 @@ def _logits(x: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: F
 
 
 def _inside(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """([n] whether the label is in the tile, [n, 1] an index that always is)."""
+    """([n] whether the label is in the tile, [n, 1] an index that is always inside it)."""
     return (labels >= 0) & (labels < width), labels.clamp(0, width - 1)[:, None]

@@ -1,7 +1,7 @@
-"""What happens inside a tile of logits, as Triton kernels: one pass over the tile forward, one backward. See `rlx.kernels.tiles.Rows`.
+"""The computation inside a tile of logits, as Triton kernels: one pass over the tile forward, one backward. See `rlx.kernels.tiles.Rows`.
 
-The products around them are cuBLAS's, with float32 results. float32 inside. Runs on CPU tensors under `TRITON_INTERPRET=1` (tests).
-Memory traffic a tile: forward reads it once, backward reads it once and writes ∂L/∂x in the dtype of the products.
+cuBLAS computes the products around them, with float32 results. The kernels compute in float32. With `TRITON_INTERPRET=1` they run on CPU
+tensors (tests). Per tile, forward reads it once; backward reads it once and writes ∂L/∂x in the dtype of the products.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def absorb_kernel(
     num_columns, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: add its columns to the running sums; with weights, write exp(z − max)·∂z/∂x in a second pass."""
+    """One program per row: add its columns to the running sums; with weights, write exp(z − max)·∂z/∂x in a second pass."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * num_columns
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
@@ -85,7 +85,7 @@ def gradient_kernel(
     num_columns, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and block of columns: raw products in, ∂L/∂x out."""
+    """One program per row and block of columns: raw products in, ∂L/∂x out."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -104,7 +104,7 @@ def gradient_kernel(
 def absorb(
     x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
 ) -> Tensor | None:
-    """Add the tile to `sums`; with `weights`, fill it and return the factor for what was summed before. See `Rows`."""
+    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `Rows`."""
     assert x.is_contiguous(), x.stride()
     n, v = x.shape
     shrink = None if weights is None else torch.empty_like(sums.maximum)
@@ -128,7 +128,7 @@ def to_gradient(
     form: Form,
     dtype: torch.dtype,
 ) -> Tensor:
-    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x, in x itself where the dtype allows. See `Rows`."""
+    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x, written into x if the dtype allows. See `Rows`."""
     assert x.is_contiguous(), x.stride()
     n, v = x.shape
     out = x if x.dtype == dtype else torch.empty(n, v, dtype=dtype, device=x.device)

@@ -1,19 +1,19 @@
-"""The walk over tiles of tokens × vocabulary that `rlx.kernels.logprob` is made of, and its gradient.
+"""The walk over tiles of tokens × vocabulary behind `rlx.kernels.logprob`, and its gradient.
 
 With raw product x = hWᵀ + b, logits z = softcap(scale·x)/τ, p = softmax(z), H the entropy, c = ∂L/∂logp, e = ∂L/∂H:
     ∂L/∂z = c (onehot(y) − p) − e p (log p + H),    dh = (∂L/∂z · ∂z/∂x) W,    dW = (∂L/∂z · ∂z/∂x)ᵀ h
-Forward keeps of each token m = max z, s = Σ exp(z − m) and the mean of z − m, backward makes each tile again: p = exp(z − m) / s and
-log p + H = z − m − mean. The log-sum-exp itself would not do: logits that share an offset of −1000 round it to 3e-5 in float32, the
-probabilities would sum to as much more or less than 1, and the common part of the head's rows would count that often. The vocabulary is
-the outer loop: a slice of the head and its gradient stay near the cores while the tokens pass by, and the head's gradient needs no buffer
-beside itself.
+For each token, forward stores m = max z, s = Σ exp(z − m) and the mean of z − m. Backward recomputes each tile from them:
+p = exp(z − m) / s and log p + H = z − m − mean. Storing the log-sum-exp instead would lose precision: logits with a common offset of
+−1000 round it to 3e-5 in float32. The probabilities would then miss a sum of 1 by as much, and the common part of the head's rows would
+enter the gradient with that error. The vocabulary is the outer loop: a slice of the head and its gradient stay in cache while the tokens
+pass by, and the head's gradient needs no extra buffer.
 
-A frozen head (LoRA) needs ∂logp/∂h = ∂z_y/∂x W[y] − Σ p ∂z/∂x W alone. Forward gathers it, rescaling as the maximum moves, and backward
-is one product with c. An entropy gradient is not in it; then backward makes the tiles again.
+With a frozen head (LoRA), backward needs only ∂logp/∂h = ∂z_y/∂x W[y] − Σ p ∂z/∂x W. Forward accumulates it, rescaling as the maximum
+moves, so backward is one product with c. An entropy gradient is not part of it; in that case backward recomputes the tiles.
 
-Memory beyond inputs and gradients: one tile of float32 logits and what the row functions need beside it, a float32 [N, D] sum (only where
-hidden is 16 bit, or the head frozen) and a float32 gradient of one slice of the head. Work: 8 N·D·V operations, 4 with a frozen
-head; naive 6. Knows torch; what happens inside a tile is the business of `Rows`.
+Memory beyond inputs and gradients: one tile of float32 logits and the temporary tensors of the row functions; a float32 [N, D] sum (only
+if hidden is 16 bit or the head frozen); a float32 gradient of one slice of the head. Work: 8 N·D·V operations, 4 with a frozen
+head; naive 6. `Rows` defines the computation inside a tile.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# (vocabulary, elements) of one tile. CPU: 4 MiB of float32 logits, near the cores; GPU: 128 MiB, long products.
+# (vocabulary, elements) of one tile. CPU: 4 MiB of float32 logits fit the cache. GPU: 128 MiB make long products.
 TILE_CPU = (1024, 1024 * 1024)
 TILE_CUDA = (4096, 8192 * 4096)
-LOWEST = -1e37  # a maximum before any logit is seen; not infinite, so that differences from it are numbers
+LOWEST = -1e37  # the initial maximum; finite, so that differences from it are numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Form:
 
 @dataclass(slots=True)
 class Sums:
-    """Running over the vocabulary, [n] each: max z, Σ exp(z − max), Σ exp(z − max)·(z − max), and z at the label (0 until it is met)."""
+    """Running sums over the vocabulary, [n] each: max z, Σ exp(z − max), Σ exp(z − max)·(z − max), and z at the label (0 at first)."""
 
     maximum: Tensor
     total: Tensor
@@ -53,31 +53,33 @@ class Sums:
         return cls(torch.full((n,), LOWEST, dtype=dtype, device=device), *zeros)
 
     def part(self, rows: slice) -> Sums:
-        """Views of some tokens."""
+        """Views of a range of tokens."""
         return Sums(self.maximum[rows], self.total[rows], self.weighted[rows], self.target[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What makes probabilities of logits, [n] each: p = exp(z − maximum) / total, and log p + H = z − maximum − mean."""
+    """Turns logits into probabilities, [n] each: p = exp(z − maximum) / total, and log p + H = z − maximum − mean."""
 
     maximum: Tensor  # max z
     total: Tensor  # Σ exp(z − max), at least 1
     mean: Tensor  # Σ p (z − max)
 
     def part(self, rows: slice) -> Softmax:
-        """Views of some tokens."""
+        """Views of a range of tokens."""
         return Softmax(self.maximum[rows], self.total[rows], self.mean[rows])
 
 
 class Rows(Protocol):
-    """What happens inside a tile x [n, v] of raw products (without bias), which is overwritten. `labels` [n] count from the tile's
-    first column and may lie outside it; `inverse_temperature` [n]; `bias` [v] or null."""
+    """The computation inside a tile x [n, v] of raw products (without bias). It overwrites the tile.
+
+    `labels` [n] count from the tile's first column and may lie outside it; `inverse_temperature` is [n]; `bias` is [v] or None.
+    """
 
     def absorb(
         self, x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
     ) -> Tensor | None:
-        """Add the tile to `sums`. With `weights` [n, v]: fill it with exp(z − max)·∂z/∂x and return exp(old max − new max) [n]."""
+        """Add the tile to `sums`. With `weights` [n, v], fill it with exp(z − max)·∂z/∂x and return exp(old max − new max) [n]."""
         ...
 
     def to_gradient(
@@ -92,7 +94,7 @@ class Rows(Protocol):
         form: Form,
         dtype: torch.dtype,
     ) -> Tensor:
-        """∂L/∂x [n, v] in `dtype` (may be x itself), from c and e [n], the gradients of logp and entropy (e null: none)."""
+        """∂L/∂x [n, v] in `dtype` (may be x itself), from c and e [n], the gradients of logp and entropy (e None: no entropy gradient)."""
         ...
 
 
@@ -114,7 +116,7 @@ def tiled_logprob(
 
 
 def _tile(vocabulary: int, cuda: bool) -> tuple[int, int]:
-    """(tokens, vocabulary) of one tile: a small vocabulary gets more tokens, so that a toy model takes one tile."""
+    """(tokens, vocabulary) of one tile. A small vocabulary gets more tokens, so that a toy model needs only one tile."""
     columns, elements = TILE_CUDA if cuda else TILE_CPU
     columns = min(columns, vocabulary)
     return elements // columns, columns
@@ -138,7 +140,7 @@ class _Logprob(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         inverse_temperature = temperature.to(dtype).reciprocal()
         sums = Sums.start(len(hidden), dtype, hidden.device)
-        d_logp = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if frozen else None  # ∂logp/∂h; first Σ exp(z − max) ∂z/∂x W
+        d_logp = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if frozen else None  # Σ exp(z − max) ∂z/∂x W, later ∂logp/∂h
         for columns in _slices(len(head), tile[1]):
             w, b = _operand(head[columns]), None if bias is None else bias[columns]
             for block in _slices(len(hidden), tile[0]):
@@ -150,7 +152,7 @@ class _Logprob(torch.autograd.Function):
                     d_logp[block] *= shrink[:, None]
                     _add_product(d_logp[block], weights, w)
         log_total, mean = sums.total.log(), sums.weighted / sums.total
-        logp = sums.target - sums.maximum - log_total  # in this order: exact where one token has all the mass
+        logp = sums.target - sums.maximum - log_total  # in this order, so that it is exact if one token has all the mass
         entropy = log_total - mean
         if d_logp is not None:
             d_logp.div_(sums.total[:, None]).neg_()
@@ -209,21 +211,21 @@ def _slope(target: Tensor, inverse_temperature: Tensor, form: Form) -> Tensor:
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """As the products take it: 16-bit matrices are float32 on CPU, where there is no 16-bit product with a float32 result."""
+    """The matrix as the products need it. On CPU, 16-bit matrices become float32: there is no 16-bit product with a float32 result."""
     return matrix if matrix.is_cuda or matrix.dtype in (torch.float32, torch.float64) else matrix.float()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in float32 for 16-bit inputs: logits rounded to bfloat16 would be wrong by 1e-2 nats."""
+    """a @ b, accumulated and returned in float32 for 16-bit inputs: rounding logits to bfloat16 would err by 1e-2 nats."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in the precision of `total`, added inside the product: no [n, D] beside it.
+    """total += a @ b in the precision of `total`. The product itself adds, so no extra [n, D] is needed.
 
-    With `out_dtype`, torch takes a float32 summand of 16-bit factors since 2.10 (pytorch#167931; until then #154086); `out` may be it.
+    With `out_dtype`, torch accepts a float32 summand for 16-bit factors since 2.10 (pytorch#167931, #154086); `out` may be the summand.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

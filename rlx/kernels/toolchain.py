@@ -1,6 +1,6 @@
-"""Whether Triton can compile and start a kernel on this machine: asked once when a role starts, not after minutes of loading and rollouts.
+"""Check whether Triton can compile and launch a kernel here. A role checks once at its start, not after minutes of loading and rollouts.
 
-Triton builds its access to the driver with a C compiler and Python's headers, when its first kernel is launched.
+When Triton launches its first kernel, it builds its driver bindings with a C compiler and Python's headers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def check_triton(start: Callable[[], None] | None = None) -> None:
-    """Raise ValueError that names what is missing unless a small kernel can be compiled and launched on the current CUDA device.
+    """Raise ValueError, naming the missing part, unless a small kernel compiles and launches on the current CUDA device.
 
-    `start` does it; None: `launch`.
+    `start` compiles and launches it; None means `launch`.
     """
     try:
         (start or launch)()
-    except Exception as error:  # of Triton, its compiler, the C compiler, the loader, the driver: each has its own kinds
+    except Exception as error:  # Triton, its compiler, the C compiler, the loader and the driver each raise their own types
         raise ValueError(
             f"Triton cannot compile a kernel on this machine: {_missing(error)}; "
             "or do without Triton: model.logprob_backend=torch model.liger=false"
@@ -39,17 +39,17 @@ def launch(device: str = "cuda") -> None:
 
 
 def _missing(error: Exception) -> str:
-    """What is not there and how to get it; the error itself where all is there that is known to be needed."""
+    """The missing part and how to get it. If every known part is there, the error itself."""
     given = os.environ.get("CC")
     if given is not None and shutil.which(given) is None:
-        return f"CC is `{given}`, and there is no such program; unset it, or set it to a C compiler"
+        return f"CC is `{given}`, but there is no such program; unset it, or set it to a C compiler"
     if given is None and shutil.which("gcc") is None and shutil.which("clang") is None:
-        return "it needs a C compiler, and neither gcc nor clang is on PATH; install one (apt-get install gcc; module load gcc), or set CC"
+        return "it needs a C compiler, but neither gcc nor clang is on PATH; install one (apt-get install gcc; module load gcc), or set CC"
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").is_file():
         version = sysconfig.get_python_version()
         return (
-            f"it needs Python's headers, and there is no {headers / 'Python.h'}; install them (apt-get install python{version}-dev; "
-            f"dnf install python{version}-devel), or take a Python that has them, as uv's do"
+            f"it needs Python's headers, but there is no {headers / 'Python.h'}; install them (apt-get install python{version}-dev; "
+            f"dnf install python{version}-devel), or use a Python that has them, such as uv's"
         )
     return f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""The processes that a supervisor has started: starting them, knowing of their ends, ending them, and the reaper that outlives us.
+"""The child processes of a supervisor: start them, notice when they exit, stop them. Also starts the reaper, which outlives the supervisor.
 
-Each has its own process group and a log file, and dies with the supervisor. Ends are seen through pidfds.
+Each child has its own process group and log file, and dies with the supervisor. Exits are noticed through pidfds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Child:
 
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
-    pidfd: int  # -1 once it has done its work and is forgotten
+    pidfd: int  # -1 after `Children.forget`
     started: float = field(default_factory=time.time)
-    look: int = 0  # the look at which its end was first seen; 0: none yet
+    look: int = 0  # number of the look that first saw its exit; 0: still running
 
     @property
     def running(self) -> bool:
@@ -39,7 +39,7 @@ class Children:
     """All processes of one attempt."""
 
     def __init__(self, starter: Starter, token: str, reaper: Callable[[], subprocess.Popen[bytes]]) -> None:
-        """`token`: the value of the run's mark in their environment. `reaper` starts one."""
+        """`token`: value of RLX_RUN_TOKEN in the children's environment. `reaper`: starts a reaper process."""
         self.all: list[Child] = []
         self.starter, self.token = starter, token
         self._new_reaper = reaper
@@ -48,13 +48,13 @@ class Children:
     # -- the reaper
 
     def start_reaper(self) -> None:
-        """Start the process that kills what is left if we are killed; it is told of every process group."""
+        """Start the reaper, which kills the remaining processes if the supervisor is killed, and send it every process group."""
         self.reaper = self._new_reaper()
         for child in self.all:
             self._tell_reaper(f"+{child.process.pid}")
 
     def keep_reaper(self) -> None:
-        """Start another one where somebody has killed it."""
+        """Start a new reaper if the current one was killed."""
         if self.reaper.poll() is not None:
             self.start_reaper()
 
@@ -68,13 +68,13 @@ class Children:
         try:
             self.reaper.stdin.write(f"{line}\n".encode())
             self.reaper.stdin.flush()
-        except BrokenPipeError:  # it was killed; `keep_reaper` starts another
+        except BrokenPipeError:  # the reaper was killed; `keep_reaper` starts another
             pass
 
-    # -- starting and seeing
+    # -- starting and looking
 
     def start(self, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> Child:
-        """Start a process with its output in `log`. Raises OSError or ValueError (MissingGPU) when it cannot be started."""
+        """Start a process and append its output to `log`. Raises OSError or ValueError (MissingGPU) if it cannot start."""
         argv, its_environment = self.starter.command(spec, environment)
         with log.open("ab") as file:
             process = subprocess.Popen(
@@ -92,7 +92,7 @@ class Children:
         return child
 
     def look(self) -> tuple[Process, ...]:
-        """All processes as they are now."""
+        """The current state of all processes."""
         self._looks += 1
         seen = []
         for child in self.all:
@@ -103,17 +103,17 @@ class Children:
             seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look))
         return tuple(seen)
 
-    # -- ending
+    # -- stopping
 
     def forget(self, child: Child) -> None:
-        """One has done its work: its number may soon be another's. What it left running ends now."""
+        """Stop tracking a finished child, because its pid may be reused. Kills any process that it left running."""
         kill_all([child.process.pid], token=None)
         os.close(child.pidfd)
         child.pidfd = -1
         self._tell_reaper(f"-{child.process.pid}")
 
     def stop(self, grace: float, say: Callable[[str], None]) -> None:
-        """End everything that was started: SIGTERM, `grace` seconds, SIGKILL; then whatever escaped its group."""
+        """Stop all children: SIGTERM, wait `grace` seconds, SIGKILL. Then kill the processes that left their group."""
         running = [child for child in self.all if child.running]
         if running and not self.starter.terminate():
             for child in running:
@@ -123,17 +123,17 @@ class Children:
             time.sleep(0.02)
         survivors = [child.spec.name for child in self.all if child.running]
         if survivors:
-            say(f"killing {', '.join(survivors)}: still there {grace:g} s after SIGTERM")
+            say(f"killing {', '.join(survivors)}: still running {grace:g} s after SIGTERM")
             self.starter.kill(survivors)
         left = kill_all([child.process.pid for child in self.all if child.pidfd >= 0], self.token)
         if left:
-            say(f"processes {left} do not end even on SIGKILL")
+            say(f"processes {left} survive SIGKILL")
         for child in self.all:
             if child.process.pid not in left:
                 child.process.wait()
 
 
 def start_reaper(run_dir: Path, token: str, num_lines: int, lock_fd: int) -> subprocess.Popen[bytes]:
-    """Start a reaper. It inherits the run's lock: the directory is free only when nothing of the run is left."""
+    """Start a reaper. It inherits the run's lock, so the directory stays locked until no process of the run is left."""
     command = [sys.executable, "-m", "rlx.launch.reaper", str(run_dir), token, str(num_lines)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock_fd,))

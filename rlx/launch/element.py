@@ -1,6 +1,6 @@
-"""One run of a local sweep, in a process of its own: `python -m rlx.launch.element RUN_DIR`.
+"""One run of a local sweep, in its own process: `python -m rlx.launch.element RUN_DIR`.
 
-The directory is made already, and CUDA_VISIBLE_DEVICES names those of the pool's GPUs that are this run's. Shows nothing: the pool does.
+The run directory exists already, and CUDA_VISIBLE_DEVICES lists this run's GPUs. Displays no progress; the pool does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(run_dir: str) -> int:
     if not lock.exclusive():
         print(f"{paths.root} is in use by another run", file=sys.stderr)
         return 1
-    # The directory may have been waiting for its turn for days, and nobody held it.
+    # The directory may have waited in the pool for days without a lock, so its state may have changed.
     status = read_status(paths)
     if status is not None and status.state == "completed":
         return 0

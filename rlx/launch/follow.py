@@ -1,6 +1,7 @@
-"""Staying in front of a SLURM job until it is over, however it ends.
+"""Follow a SLURM job in the foreground until it ends.
 
-Reads the run's status and asks SLURM now and then whether the job still lives. Ends nothing: the job goes on when this process ends.
+Reads the run's status and asks SLURM every few seconds whether the job is still alive. Stops nothing: the job continues when this
+process exits.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from rlx.paths import RunPaths
 from rlx.runs.jobs import ENDED, GONE, queue
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
-ASK = 3.0  # seconds between two questions to the controller
-LATE = 3  # questions in a row to which a job is gone, before a run without a final status is taken for lost: files arrive late
+ASK = 3.0  # seconds between two queries to the SLURM controller
+LATE = 3  # consecutive queries that must report the job as gone before a run without a final status counts as lost: files arrive late
 
 
 def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> int:
-    """Wait until the job has ended; the run's exit code. A preempted run whose job waits again is not over."""
+    """Wait until the job has ended and return the run's exit code. A preempted run whose job is queued again has not ended."""
     asked, gone = 0.0, 0
     try:
         while True:
@@ -37,7 +38,7 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
                 observer.update()
             time.sleep(UPDATE)
     except KeyboardInterrupt:
-        print(f"\njob {job_id} goes on; end it with: scancel {job_id}", file=sys.stderr)
+        print(f"\njob {job_id} continues; stop it with: scancel {job_id}", file=sys.stderr)
         raise
     assert status.exit_code is not None
     if observer is not None:
@@ -46,10 +47,10 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
 
 
 def close(paths: RunPaths, job_id: str, state: str) -> Status:
-    """The final status of a run whose job is over; written here where the supervisor did not live to write it."""
+    """Return the final status of a run whose job has ended. Writes it if the supervisor died before it could."""
     status = read_status(paths)
     assert status is not None
-    # A run that left for a preemption waits with its job: cancelled or forgotten then, nothing of it had failed.
+    # A preempted run waits in the queue. If its job is then cancelled or forgotten, the run has not failed.
     waited = status.state == "preempted"
     if (status.state in FINAL and not waited) or (waited and state == "PREEMPTED"):
         return status
@@ -71,5 +72,5 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
 def _state(job_id: str) -> str:
     try:
         return queue().get(job_id, GONE)
-    except RuntimeError:  # a controller that does not answer now may do so later
+    except RuntimeError:  # the controller does not answer; it may later
         return "UNKNOWN"

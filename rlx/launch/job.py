@@ -1,7 +1,7 @@
-"""What submitit starts instead of its own module: the same, but it does not outwait a launcher that is gone.
+"""Replaces submitit's entry module for local jobs: it does the same, but exits when the launcher is gone.
 
-submitit starts the job first and hands over its pickle afterwards; a launcher killed in between would leave a job that waits a
-minute for it. Command line: LAUNCHER_PID LAUNCHER_START_TIME -u -m submitit.core._submit FOLDER.
+submitit starts the job first and writes the job's pickle afterwards. If the launcher is killed in between, submitit's own module
+waits a minute for the pickle. Command line: LAUNCHER_PID LAUNCHER_START_TIME -u -m submitit.core._submit FOLDER.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The local launch: the supervisor runs as a submitit job on this machine, and the launcher stays in front of it until it ends.
-
-Knows submitit's LocalExecutor and the signals of a terminal. Knows nothing of what the plan's processes are.
-"""
+"""The local launch: the supervisor runs as a submitit job on this machine, and the launcher waits in the foreground until it ends."""
 
 from __future__ import annotations
 
@@ -24,28 +21,28 @@ from rlx.process import disk_is_full, full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
-POLL = 0.1  # seconds between two looks at the job
+POLL = 0.1  # seconds between two checks of the job
 UPDATE = 0.2  # seconds between two calls of the observer
-MARGIN = 3.0  # seconds beyond `grace` that the supervisor gets to stop everything, before it is taken for stuck
-YEAR = 366 * 24 * 60  # minutes; submitit's local jobs end after two by default
+MARGIN = 3.0  # seconds beyond `grace` that the supervisor has to stop everything before it counts as stuck
+YEAR = 366 * 24 * 60  # minutes; submitit's local jobs time out after two by default
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Observer(Protocol):
-    """Who shows the run while it lives."""
+    """Displays a run while it is alive."""
 
     def update(self) -> None:
         """Called about five times a second."""
 
     def close(self, exit_code: int) -> None:
-        """Called once, when nothing of the run is left."""
+        """Called once, after the last process of the run has exited."""
 
 
 def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None = None) -> int:
     """Run the plan in `paths.plan` and return the run's exit code: 0, 1 or 130. Call it on the main thread.
 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run; a second one kills it at once.
-    Whatever ends this process ends the run too.
+    The run also stops when this process dies.
     """
     try:
         return _launch(paths, limits, lock, observer)
@@ -65,8 +62,8 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
     executor = LocalExecutor(paths.root / ".submitit", python=job_command)
     executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
     requests: list[int] = []
-    # A Ctrl-C goes to all processes of the terminal's foreground group; submitit's would kill the supervisor one second later.
-    # They inherit that it is ignored, and the launcher alone acts on it.
+    # Ctrl-C reaches every process of the terminal's foreground group, and submitit's process would kill the supervisor a second later.
+    # So the children inherit that these signals are ignored, and only the launcher acts on them.
     before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
     try:
         job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher))
@@ -75,7 +72,7 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
                 signal.signal(signum, lambda number, frame: requests.append(number))
         try:
             _follow(limits, job, token, requests, observer)
-        except BaseException:  # of the observer: a run without its launcher is no run
+        except BaseException:  # the observer failed: stop the run, because a run must not outlive its launcher
             requests.append(signal.SIGTERM)
             _follow(limits, job, token, requests, None)
             raise
@@ -93,7 +90,7 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
 
 
 def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None]) -> int:
-    """What the submitit job does."""
+    """The function that the submitit job runs."""
     paths = RunPaths(Path(run_dir))
     lock = RunLock(paths)
     lock.share()
@@ -112,14 +109,14 @@ def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher:
 
 
 def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
-    """Wait for the job's end; pass on requests to stop, and give up when the job does not stop."""
+    """Wait until the job ends. Forwards stop requests, and gives up if the job does not stop in time."""
     updated = asked = 0.0
     deadline = float("inf")
     while not job.done():
         now = time.monotonic()
-        if requests and now - asked > 0.5:  # repeated: a job that is just starting may miss the first
+        if requests and now - asked > 0.5:  # send SIGTERM repeatedly: a job that is just starting may miss the first
             if not asked:
-                print("stopping the run; once more kills it at once", file=sys.stderr, flush=True)
+                print("stopping the run; a second signal kills it at once", file=sys.stderr, flush=True)
                 deadline = now + limits.grace + MARGIN
             asked = now
             os.kill(int(job.job_id), signal.SIGTERM)
@@ -134,12 +131,12 @@ def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int],
 
 
 def _end(paths: RunPaths, limits: Limits, job: LocalJob[int], token: str) -> None:
-    """Leave nothing of the job behind, whether it ended, is stuck, or lost one of its own processes."""
+    """Kill what is left of the job, whether it ended, is stuck, or lost one of its own processes."""
     status = read_status(paths)
     assert status is not None
     supervisor = status.supervisor["pid"] if status.supervisor is not None else None
     if job.done() and supervisor is not None:
-        # submitit's process may have died alone; then the supervisor is about to stop everything by itself.
+        # If only submitit's process died, the supervisor is about to stop everything by itself.
         deadline = time.monotonic() + limits.grace + MARGIN
         while start_time(supervisor) is not None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -151,11 +148,11 @@ def _end(paths: RunPaths, limits: Limits, job: LocalJob[int], token: str) -> Non
 
 
 def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: bool) -> Status:
-    """The final status; written here where the supervisor did not live to write it."""
+    """Return the final status. Writes it if the supervisor died before it could."""
     status = read_status(paths)
     assert status is not None
     if interrupted and status.state == "failed" and status.cause is not None and status.cause.role == "supervisor":
-        status.finish("interrupted")  # it was stuck and had to be killed
+        status.finish("interrupted")  # the supervisor was stuck and had to be killed
         status.write(paths)
     if status.state in FINAL:
         return status
@@ -169,7 +166,7 @@ def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: 
             role="supervisor",
             replica=0,
             returncode=None,
-            reason=disk_is_full(paths.root) or "the supervisor died before it started anything",
+            reason=disk_is_full(paths.root) or "the supervisor died before it started any process",
             log=os.path.relpath(log, paths.root),
             last_lines=last_lines(log, limits.last_lines),
         )

@@ -1,8 +1,7 @@
-"""Finding and ending every process that a run has started, however it was started.
+"""Find and kill every process of a run, through `/proc` and signals.
 
-Knows `/proc` and signals. A process belongs to a run when its group or session was started by the supervisor, or when it
-carries the run's token in its environment: torchrun gives its workers sessions of their own, and vLLM's engine overwrites
-its environment with its title, so neither mark finds all alone.
+A process belongs to a run if the supervisor started its process group or session, or if its environment carries the run's token.
+Both tests are needed: torchrun gives its workers their own sessions, and vLLM's engine overwrites its environment with its title.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-TOKEN = "RLX_RUN_TOKEN"  # environment variable with a random value, the same in all processes of one attempt
+TOKEN = "RLX_RUN_TOKEN"  # environment variable; its random value is the same in all processes of one attempt
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with its pid it names a process for good. None: it does not live."""
+    """When a process started, in clock ticks since boot; `None` if it is not alive. Pid and start time identify a process uniquely."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def find(groups: Iterable[int], token: str | None) -> list[int]:
-    """The living processes (zombies are not) whose group or session is one of `groups` or that carry `token`."""
+    """Pids of the living processes whose group or session is in `groups` or whose environment carries `token`. Excludes zombies."""
     wanted = {str(group) for group in groups}
     mark = f"{TOKEN}={token}".encode()
     found = []
@@ -40,7 +39,7 @@ def find(groups: Iterable[int], token: str | None) -> list[int]:
 
 
 def kill_all(groups: Iterable[int], token: str | None, timeout: float = 5.0) -> list[int]:
-    """SIGKILL all processes that `find` names until two looks in a row see none; return those that still live after `timeout` seconds."""
+    """SIGKILL the processes that `find` returns until it returns none twice in a row; return those still alive after `timeout` seconds."""
     groups = list(groups)
     deadline = time.monotonic() + timeout
     quiet = 0
@@ -59,7 +58,7 @@ def kill_all(groups: Iterable[int], token: str | None, timeout: float = 5.0) -> 
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """What a child does between fork and exec so that it dies with the process `parent`, which calls this before it forks."""
+    """A `preexec_fn` that makes the child die with the process `parent`. `parent` calls this before it forks."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def before_exec() -> None:
@@ -70,7 +69,7 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of `/proc/PID/stat` from the state on: state, parent, group, session, …"""
+    """The fields of `/proc/PID/stat` from the third on: state, parent, group, session, …"""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -82,5 +81,5 @@ def _environment(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has exited, or belongs to another user
         return []

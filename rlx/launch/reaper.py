@@ -1,8 +1,7 @@
-"""The guardian of a run: a tiny process that outlives the supervisor by a moment and leaves nothing behind.
+"""The reaper: a small process that cleans up a run after its supervisor has died.
 
-It reads `+GROUP` and `-GROUP` lines from its standard input, a pipe whose other end only the supervisor holds. When the pipe
-ends, because the supervisor did, in whatever way, it kills what the supervisor had started and closes the run's status.
-Knows nothing of roles; imports the standard library and floor 1 only.
+It reads `+GROUP` and `-GROUP` lines from its standard input, a pipe whose other end only the supervisor holds. The pipe closes when
+the supervisor dies, for any reason. The reaper then kills the supervisor's remaining processes and writes the run's final status.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def main(run_dir: str, token: str, num_lines: int) -> None:
 
 
 def close_status(paths: RunPaths, num_lines: int) -> None:
-    """Where the run's status is not final, the supervisor died before it could say so: say it."""
+    """Mark the run as failed if its status is not final: the supervisor died before it could write one."""
     status = read_status(paths)
     if status is None or status.state in FINAL:
         return
@@ -40,7 +39,7 @@ def close_status(paths: RunPaths, num_lines: int) -> None:
         role="supervisor",
         replica=0,
         returncode=None,
-        reason="the supervisor died (killed, or out of memory); everything it had started was killed too",
+        reason="the supervisor died (killed, or out of memory); all its processes were killed too",
         log=str(log.relative_to(paths.root)),
         last_lines=last_lines(log, num_lines),
     )

@@ -2,9 +2,8 @@
 
     login node: submit(…) ── sbatch ──► first node of the job: submitit ──► Attempt(directory)() ──► Supervisor ──► one srun step a process
 
-A job holds nothing but the name of its run directory. When SLURM takes the machine away (time limit, preemption, requeue), the
-supervisor has the roles write a checkpoint, and the job goes back into the queue: the same job, the same directory, the next attempt.
-Knows submitit and SLURM's commands; knows nothing of what the plan's processes are.
+A job carries only the path of its run directory. When SLURM takes the machine away (time limit, preemption, requeue), the supervisor
+has the roles write a checkpoint, and the job goes back into the queue: same job, same directory, next attempt.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
 from rlx.runs.status import Cause, Status, read_status
 
-FOLDER = ".submitit"  # of a run or a sweep: what submitit writes for its jobs
-OLD_ATTEMPT = 60.0  # seconds for what is left of an earlier attempt to go
+FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
+OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
-"""What a job must not inherit: of a run, and of the array that it is one of, from inside which it is submitted; this host's GPUs."""
+"""Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, but it writes its script without a cluster too: whether there is one has been checked."""
+    """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -51,13 +50,13 @@ class _Executor(SlurmExecutor):
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ConfigError when a run or a sweep cannot be submitted from there."""
+    """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
     if "%" in str(directory):
-        raise ConfigError(f"sbatch takes the % in {directory} for a pattern to fill in.\n  fix: give another run.name= or run.dir=")
+        raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 
 
 def sbatch_options(cfg: Config, name: str, code: Path | None = None) -> dict[str, Any]:
-    """What submitit is told of a job for this configuration; `code`: the copy of the code that it runs."""
+    """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
     options: dict[str, Any] = {
         "job_name": name,
@@ -76,7 +75,7 @@ def sbatch_options(cfg: Config, name: str, code: Path | None = None) -> dict[str
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
-        # --signal=B: only the batch script is told, which is the supervisor
+        # --signal=B: only the batch script gets the signal, and that is the supervisor
         "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **slurm.options},
     }
     return {name: value for name, value in options.items() if value is not None}
@@ -88,16 +87,16 @@ def _exports(code: Path | None) -> list[str]:
 
 
 def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
-    # A signal before its handler stands would end the job: it is ignored until then.
+    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then.
     executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
-    # As they are: submitit would take the memory for a number of GB, and name a key for accounting that the cluster may not have.
+    # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
     executor.parameters |= {"mem": options["mem"], "wckey": None}
     return executor
 
 
 def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
-    """The script that is given to sbatch, for one run or for an array of `count`; `code`: the copy of the code that they run."""
+    """The sbatch script for one run or for an array of `count` runs. `code`: the code snapshot that they run."""
     executor = _executor(folder, sbatch_options(cfg, name, code))
     if count > 1:
         executor.parameters["map_count"] = count
@@ -105,26 +104,26 @@ def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1, code: Pa
 
 
 def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> list[str]:
-    """Submit runs whose directories are made, with equal `sbatch_options`, as one job or one array; their job ids.
+    """Submit runs with existing directories and equal `sbatch_options` as one job or one array; return their job ids.
 
-    The caller holds the runs' locks meanwhile: a job that starts at once waits for them, and finds its own number noted.
-    Raises RuntimeError with SLURM's words when it does not take the job.
+    The caller holds the runs' locks meanwhile. A job that starts at once waits for the lock, and by then its id is recorded.
+    Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     for paths, cfg in runs:
         Status(max_steps=cfg.max_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
-        paths.job.unlink(missing_ok=True)  # the job would take an earlier one's number for that of its successor
+        paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs), code))
     executor = _executor(folder, sbatch_options(runs[0][1], name, code))
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
         jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
-    except Exception as error:  # submitit passes on what sbatch said in exceptions of several kinds
+    except Exception as error:  # submitit reports sbatch's errors through several exception types
         said = getattr(error, "stderr", None) or str(error)
         reason = said.decode(errors="replace") if isinstance(said, bytes) else said
         for paths, cfg in runs:
-            _fail(paths, Status(max_steps=cfg.max_steps), f"SLURM did not take the job: {reason.strip()}")
-        raise RuntimeError(f"SLURM did not take the job: {reason.strip()}") from error
+            _fail(paths, Status(max_steps=cfg.max_steps), f"SLURM rejected the job: {reason.strip()}")
+        raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
@@ -133,13 +132,13 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
 
 
 class Attempt:
-    """What the SLURM job does: one attempt at the run of a directory."""
+    """The function that the SLURM job runs: one attempt at the run in a directory."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
 
     def __call__(self) -> float | None:
-        """Run it; the final reward. Leaves with the run's exit code where it is not 0."""
+        """Run the attempt and return the final reward. Raises SystemExit with the run's exit code if that is not 0."""
         try:
             return self._run()
         except OSError as error:
@@ -150,12 +149,12 @@ class Attempt:
 
     def _run(self) -> float | None:
         received: list[int] = []
-        for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without a word in the status
+        for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
         paths = RunPaths(Path(self.run_dir))
         cfg = load_run(paths.root)
         environment = JobEnvironment()
-        # `12_5` for one of an array, never SLURM_JOB_ID: that of the last one is the array's, and SLURM would act on all of them.
+        # For an array task this is `12_5`. SLURM_JOB_ID must not be used: for the last task it is the array's id, and SLURM acts on all.
         job = environment.job_id
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         lock = RunLock(paths)
@@ -173,7 +172,7 @@ class Attempt:
         self._may_start(paths, cfg, status, restarts)
         if restarts or has_begun(paths):
             start = rewind(paths)
-            print(f"going on after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
+            print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
@@ -192,7 +191,7 @@ class Attempt:
         return final_reward(paths)
 
     def _leave_to_others(self, paths: RunPaths, job: str) -> None:
-        """Leave, with the directory as it is, when the run is done or was given to another job since: this one's number was lost."""
+        """Exit without touching the directory if the run is completed or now belongs to another job."""
         status, other = read_status(paths), job_of(paths)
         if status is not None and status.state == "completed":
             print(f"{paths.root} is completed; job {job} has nothing to do", file=sys.stderr)
@@ -202,28 +201,30 @@ class Attempt:
             raise SystemExit(1)
 
     def _may_start(self, paths: RunPaths, cfg: Config, status: Status, restarts: int) -> None:
-        """Leave when the job has come back too often, or the code is not what it was when the job was submitted."""
+        """Exit if the job was requeued too often, or if the code has changed since the job was submitted."""
         if restarts > cfg.launcher.max_requeues:
             _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
             raise SystemExit(1)
         change = code_change(paths)
         if change and cfg.launcher.code_changes == "refuse":
-            _fail(paths, status, f"{change}; go on with resume=latest, or next time with launcher.code_changes=snapshot or =warn")
+            _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
             raise SystemExit(1)
         if change:
             print(f"warning: {change}", flush=True)
 
     def _requeue(self, paths: RunPaths, cfg: Config, supervisor: Supervisor, job_id: str, restarts: int) -> int:
-        """Put the job back into the queue, unless SLURM has done so or it was too often; the exit code."""
+        """Requeue the job unless SLURM has done so or the limit is reached; return the exit code."""
         status = supervisor.status
         if restarts_of(job_id) > restarts:
             return status.exit_code or 0
-        if supervisor.interrupted or is_ending(job_id):  # cancelled since: to requeue it would bring it back
+        if supervisor.interrupted or is_ending(job_id):  # the job was cancelled; a requeue would revive it
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0
         if restarts >= cfg.launcher.max_requeues:
-            _fail(paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; go on with resume=latest")
+            _fail(
+                paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; continue with resume=latest"
+            )
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -231,7 +232,7 @@ class Attempt:
         except RuntimeError as error:
             refused = str(error)
         if refused is not None:
-            _fail(paths, status, f"preempted, and SLURM does not requeue the job: {refused}; go on with resume=latest")
+            _fail(paths, status, f"preempted, and SLURM refuses to requeue the job: {refused}; continue with resume=latest")
             return 1
         print("back in the queue", flush=True)
         return status.exit_code or 0

@@ -1,7 +1,7 @@
-"""How a process of the plan is started on its host: as a process group on this machine, or as a step of a SLURM job.
+"""Command lines that start a process of the plan: as a process group on this machine, or as a step of a SLURM job.
 
-The supervisor starts, watches and stops what a `Starter` gives it, always a local child process: the role itself, or the `srun` that
-stands for it. Knows the command lines; knows nothing of when a process is started and what its end means.
+The supervisor always starts, watches and stops a local child process. With `LocalStarter` the child is the role itself; with
+`SrunStarter` it is the `srun` that runs the role.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from rlx.runs.jobs import ask
 from rlx.types import ProcessSpec
 
 NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")
-"""Variables of the job that `srun` would take for options of the step."""
+"""Variables of the job that `srun` would read as options of the step."""
 
 
 class Starter(Protocol):
-    """What the supervisor must be told of the place where processes run."""
+    """Starts and stops processes in one kind of place."""
 
-    remote: bool  # whether the child process stands for one that may run elsewhere, so that its pid is not the role's
+    remote: bool  # the role may run on another host, so the child's pid is not the role's
 
     def host(self, spec: ProcessSpec) -> str:
-        """Name of the host a process runs on."""
+        """Name of the host on which a process runs."""
 
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """`(argv, environment)` of the child process that the supervisor starts; `environment`: what there is here to inherit."""
+        """`(argv, environment)` of the child process that the supervisor starts. `environment`: the variables that it may inherit."""
 
     def returncode(self, code: int) -> int:
-        """The role's return code from the child's: negative for the signal that killed it."""
+        """Convert the child's return code to the role's; negative for the signal that killed it."""
 
     def terminate(self) -> bool:
-        """Ask all processes to end; False where the supervisor is to send its children SIGTERM."""
+        """Ask all processes to stop. Returns False if the supervisor must send SIGTERM to its children itself."""
 
     def kill(self, names: Sequence[str]) -> None:
-        """SIGKILL for processes of these names, where a signal to the child is not enough."""
+        """SIGKILL the processes with these names, if a signal to the child is not enough."""
 
 
 class LocalStarter:
-    """Processes on this machine: the child is the role."""
+    """Starts processes on this machine: the child is the role."""
 
     remote = False
 
@@ -64,14 +64,14 @@ class LocalStarter:
 
 
 class SrunStarter:
-    """Steps of the SLURM job that the supervisor runs in; their output comes through `srun`, so each log file has one writer."""
+    """Starts steps of the supervisor's SLURM job. Their output comes through `srun`, so each log file has one writer."""
 
     remote = True
 
     def __init__(self, job_id: str, hosts: Sequence[str], gpus_per_node: int = 0, prefix: Sequence[str] = ()) -> None:
-        """`job_id`: as `12`, or `12_5` for one of an array: `SLURM_JOB_ID` of its last one is `12`, which names all of them.
+        """`job_id`: `12`, or `12_5` for an array task. Not `SLURM_JOB_ID`: for the last task that is `12`, which names the whole array.
 
-        `hosts`: the job's nodes in order. `prefix`: what stands before every command, as `apptainer exec IMAGE`."""
+        `hosts`: the job's nodes in order. `prefix`: words before every command, such as `apptainer exec IMAGE`."""
         self.job_id, self.hosts, self.gpus_per_node, self.prefix = job_id, tuple(hosts), gpus_per_node, tuple(prefix)
 
     def host(self, spec: ProcessSpec) -> str:
@@ -97,9 +97,9 @@ class SrunStarter:
         return [*step, *self._choose_gpus(spec), *self.prefix, *spec.argv], {**kept, HOST: self.host(spec)}
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
-        """SLURM names the job's GPUs on the host in CUDA_VISIBLE_DEVICES; the role sees those of them that the plan gives it.
+        """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.
 
-        That value is known on the host where the step runs, so a shell there reads it.
+        SLURM sets that variable on the step's host, so a shell there reads it.
         """
         if not spec.gpus:
             return ("env", f"{DEVICES}=")
@@ -109,12 +109,12 @@ class SrunStarter:
         return ("sh", "-c", script, spec.name)
 
     def returncode(self, code: int) -> int:
-        return 128 - code if code > 128 else code  # srun, like a shell, answers 128 + the signal
+        return 128 - code if code > 128 else code  # srun, like a shell, returns 128 + the signal
 
     def terminate(self) -> bool:
-        """By the controller: `srun` does not pass a signal on, it has the step killed without giving it time.
+        """Ask the controller to signal the steps: a signal to `srun` would have its step killed without grace time.
 
-        SIGINT, because SIGTERM is what SLURM itself sends to steps, as a notice (`rlx.process.sigterm_is_a_notice`).
+        Sends SIGINT, because SLURM itself sends SIGTERM to steps as a notice (`rlx.process.sigterm_is_a_notice`).
         """
         try:
             return ask("scancel", "--signal=INT", self.job_id).returncode == 0
@@ -122,14 +122,14 @@ class SrunStarter:
             return False
 
     def kill(self, names: Sequence[str]) -> None:
-        """`srun` itself dies without its step, so the step is killed by the controller."""
+        """Have the controller kill the steps, because killing `srun` does not kill its step."""
         try:
             listed = ask("squeue", "--noheader", "--steps", f"--jobs={self.job_id}", "--format=%i %j").stdout
             steps = [step for step, _, name in (line.partition(" ") for line in listed.splitlines()) if name.strip() in names]
             if steps:
                 ask("scancel", "--signal=KILL", *steps)
-        except RuntimeError as error:  # they end with the job
-            print(f"steps are not killed: {error}", flush=True)
+        except RuntimeError as error:  # the steps end with the job
+            print(f"could not kill the steps: {error}", flush=True)
 
     def __repr__(self) -> str:
         return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {shlex.join(self.prefix)}" if self.prefix else "")

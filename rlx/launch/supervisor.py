@@ -1,13 +1,12 @@
-"""Starts the processes of a plan, watches them, stops them, and says why.
+"""Starts the processes of a plan, watches them, stops them, and reports why the run ended.
 
-It owns every process of the run and runs `ProcessSpec`s from `plan.yaml`; what they compute it does not know, nor where: that is the
-`Starter`'s. Here is only observed and acted: what an observation means for the run is said by `verdict.decide`.
-Exit codes arrive through pidfds, so the first death is seen first and is the one blamed. What is left if the supervisor itself is
-killed, the reaper kills.
+The supervisor owns every process of the run. It reads their `ProcessSpec`s from `plan.yaml`; the `Starter` decides on which host they
+run. This module observes and acts; `verdict.decide` decides what an observation means for the run. Exit codes arrive through pidfds,
+so the process that dies first is seen first and blamed. If the supervisor itself is killed, the reaper kills the remaining processes.
 
-SIGTERM and SIGINT end the run. SIGUSR2 says that the machine will be taken away: the file `preempt` tells the roles, which write a
-checkpoint and leave with `LEFT`; after `preempt_grace` seconds they are stopped, and at once while no step has begun. The run's state is
-then `preempted`. Creating that file by hand does the same, and so does SLURM's SIGTERM where it is for a requeue or a preemption.
+SIGTERM and SIGINT end the run. SIGUSR2 announces that the machine will be taken away: the supervisor creates the file `preempt`, and
+the roles write a checkpoint and exit with `LEFT`. It stops them after `preempt_grace` seconds, or at once if no step has begun. The
+run's state is then `preempted`. Creating the file by hand does the same, and so does a SIGTERM from SLURM for a requeue or preemption.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from rlx.runs.status import Cause, Status, last_lines, read_status
 from rlx.waiting import LEFT
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
-SOON = 0.02  # seconds between two looks while more is on its way
+SOON = 0.02  # seconds between two looks while the verdict is `settle`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the supervisor has to know of the configuration."""
+    """The supervisor's part of the configuration."""
 
     grace: float  # seconds between SIGTERM and SIGKILL
-    heartbeat_timeout: float  # seconds of silence after which a process is taken for hung
+    heartbeat_timeout: float  # seconds without a heartbeat after which a process counts as hung
     last_lines: int  # log lines shown of the process that failed
-    max_steps: int  # for the status
+    max_steps: int  # copied into the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
 
     @classmethod
@@ -69,9 +68,9 @@ class Supervisor:
         starter: Starter | None = None,
         meaning_of_sigterm: Callable[[], str] = lambda: "interrupted",
     ) -> None:
-        """`watched`: processes whose end ends the run, by name, each with its pid and `start_time`.
+        """`watched`: name → (pid, `start_time`) of the processes without which the run must stop.
 
-        `meaning_of_sigterm` answers with the state of a run that was sent SIGTERM: `interrupted` or `preempted`.
+        `meaning_of_sigterm` returns the run's state after a SIGTERM: `interrupted` or `preempted`.
         """
         self.paths, self.limits, self.token = paths, limits, token
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
@@ -83,25 +82,25 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.interrupted = False  # SIGTERM or SIGINT came
         self.notice = False  # SIGUSR2 came
-        self.told = False  # the roles were told to give way
-        self.comes_back = False  # SLURM has requeued the job already, whatever becomes of this attempt
-        self.leave_by = float("inf")  # when roles that were told are stopped
+        self.told = False  # the roles were told to write a checkpoint and leave
+        self.comes_back = False  # SLURM has already requeued the job, however this attempt ends
+        self.leave_by = float("inf")  # monotonic time at which roles that were told to leave are stopped
         self.metrics_offset = 0
         self.looked = 0.0
 
     def run(self, received: Sequence[int] = ()) -> int:
-        """Run the plan to its end and return the run's exit code. `received`: signals that came before, read once ours are handled."""
+        """Run the plan to its end and return the run's exit code. `received`: signals that arrived before the handlers are installed."""
         self._handle_signals()
         self.interrupted |= signal.SIGTERM in received
         self.notice |= signal.SIGUSR2 in received
         self.children.start_reaper()
         try:
             self._read_step()
-            self.status.state = "starting"  # the records that there are were written by earlier attempts
+            self.status.state = "starting"  # earlier attempts wrote the existing metric records
             verdict = self._watch_launcher() or self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
             self._say(f"{state}: stopping what still runs")
-            if self.starter.remote and state == "interrupted":  # SLURM kills us too, when its own patience ends
+            if self.starter.remote and state == "interrupted":  # SLURM will kill the supervisor too, after its own grace time
                 self._read_step()
                 self.status.finish(state)
                 self._write_status()
@@ -119,13 +118,13 @@ class Supervisor:
     # -- starting
 
     def _handle_signals(self) -> None:
-        """Turn the signals that ask for an end into a wake-up of the loop. Children start with default handlers."""
+        """Let the stop signals wake the loop. Children start with default handlers."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 4096))
-        for signum in (signal.SIGINT, signal.SIGTERM):  # a hang-up of the terminal is for the launcher to judge
+        for signum in (signal.SIGINT, signal.SIGTERM):  # the launcher handles SIGHUP
             signal.signal(signum, self._interrupt)
         signal.signal(signal.SIGUSR2, self._preempt)
 
@@ -140,7 +139,7 @@ class Supervisor:
         self.interrupted = True
 
     def _watch_launcher(self) -> Verdict | None:
-        """Have the loop woken when the launcher, or submitit's process in between, ends; a verdict where one has ended already."""
+        """Wake the loop when the launcher, or submitit's process in between, ends. Returns a verdict if one has already ended."""
         for pid, _ in self.watched.values():
             try:
                 self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, None)
@@ -150,16 +149,16 @@ class Supervisor:
         return decide(View(gone=gone)) if gone is not None else None
 
     def _gone(self) -> str | None:
-        """The first of the watched processes that has ended."""
+        """Name of the first watched process that has ended; `None` if all are alive."""
         for name, (pid, since) in self.watched.items():
             if (started := start_time(pid)) is None or (since is not None and started != since):
                 return name
         return None
 
     def _start(self) -> Verdict | None:
-        """Start everything; a verdict only where something cannot be started."""
+        """Start all processes. Returns a verdict only if one cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
-        # What an earlier attempt left would be taken for this one's.
+        # Delete the files of an earlier attempt: they would be read as this one's.
         single = (self.paths.preempt, self.paths.preempted, self.paths.kernels)
         for old in (*single, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
             old.unlink(missing_ok=True)
@@ -173,7 +172,7 @@ class Supervisor:
             self.selector.register(child.pidfd, selectors.EVENT_READ, None)
             host = self.starter.host(spec)
             self._say(f"started {spec.name}, " + (f"step on {host}" if self.starter.remote else f"process {child.process.pid}"))
-            pid = None if self.starter.remote else child.process.pid  # on another host: known once it has said it
+            pid = None if self.starter.remote else child.process.pid  # a remote pid is known after the first heartbeat
             self.status.processes.append({"role": spec.role, "replica": spec.replica, "host": host, "pid": pid})
         self._write_status()
         return None
@@ -181,8 +180,8 @@ class Supervisor:
     # -- watching
 
     def _watch(self) -> Verdict:
-        """Look, decide, act, until the run is over; the final verdict."""
-        settling: float | None = None  # since when the verdict is to look again soon
+        """Look, decide and act until the run ends; return the final verdict."""
+        settling: float | None = None  # monotonic time since which the verdict is `settle`
         while True:
             self._wait(TICK if settling is None else SOON)
             view = self._view(0.0 if settling is None else time.monotonic() - settling)
@@ -203,7 +202,7 @@ class Supervisor:
                 self._tell()
 
     def _view(self, waited: float) -> View:
-        """What there is to see now; what costs more is looked at every `TICK` seconds."""
+        """What the supervisor sees now. Expensive observations are made only every `TICK` seconds."""
         hung = None
         if time.monotonic() - self.looked >= TICK and not waited:
             self.looked = time.monotonic()
@@ -225,7 +224,7 @@ class Supervisor:
         )
 
     def _tell(self) -> None:
-        """Tell the roles to give way."""
+        """Tell the roles to write a checkpoint and leave."""
         self._say(f"the roles have {self.limits.preempt_grace:g} s for a checkpoint")
         self.told = True
         self.leave_by = time.monotonic() + self.limits.preempt_grace
@@ -233,7 +232,7 @@ class Supervisor:
         self._read_step()
 
     def _forget_done(self, view: View) -> None:
-        """Processes that have done their work, or have left as they were told."""
+        """Stop tracking processes that are done or have left as told."""
         ended: dict[str, Process] = {process.name: process for process in view.processes if process.code is not None}
         for child in self.children.all:
             process = ended.get(child.spec.name)
@@ -243,7 +242,7 @@ class Supervisor:
                 self.children.forget(child)
 
     def _wait(self, timeout: float) -> None:
-        if timeout < TICK:  # an end that was seen stays readable
+        if timeout < TICK:  # the pidfd of an exited process stays readable, so select would return at once
             time.sleep(timeout)
             timeout = 0.0
         for key, _ in self.selector.select(timeout):
@@ -251,7 +250,7 @@ class Supervisor:
                 key.data()
 
     def _refresh(self) -> tuple[str, str] | None:
-        """Bring the status up to date; a process that has been silent for too long."""
+        """Update the status; return the process that has been silent for too long, if any."""
         self.children.keep_reaper()
         self._read_step()
         beats = read_heartbeats(self.paths)
@@ -268,15 +267,15 @@ class Supervisor:
             if record["source"] == "trainer":
                 self.status.step = max(self.status.step, record["step"] + 1)
 
-    # -- saying
+    # -- reporting
 
     def _write_status(self) -> None:
-        """On a full disk the status may stay as it was: whoever needed the space says so."""
+        """Write the status. On a full disk it stays unchanged; the process that needed the space reports the full disk."""
         with contextlib.suppress(OSError):
             self.status.write(self.paths)
 
     def _cause(self, verdict: Verdict) -> Cause | None:
-        """Of a failure: the process that is blamed, with the end of its log."""
+        """The blamed process of a failed run, with the end of its log; `None` if the run did not fail."""
         if verdict.blamed is None:
             return None
         log = self.paths.log(self.status.attempt, verdict.blamed)
@@ -285,11 +284,11 @@ class Supervisor:
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
         spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
         if (full := disk_is_full(self.paths.root)) and not any(full[:20] in line for line in lines):
-            reason += f"; {full}"  # which may be why its log does not say it
+            reason += f"; {full}"  # the full disk may have kept it out of the log
         return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)
 
     def _say(self, *lines: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with contextlib.suppress(OSError):  # the log, too, is on the disk that may be full
+        with contextlib.suppress(OSError):  # the log is on the same disk, which may be full
             for line in lines:
                 print(f"{stamp} {line}", flush=True)

@@ -1,9 +1,9 @@
-"""The runs of a sweep: which of them are still to be done, and how they are done, as job arrays or in a pool on this machine.
+"""The runs of a sweep: find those that still have to run, and run them as SLURM job arrays or in a pool on this machine.
 
-    outputs/<sweep>/<what makes the run differ>/   a run directory like any other
+    outputs/<sweep>/<the run's overrides>/   a run directory like any other
 
-Starting the same sweep again does what is left of it: runs that are completed are skipped, those that wait or run are left alone, and
-those that ended otherwise go on from their last checkpoint. Knows run directories and how runs are launched; nothing of what is swept.
+Starting the same sweep again does the remaining work: completed runs are skipped, queued and running ones are left alone, and all
+others resume from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
 LOCK = ".sweep.lock"  # in the sweep's directory
-POLL = 0.2  # seconds between two looks at the pool
-ASK = 3.0  # seconds between two questions to SLURM
+POLL = 0.2  # seconds between two checks of the pool
+ASK = 3.0  # seconds between two queries to SLURM
 
 
 @dataclass
 class Element:
-    """One run of a sweep, its configuration settled and checked."""
+    """One run of a sweep, with its final, checked configuration."""
 
     name: str
     cfg: Config
     overrides: list[str]
     plan: list[ProcessSpec]
-    state: str = "new"  # new | done | alive | again: what there is of it already
+    state: str = "new"  # new | done | alive (queued or running) | again (to be resumed)
     job: str | None = None
 
     @property
@@ -59,7 +59,7 @@ class Element:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Hold a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
+    """Lock a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory / LOCK)
@@ -74,7 +74,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def find_states(elements: Sequence[Element]) -> None:
-    """Note in each element what its directory holds. Raises ConfigError when one holds a run of another configuration."""
+    """Set each element's `state` and `job` from its directory. Raises ConfigError if one holds a run of another configuration."""
     jobs: dict[str, str] | None = None
     others = []
     for element in elements:
@@ -93,8 +93,8 @@ def find_states(elements: Sequence[Element]) -> None:
                     jobs = queue()
                 except RuntimeError as error:
                     raise ConfigError(
-                        f"{paths.root} was given to SLURM job {job}, and whether that lives cannot be found out: {error}.\n"
-                        "  fix: ask again where SLURM answers, or give another run.name="
+                        f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
+                        "  fix: try again where SLURM answers, or give another run.name="
                     ) from error
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
@@ -109,7 +109,7 @@ def find_states(elements: Sequence[Element]) -> None:
 
 
 def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
-    """How many runs may go on at a time on this machine. Raises ConfigError when they want more than there is."""
+    """How many runs may run at a time on this machine. Raises ConfigError if they need more GPUs or hosts than there are."""
     for element in elements:
         require_one_host(element.plan)
     gpus = max(element.cfg.num_gpus for element in elements)
@@ -124,9 +124,9 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
 
 
 def make_directories(elements: Sequence[Element]) -> list[RunLock]:
-    """Make the run directories of those that are to run, or take them back to their last checkpoint; their locks, held shared.
+    """Create the run directories, or rewind existing ones to their last checkpoint; return their locks, held shared.
 
-    A run that was stopped between its last checkpoint and its end is taken on too: it ends at once, completed.
+    This includes a run that was stopped between its last checkpoint and its end: it completes at once.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(elements) + 256  # a lock is an open file
@@ -149,9 +149,9 @@ def release(locks: Sequence[RunLock]) -> None:
 
 
 def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
-    """Submit runs as job arrays, one for all that want the same of SLURM; their job ids.
+    """Submit runs as job arrays, one for each set of equal SLURM options; return the job ids.
 
-    Raises RuntimeError when SLURM does not take one of them; the elements of those that it took before have their jobs.
+    Raises RuntimeError if SLURM rejects an array; the elements of arrays accepted before that have their `job` set.
     """
     groups: dict[str, list[Element]] = {}
     for element in elements:
@@ -165,7 +165,7 @@ def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> li
 
 
 def wait_for_jobs(elements: Sequence[Element]) -> None:
-    """Wait until the jobs of all elements are over, and close the status of those that could not."""
+    """Wait until the jobs of all elements have ended, and write the final status of those that could not write it themselves."""
     from rlx.launch.follow import LATE, close
 
     gone: dict[str, int] = {}
@@ -192,7 +192,7 @@ def _is_over(element: Element) -> bool:
 
 
 def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run elements on this machine, `parallel` at a time, each with GPUs of its own. An interrupt stops them all and is raised."""
+    """Run elements on this machine, `parallel` at a time, each with its own GPUs. KeyboardInterrupt stops them all and is re-raised."""
     waiting = list(elements)
     running: dict[subprocess.Popen[bytes], tuple[Element, int]] = {}
     slots = list(range(parallel))
@@ -204,7 +204,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 mine = {DEVICES: ",".join(visible[slot * gpus : (slot + 1) * gpus])} if gpus else {}
                 command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
                 say(f"{element.name}: starting")
-                # A session of its own: a Ctrl-C reaches the pool alone, which passes it on once.
+                # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
                     command,
                     env=os.environ | mine,
@@ -228,7 +228,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
 
 
 def describe(element: Element) -> str:
-    """How an element's run ended, in words."""
+    """How an element's run ended, as text."""
     status = read_status(element.paths)
     if status is None:
         return "not started"
@@ -240,7 +240,7 @@ def describe(element: Element) -> str:
 
 
 def summary(elements: Sequence[Element]) -> list[str]:
-    """The table of a sweep, a line for each run."""
+    """The sweep's table, one line per run."""
     rows = []
     for element in elements:
         status, reward = read_status(element.paths), final_reward(element.paths)
@@ -259,7 +259,7 @@ def summary(elements: Sequence[Element]) -> list[str]:
 
 
 def failed(elements: Sequence[Element]) -> list[Element]:
-    """Those that are not completed."""
+    """The elements whose runs are not completed."""
     return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
 
 

@@ -1,9 +1,9 @@
-"""What becomes of a run, from what is seen of it: a pure function, so that every case is a line of a table in its test.
+"""Decides what happens to a run, from what the supervisor sees. A pure function, so each case is one line of a table in its test.
 
-    View (who ended how, which notices and files are there)  →  decide  →  Verdict (go on, or a final state, who is to blame)
+    View (exit codes, signals, files)  →  decide  →  Verdict (continue, or a final state and the process to blame)
 
-Where more is on its way (the server whose death explains a failed request, SLURM's signal to us) the verdict is `settle`: look again
-soon; `View.waited` says for how long that has been the answer.
+The verdict is `settle` while more information may arrive: the death of the server that explains a failed request, or SLURM's signal to
+the supervisor. The supervisor then looks again soon; `View.waited` is how long the verdict has been `settle`.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import Any
 from rlx.runs.status import describe_returncode
 from rlx.waiting import LEFT
 
-SIGTERM_SPREADS = 3.0  # seconds in which a signal to a whole SLURM job reaches all of it
-SETTLE = 1.0  # seconds in which a service's own death explains the failure of a process that used it
+SIGTERM_SPREADS = 3.0  # seconds that a signal to a whole SLURM job needs to reach all its processes
+SETTLE = 1.0  # seconds to wait for the death of a service after a process that uses it has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of the plan, as it is now."""
+    """The current state of one process of the plan."""
 
-    name: str  # of the plan: "trainer", "inference_0"
-    service: bool  # it is to serve until the run ends
-    code: int | None = None  # return code, negative for the signal that killed it; None: it runs
-    look: int = 0  # the look at which its end was first seen; of an earlier end the number is smaller
+    name: str  # from the plan: "trainer", "inference_0"
+    service: bool  # it must serve until the run ends
+    code: int | None = None  # return code, negative for the signal that killed it; None: it is running
+    look: int = 0  # number of the look that first saw its exit; smaller means earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """All that a verdict needs to know. The names of files are those of `rlx.paths`."""
+    """All inputs of a verdict. `rlx.paths` defines the files."""
 
     processes: tuple[Process, ...] = ()
-    remote: bool = False  # the processes are steps of a SLURM job, which SLURM sends signals too
-    begun: bool = True  # a step of this attempt has left a record
-    sigterm: str | None = None  # we were sent SIGTERM or SIGINT, which means `interrupted` or `preempted`; None: we were not
-    notice: bool = False  # we were sent SIGUSR2: the machine will be taken away
-    asked: bool = False  # the file preempt is there, whoever made it
-    told: bool = False  # the roles have been told to give way
-    overdue: float | None = None  # seconds that they had for it, once those are over
-    left: bool = False  # `preempted.json` is there: the trainer has given way
-    comes_back: bool = False  # SLURM has requeued the job already, whatever becomes of this attempt
-    gone: str | None = None  # a process without which the run must not go on, and which has ended: the launcher
-    hung: tuple[str, str] | None = None  # name of a process that gives no sign of life, and the same in words
+    remote: bool = False  # the processes are steps of a SLURM job, and SLURM may signal them too
+    begun: bool = True  # this attempt has written a metric record
+    sigterm: str | None = None  # the supervisor got SIGTERM or SIGINT, which means `interrupted` or `preempted`; None: it got neither
+    notice: bool = False  # the supervisor got SIGUSR2: the machine will be taken away
+    asked: bool = False  # the file `preempt` exists
+    told: bool = False  # the roles were told to write a checkpoint and leave
+    overdue: float | None = None  # the `preempt_grace` seconds that the roles had, once these have passed; None before
+    left: bool = False  # `preempted.json` exists: the trainer has written its checkpoint and left
+    comes_back: bool = False  # SLURM has already requeued the job, however this attempt ends
+    gone: str | None = None  # name of a watched process (the launcher) that has ended
+    hung: tuple[str, str] | None = None  # name of a process without recent heartbeats, and the reason as text
     waited: float = 0.0  # seconds for which the verdict has been `settle`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the supervisor is to do."""
+    """What the supervisor must do."""
 
-    state: str | None = None  # the run's final state; None: it goes on
-    blamed: str | None = None  # of a failure: name of the process, or "launcher"
-    returncode: int | None = None  # of that process; None: it was not seen to end
-    reason: str = ""  # of a failure, in words
+    state: str | None = None  # the run's final state; None: the run continues
+    blamed: str | None = None  # name of the process that caused the failure, or "launcher"
+    returncode: int | None = None  # of the blamed process; None: it has not exited
+    reason: str = ""  # why the run failed
     say: str = ""  # a line for the log
-    settle: bool = False  # look again in a moment, and decide then
+    settle: bool = False  # look again soon and decide then
     give_way: bool = False  # tell the roles that they have `preempt_grace` seconds for a checkpoint
-    comes_back: bool = False  # note that the job has been requeued
+    comes_back: bool = False  # record that the job has been requeued
 
 
 GO_ON = Verdict()
@@ -68,16 +68,16 @@ SETTLING = Verdict(settle=True)
 
 
 def is_fine(process: Process, view: View) -> bool:
-    """Whether the end of this process is part of the plan, or of giving way."""
+    """Whether the exit of this process is expected: its work is done, or it left because of a preemption."""
     if not view.told:
         return process.code == 0 and not process.service
     if process.service or view.left or view.comes_back:
-        return True  # a checkpoint needs no servers, and once it is there it needs nobody
+        return True  # writing a checkpoint needs no server, and after it no process is needed
     return process.code in (0, LEFT) or (view.remote and process.code == -signal.SIGTERM)
 
 
 def decide(view: View) -> Verdict:
-    """The verdict on what is seen. Of several things that are true at once the first one below counts."""
+    """The verdict on a view. If several cases apply, the first one below wins."""
     workers = [process for process in view.processes if not process.service]
     codes = [process.code for process in workers]
     all_done = bool(workers) and None not in codes
@@ -86,17 +86,17 @@ def decide(view: View) -> Verdict:
         if view.sigterm != "preempted":
             return Verdict(state=view.sigterm)
         if all_done and not view.told:
-            return Verdict(state="preempted")  # their node had failed, and `srun` called that 0
+            return Verdict(state="preempted")  # their node failed, and `srun` returned 0
         return Verdict(give_way=not view.told, comes_back=True)
     if not view.told and view.notice:
         return Verdict(give_way=True)
     if not view.told and view.asked:
-        # A step of a SLURM job makes the file on SIGTERM; where the job is cancelled, we are sent one too.
+        # A SLURM step creates the file on SIGTERM. If the job was cancelled, the supervisor gets a SIGTERM too: wait for it.
         if view.remote and view.waited < SIGTERM_SPREADS:
             return SETTLING
-        return Verdict(give_way=True, say="the file preempt is there")
+        return Verdict(give_way=True, say="the file preempt exists")
     if view.told and not view.begun:
-        return Verdict(state="preempted", say="no step was begun yet: there is nothing to keep")
+        return Verdict(state="preempted", say="no step has begun: there is no progress to save")
     if view.overdue is not None:
         still = ", ".join(process.name for process in view.processes if process.code is None)
         return Verdict(state="preempted", say=f"{still} did not leave in {view.overdue:g} s")
@@ -107,12 +107,12 @@ def decide(view: View) -> Verdict:
     if failed:
         return _on_failure(failed, view)
     if view.told and not set(codes) <= {None, 0, LEFT} and not view.left:
-        return Verdict(state="preempted")  # without that role there will be no checkpoint
+        return Verdict(state="preempted")  # a worker failed, so no checkpoint will come
     if all_done:
-        # torchrun's ranks leave with 0, and say by the file that they left.
+        # torchrun's ranks exit with 0; the file `preempted.json` shows that they left early.
         if view.left or LEFT in codes:
             return Verdict(state="preempted")
-        # `srun` says 0 of a step whose node has failed, too; then SLURM ends the job.
+        # `srun` also returns 0 if the step's node has failed; SLURM then ends the job.
         return SETTLING if view.remote and view.waited < SIGTERM_SPREADS else Verdict(state="completed")
     if view.hung is not None:
         return Verdict(state="failed", blamed=view.hung[0], reason=view.hung[1])
@@ -120,10 +120,10 @@ def decide(view: View) -> Verdict:
 
 
 def _on_failure(failed: list[Process], view: View) -> Verdict:
-    """The failure that explains the others: of those seen first, a signal before an exit code, and a service before the rest.
+    """Blame the failure that explains the others: among those seen first, a signal before an exit code, and a service before the rest.
 
-    A process whose server dies fails on the request in flight, sometimes before the server is gone: that is waited for.
-    And SLURM sends SIGTERM to the steps, or refuses to launch them, before it sends it to us: then nobody is to blame.
+    If a server dies, its client fails on the request in flight, sometimes before the server has exited; so wait for the server's exit.
+    SLURM signals the steps, or refuses to launch them, before it signals the supervisor; so wait for that signal, which blames nobody.
     """
     if view.remote and view.waited < SIGTERM_SPREADS:
         return SETTLING
@@ -136,21 +136,21 @@ def _on_failure(failed: list[Process], view: View) -> Verdict:
         first = dead or first
     code = first.code
     assert code is not None
-    if view.remote and all(process.code == -signal.SIGTERM for process in at_first):  # some do not take it for a notice
+    if view.remote and all(process.code == -signal.SIGTERM for process in at_first):  # some processes do not handle it as a notice
         names = ", ".join(process.name for process in at_first)
         return Verdict(give_way=True, say=f"SLURM sent {names} SIGTERM: it wants the machine back")
     return Verdict(state="failed", blamed=first.name, returncode=code, reason=describe_returncode(code, first.service))
 
 
 def find_hung(started: Mapping[str, float], beats: Mapping[str, Mapping[str, Any]], now: float, timeout: float) -> tuple[str, str] | None:
-    """The first process that has given no sign of life for `timeout` seconds, and that in words; None: all do.
+    """Name of the first process without a heartbeat for `timeout` seconds, and the reason as text; `None` if there is none.
 
-    `started`: seconds since the epoch by name, of those that still run. `beats`: the heartbeats there are (`rlx.heartbeat`).
+    `started`: name → start time in seconds since the epoch, of the running processes. `beats`: name → heartbeat (`rlx.heartbeat`).
     """
     for name, since in started.items():
         beat = beats.get(name, {})
         silent = now - max(since, beat.get("time", 0.0))
         if silent > timeout:
-            doing = f"; its last word was: {beat['phase']}" if beat and beat["time"] >= since else ""
-            return name, f"gave no sign of life for {silent:.0f} s (launcher.heartbeat_timeout={timeout:g}){doing}"
+            doing = f"; last reported phase: {beat['phase']}" if beat and beat["time"] >= since else ""
+            return name, f"sent no heartbeat for {silent:.0f} s (launcher.heartbeat_timeout={timeout:g}){doing}"
     return None

@@ -1,4 +1,4 @@
-"""Importance weights against the inference engine itself: truncated (AIPO), or masked; and distillation on the policy's own samples."""
+"""Objectives whose importance weights compare with the inference engine: truncated (AIPO), masked, and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss, safe_exp
 def aipo(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     """ℓ_t = −sg[min(exp(logp_t − inf_t), δ)] · A_t · logp_t (AIPO of LlamaRL, arXiv 2505.24034 §4.2).
 
-    The ratio is against the engine that sampled, whatever `loss.proximal` is: one weight corrects both age and numerics.
+    The ratio compares with the engine that sampled, whatever `loss.proximal` says: one weight corrects both age and numerics.
     """
     ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
     weight = ratio.clamp(max=delta)
@@ -38,11 +38,11 @@ def masked_is(
     token_max: float = 100.0,
     kl_tau: float = 0.0,
 ) -> TokenLoss:
-    """ℓ_t = −sg[exp(logp_t − inf_t) · (A_t − kl_tau · log ρ_t)] · logp_t on the tokens that are kept, 0 on the others.
+    """ℓ_t = −sg[exp(logp_t − inf_t) · (A_t − kl_tau · log ρ_t)] · logp_t on kept tokens, 0 on dropped ones.
 
-    A token is left out where ρ_t is outside [token_low, token_high]; a whole rollout where the geometric mean of its ratios is outside
-    [mean_low, mean_high], or any of them is above token_max. The objective of prime-rl's trainer in January 2026: the weight is not
-    clamped, because what it would clamp is masked.
+    A token is dropped if ρ_t is outside [token_low, token_high]. A whole rollout is dropped if the geometric mean of its ratios is outside
+    [mean_low, mean_high], or if one of them is above token_max. Outliers are masked, so the weight is not clamped. This is the objective
+    of prime-rl's trainer in January 2026.
     """
     log_ratio = (tokens.logp.detach() - tokens.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -57,12 +57,12 @@ def masked_is(
 
 @declares(against_engine=True, own_sign=True, needs_teacher=True, ranges={"delta": "above 0"})
 def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
-    """`aipo` with A_t = ref_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025; arXiv 2306.13649).
+    """`aipo` with A_t = ref_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025, arXiv 2306.13649).
 
     Raises ValueError without a teacher's log-probabilities.
     """
     if tokens.ref_logp is None:
-        raise ValueError("the objective opd learns from a teacher, and there is none; name its model with ref.name")
+        raise ValueError("the objective opd needs a teacher's log-probabilities and got none; name the teacher with ref.name")
     advantages: Tensor = tokens.ref_logp - tokens.logp.detach()
     ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
     weight = ratio.clamp(max=delta)

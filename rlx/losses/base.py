@@ -1,10 +1,10 @@
-"""How the losses of tokens or sequences become the one number that is minimised: an objective, its aggregation, the terms added to it.
+"""Objectives: per-token or per-sequence losses, their aggregation to one scalar, and the shared terms.
 
-An objective is one function `f(tokens: TokenBatch, **its own keys) -> TokenLoss` of per-token tensors of the *trainable* tokens of one
-micro-batch: no masks, no padding, no model. To add one: a file with such a function and a YAML whose `_target_` is its dotted name
-(`docs/objectives.md`). Normalisers belong to the global batch (all ranks, all micro-batches), so gradients do not depend on packing.
+An objective is one function `f(tokens: TokenBatch, **its own keys) -> TokenLoss`. It sees per-token tensors of the *trainable* tokens of
+one micro-batch: no masks, no padding, no model. To add one, write such a function and a YAML whose `_target_` is its dotted name
+(`docs/objectives.md`). Losses are divided by counts of the global batch (all ranks, all micro-batches), so packing changes no gradient.
 
-Knows nothing of models, packing or processes. Shapes: N trainable tokens, R rollouts of the micro-batch.
+Shapes: N trainable tokens, R rollouts of the micro-batch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Objective:
     """A per-token loss with its aggregation, shared terms and diagnostics."""
 
     def __init__(self, function: Callable[[TokenBatch], TokenLoss], terms: LossTerms, *, max_length: int | None = None) -> None:
-        """`function` has its own keys bound already; `max_length` is L_max where `terms.max_length` is null.
+        """The keys of `function` are already bound. `max_length` is L_max if `terms.max_length` is None.
 
         Raises ValueError for an unknown aggregate, or `fixed_length` without a length.
         """
         if terms.aggregate not in AGGREGATES:
             raise ValueError(f"loss.aggregate is `{terms.aggregate}`; it must be one of {', '.join(AGGREGATES)}")
         self.function, self.terms = function, terms
-        self.streams: frozenset[str] = frozenset()  # the optional per-token streams (`rlx.types.STREAMS`) that it consumes
+        self.streams: frozenset[str] = frozenset()  # the optional per-token streams (`rlx.types.STREAMS`) that the function reads
         self.max_length = terms.max_length or max_length
         if terms.aggregate == "fixed_length" and not self.max_length:
             raise ValueError("loss.aggregate=fixed_length divides by loss.max_length, which is null; set it, or sampling.max_tokens")
@@ -43,9 +43,9 @@ class Objective:
     def __call__(self, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the global loss (a scalar; shares add up), and its diagnostics.
 
-        `num_loss_tokens` is N_tok and `num_sequences` N_seq of the global batch, `num_groups` its prompts' groups that have trainable
-        tokens, which `group_token_mean` alone needs. Raises ValueError for a KL term without a reference,
-        shapes, ids, lengths and counts that do not agree, and a correction by token of a loss by sequence.
+        `num_loss_tokens` (N_tok), `num_sequences` (N_seq) and `num_groups` are counts of the global batch. `num_groups` counts the groups
+        with trainable tokens; only `group_token_mean` needs it. Raises ValueError for a KL term without a reference, for shapes, ids,
+        lengths or counts that disagree, and for a correction by token of a loss by sequence.
         """
         tokens.check(num_loss_tokens, num_sequences)
         tokens = tokens.in_float64()
@@ -65,7 +65,7 @@ class Objective:
             parts["entropy"] = share(-self.terms.entropy_coef * tokens.entropy)
         if self.controller.beta != 0:
             if tokens.ref_logp is None:
-                raise ValueError(f"loss.kl.beta is {self.controller.beta} and there is no reference model to compare with")
+                raise ValueError(f"loss.kl.beta is {self.controller.beta}, but there is no reference model to compare with")
             parts["kl"] = share(self.controller.beta * kl_estimate(self.terms.kl.estimator, tokens.logp, tokens.ref_logp))
         total = torch.stack(list(parts.values())).sum()
         stats = diagnostics(tokens, result, num_loss_tokens, num_sequences)
@@ -75,7 +75,7 @@ class Objective:
         return total, stats
 
     def _policy_loss(self, tokens: TokenBatch) -> TokenLoss:
-        """The objective's own loss with dual clip and correction."""
+        """The objective's own loss, after dual clip and correction."""
         result = self.function(tokens)
         sequence = result.unit == "sequence"
         expected = tokens.rollout_lengths.shape if sequence else tokens.logp.shape
@@ -98,14 +98,14 @@ class Objective:
         return replace(result, loss=loss, weight=weight, dropped=dropped)
 
     def after_update(self, metrics: dict[str, float], *, changed: bool = True) -> None:
-        """Tell the KL controller what an optimizer step measured, unless nothing was `changed`; the same on every rank."""
+        """Report an optimizer step's measured KL to the controller, on every rank alike. β stays if the step `changed` nothing."""
         if "ref/kl" in metrics:
             metrics["ref/beta"] = self.controller.beta
             if changed:
                 self.controller.update(metrics["ref/kl"])
 
     def state_dict(self) -> dict[str, float]:
-        """What changes while training."""
+        """The state that changes during training."""
         return {"beta": self.controller.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -114,8 +114,10 @@ class Objective:
     def aggregate(
         self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None
     ) -> Tensor:
-        """[R] sums of ℓ_t over each rollout's tokens → scalar, by `loss.aggregate` (docs/objectives.md). None weighs tokens of one rollout
-        differently. Raises ValueError for `group_token_mean` where groups are not known."""
+        """[R] sums of ℓ_t over each rollout's tokens → scalar, by `loss.aggregate` (docs/objectives.md).
+
+        Every aggregate weighs the tokens of one rollout alike. Raises ValueError for `group_token_mean` if the groups are unknown.
+        """
         sequences = max(num_sequences, 1)
         if self.terms.aggregate == "token_mean":
             return sums.sum() / max(num_loss_tokens, 1)
@@ -125,7 +127,7 @@ class Objective:
             return sums.sum() / sequences
         if self.terms.aggregate == "group_token_mean":
             if tokens.group_lengths is None or num_groups is None:
-                raise ValueError("loss.aggregate is group_token_mean, and these tokens do not say to which prompt's group they belong")
+                raise ValueError("loss.aggregate is group_token_mean, but these tokens do not say which prompt's group they belong to")
             return (sums / tokens.group_lengths.clamp(min=1)).sum() / max(num_groups, 1)
         assert self.max_length is not None
         return sums.sum() / (sequences * self.max_length)

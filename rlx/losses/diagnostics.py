@@ -1,4 +1,4 @@
-"""The numbers every objective reports, under the same names. Knows the metric names; `rlx.metrics` says what they mean."""
+"""The metrics that every objective reports, under the same names. `rlx.metrics` documents them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss
 
 @dataclass(slots=True)
 class Stats:
-    """Diagnostics that add up over micro-batches and ranks: sums, and largest values. All zero-dimensional tensors."""
+    """Diagnostics that combine over micro-batches and ranks, as sums or as maxima. All are zero-dimensional tensors."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -27,19 +27,19 @@ class Stats:
 
 @torch.no_grad()
 def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num_sequences: int) -> Stats:
-    """The diagnostics that every objective has, of float64 `tokens`; `result` is with the terms that were added, so its weights are known.
+    """The diagnostics of one micro-batch, from float64 `tokens` and the `result` after dual clip and correction (its weight is set).
 
-    Means are shares of the global batch already; `policy/ess` is completed by `finish`.
+    Means are already shares of the global batch. `finish` completes `policy/ess`.
     """
     assert result.weight is not None
     per_token = 1.0 / max(num_loss_tokens, 1)
     per_unit = per_token if result.unit == "token" else 1.0 / max(num_sequences, 1)
     ratio, difference = tokens.ratio(), tokens.logp - tokens.inference_logp
     weight, dropped = result.weight, result.dropped
-    if result.unit == "sequence":  # what each token carries
+    if result.unit == "sequence":  # each token carries its sequence's values
         weight, dropped = weight[tokens.rollout_ids], None if dropped is None else dropped[tokens.rollout_ids]
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = log_ratio.expm1() - log_ratio  # of KL(inference ‖ trainer): the tokens were sampled by inference
+    k3 = log_ratio.expm1() - log_ratio  # estimates KL(inference ‖ trainer), because the engine sampled the tokens
     zero = ratio.new_zeros(())
 
     def count(mask: Tensor | None) -> Tensor:
@@ -76,17 +76,17 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
 
 
 def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: int) -> None:
-    """Raise ValueError unless the reduced stats of a mini-batch are of as many tokens and sequences as its losses were divided by."""
+    """Raise ValueError unless the reduced stats count as many tokens and sequences as the losses were divided by."""
     for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences)):
         if sums[name] != expected:
             raise ValueError(
-                f"the mini-batch has {sums[name]:.0f} trainable {name} over all ranks and micro-batches, and losses were divided by "
+                f"the mini-batch has {sums[name]:.0f} trainable {name} over all ranks and micro-batches, but losses were divided by "
                 f"{expected}; the packing counted wrongly"
             )
 
 
 def finish(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-    """Metrics of a whole mini-batch from its reduced stats; without a trainable token, extremes are 0."""
+    """Metrics of a whole mini-batch from its reduced stats. Extremes are 0 if there is no trainable token."""
     metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences")}
     mean, square = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/ess"] = mean**2 / square if square > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Trust region in probability space: tokens whose probability moved too far in the direction of their advantage are left out."""
+"""DPPO: a trust region in probability space. Tokens whose probability moved too far in the direction of their advantage are dropped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 def dppo(tokens: TokenBatch, *, d_low: float = 0.2, d_high: float = 0.2, kl_tau: float = 1e-3) -> TokenLoss:
     """ℓ_t = −ρ_t A_t on kept tokens, plus kl_tau · (logp_t − inf_t)² on every token (DPPO, binary total variation, arXiv 2602.04879).
 
-    With π_t and μ_t the token's probability under trainer and inference engine, a token is left out where A_t > 0 and
-    π_t − μ_t > d_high, or A_t < 0 and π_t − μ_t < −d_low. The squared term is that of arXiv 2602.02276.
+    π_t and μ_t are the token's probabilities under trainer and inference engine. A token is dropped if A_t > 0 and π_t − μ_t > d_high,
+    or if A_t < 0 and π_t − μ_t < −d_low. The squared term comes from arXiv 2602.02276.
     """
     ratio, advantages = tokens.ratio(), tokens.advantages
     moved = tokens.logp.detach().exp() - tokens.inference_logp.exp()

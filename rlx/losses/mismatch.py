@@ -1,7 +1,7 @@
-"""Whether an objective's bounds on sequences are wider than what separates trainer and engine before anything is learned.
+"""A check that rounding alone does not clip sequences: compares an objective's sequence bounds with the trainer-engine mismatch.
 
-A bound on the geometric mean of a sequence's ratios is meant for what updates change. In 16 bit, trainer and engine differ by more than
-bounds of a thousandth, and sequences are clipped by rounding alone. Knows what an objective declares, and no objective by name.
+A bound on the geometric mean of a sequence's ratios should limit what updates change. In 16 bit, trainer and engine differ by more than
+a bound of a thousandth allows, so rounding alone clips sequences. The check reads what an objective declares, never its name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MEASURED = "mismatch/seq_abs_logp_diff_mean"
 
 
 def too_tight(function: Callable[..., Any], terms: LossTerms, metrics: Mapping[str, float]) -> str | None:
-    """What to tell the user where the bounds on sequences are tighter than the mismatch, which `metrics` measured; else None.
+    """A warning for the user if the sequence bounds are tighter than the mismatch in `metrics`; otherwise None.
 
-    `metrics` must be those of an optimizer step from the very version that sampled its tokens, so that nothing but rounding is in them.
+    `metrics` must come from an optimizer step on the same version that sampled the tokens, so that the mismatch is rounding alone.
     """
     declared: Declared = getattr(getattr(function, "func", function), ATTRIBUTE, Declared())
     if not declared.sequence_bounds or terms.proximal != "inference":
@@ -31,7 +31,7 @@ def too_tight(function: Callable[..., Any], terms: LossTerms, metrics: Mapping[s
     if metrics[MEASURED] <= room:
         return None
     return (
-        f"sequences are clipped by rounding alone: before any update, trainer and engine differ by {metrics[MEASURED]:.2g} nats in the "
-        f"mean over a sequence's tokens, and the bounds leave {room:.2g} (loss.{low}={values[low]:g}, loss.{high}={values[high]:g}). "
-        "Take loss.proximal=recompute, whose ratios are against the trainer itself, or wider bounds"
+        f"rounding alone clips sequences: before any update, trainer and engine differ by {metrics[MEASURED]:.2g} nats in the "
+        f"mean over a sequence's tokens, but the bounds allow {room:.2g} (loss.{low}={values[low]:g}, loss.{high}={values[high]:g}). "
+        "Set loss.proximal=recompute, whose ratios compare with the trainer itself, or wider bounds"
     )

@@ -10,7 +10,7 @@ from rlx.losses.tokens import TokenBatch, TokenLoss
 def opo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     """ℓ_t = −sg[min(ρ_t, cap)] · A_t · logp_t (OPO, arXiv 2505.23585).
 
-    The paper trains on exactly the policy that sampled (ρ_t = 1); the capped ratio is for tokens of older versions.
+    The paper trains on-policy (ρ_t = 1). The capped ratio corrects tokens of older policy versions.
     """
     ratio = tokens.ratio().detach()
     weight = ratio.clamp(max=cap)

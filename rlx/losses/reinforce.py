@@ -1,4 +1,4 @@
-"""REINFORCE: the policy gradient itself, without ratio or clipping."""
+"""REINFORCE: the plain policy gradient, without ratio or clipping."""
 
 from __future__ import annotations
 

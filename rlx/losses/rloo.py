@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline: the sequence is the action, and its ratio weighs the whole sequence."""
+"""REINFORCE with a leave-one-out baseline. The sequence is the action, so one ratio weighs the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlx.losses.tokens import TokenBatch, TokenLoss, safe_exp
 def rloo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     """ℓ_i = −sg[min(ρ_i, cap)] · mean_t(A_t · logp_t), ρ_i = exp(Σ_t(logp_t − old_t)), the product over the sequence (arXiv 2402.14740).
 
-    The paper is on-policy; the capped ratio is for rollouts of older versions. It is exactly 1 where `tokens.on_policy` says that the
-    policy being trained sampled the rollout, because trainer and engine then differ by nothing but rounding.
-    Each token carries ℓ_i, so `aggregate: seq_sum` makes it the paper's mean over sequences of A_i · log π(y_i).
+    The paper is on-policy; the capped ratio corrects rollouts of older versions. The ratio is exactly 1 for rollouts that
+    `tokens.on_policy` marks, because there trainer and engine differ only by rounding.
+    Each token carries ℓ_i, so `aggregate: seq_sum` gives the paper's mean over sequences of A_i · log π(y_i).
     """
     ratio = safe_exp(tokens.rollout_sum(tokens.logp.detach() - tokens.old_logp))  # [R]
     if tokens.on_policy is not None:

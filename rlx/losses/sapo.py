@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation: a smooth gate on the ratio where others clip."""
+"""Soft adaptive policy optimisation: a smooth gate on the ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 def sapo(tokens: TokenBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """ℓ_t = −f(ρ_t) A_t, f(ρ) = σ(τ(ρ−1)) · 4/τ with τ = tau_pos where A_t > 0, else tau_neg (SAPO, arXiv 2511.20347).
 
-    f has slope 1 at ρ = 1 and flattens on both sides, faster for the larger temperature. Raises ValueError for one that is not above 0.
+    f has slope 1 at ρ = 1 and flattens on both sides, faster for a larger τ. Raises ValueError for a τ that is not above 0.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"loss.tau_pos={tau_pos} and loss.tau_neg={tau_neg} must be above 0: the gate divides by them")

@@ -10,5 +10,5 @@ from rlx.losses.tokens import TokenBatch, TokenLoss
 
 @declares(uses_ratio=False, own_sign=True)
 def sft(tokens: TokenBatch) -> TokenLoss:
-    """ℓ_t = −logp_t. Advantages and ratios play no part."""
+    """ℓ_t = −logp_t. Ignores advantages and ratios."""
     return TokenLoss(loss=-tokens.logp, weight=torch.ones_like(tokens.logp))

@@ -1,7 +1,7 @@
-"""What an objective sees and what it returns: per-token tensors of the trainable tokens of one micro-batch.
+"""The input and output of an objective: per-token tensors of the trainable tokens of one micro-batch.
 
-Everything is float64: these are N numbers beside N × V logits, and a float32 sum over a rollout of 50,000 tokens is wrong by 1e-3.
-Knows nothing of aggregation, models, packing or processes. Shapes: N trainable tokens, R rollouts of the micro-batch.
+Everything is float64. That costs little, N numbers beside N × V logits, and a float32 sum over a rollout of 50,000 tokens errs by 1e-3.
+Shapes: N trainable tokens, R rollouts of the micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0  # log-ratios are clamped to ± this before exp: e^20 is fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trainable tokens of one micro-batch. All tokens of one rollout are in it."""
+    """The trainable tokens of one micro-batch. A rollout is never split over micro-batches."""
 
     logp: Tensor  # [N] under the policy being trained, at the sampling temperature, with gradient
     old_logp: Tensor  # [N] under the proximal policy π_old
@@ -26,9 +26,9 @@ class TokenBatch:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64, 0 … R-1
     rollout_lengths: Tensor  # [R] trainable tokens of each rollout, ≥ 0
-    ref_logp: Tensor | None = None  # [N] under the reference model (or teacher), without gradient; None without one
-    group_lengths: Tensor | None = None  # [R] trainable tokens of each rollout's group in the global batch; None: nobody knows
-    on_policy: Tensor | None = None  # bool [R]: every token was sampled by exactly the policy being trained; None: nobody knows
+    ref_logp: Tensor | None = None  # [N] under the reference model (or teacher), without gradient; None: there is no such model
+    group_lengths: Tensor | None = None  # [R] trainable tokens of each rollout's group in the global batch; None: unknown
+    on_policy: Tensor | None = None  # bool [R]: the policy being trained sampled every token; None: unknown
 
     def rollout_sum(self, values: Tensor) -> Tensor:
         """[N] → [R] float64, sum over the tokens of each rollout."""
@@ -44,51 +44,51 @@ class TokenBatch:
         return safe_exp(self.logp - self.old_logp)
 
     def in_float64(self) -> TokenBatch:
-        """The same with every floating-point tensor widened; gradients arrive in the dtype that the tensors had."""
+        """A copy with every floating-point tensor as float64. Gradients arrive in the original dtypes."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return TokenBatch(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()})
 
     def check(self, num_loss_tokens: int, num_sequences: int) -> None:
-        """Raise ValueError unless shapes, ids and lengths agree with one another, and are not more than the global batch has."""
+        """Raise ValueError if shapes, ids and lengths disagree, or exceed the counts of the global batch."""
         n, r = len(self.logp), len(self.rollout_lengths)
         for name in ("old_logp", "inference_logp", "entropy", "advantages", "rollout_ids", "ref_logp"):
             value = getattr(self, name)
             if value is not None and value.shape != self.logp.shape:
                 raise ValueError(
-                    f"{name} has shape {list(value.shape)} and logp {list(self.logp.shape)}; both are one value a trainable token"
+                    f"{name} has shape {list(value.shape)}, but logp has {list(self.logp.shape)}; both need one value per trainable token"
                 )
         for name in ("on_policy", "group_lengths"):
             value = getattr(self, name)
             if value is not None and value.shape != self.rollout_lengths.shape:
-                raise ValueError(f"{name} has shape {list(value.shape)} and rollout_lengths [{r}]; both are one value a rollout")
+                raise ValueError(f"{name} has shape {list(value.shape)}, but rollout_lengths has [{r}]; both need one value per rollout")
         ids, lengths = self.rollout_ids.cpu(), self.rollout_lengths.tolist()
         if n and not 0 <= (lowest := int(ids.min())) <= (highest := int(ids.max())) < r:
-            raise ValueError(f"rollout_ids go from {lowest} to {highest}, and rollout_lengths names {r} rollouts, 0 to {r - 1}")
+            raise ValueError(f"rollout_ids range from {lowest} to {highest}, but rollout_lengths has {r} rollouts, 0 to {r - 1}")
         for rollout, (counted, named) in enumerate(zip(torch.bincount(ids, minlength=r).tolist(), lengths, strict=True)):
             if counted != named:
-                raise ValueError(f"rollout_ids has {counted} tokens of rollout {rollout}, and rollout_lengths says {named}")
+                raise ValueError(f"rollout_ids has {counted} tokens of rollout {rollout}, but rollout_lengths says {named}")
         if n > num_loss_tokens:
-            raise ValueError(f"this micro-batch has {n} trainable tokens, and the global batch is said to have {num_loss_tokens}")
+            raise ValueError(f"this micro-batch has {n} trainable tokens, but the global batch is said to have {num_loss_tokens}")
         if (here := sum(map(bool, lengths))) > num_sequences:
             raise ValueError(
-                f"this micro-batch has {here} rollouts with trainable tokens, and the global batch is said to have {num_sequences}"
+                f"this micro-batch has {here} rollouts with trainable tokens, but the global batch is said to have {num_sequences}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What an objective returns. Weights and clip marks are for the metrics only.
+    """The output of an objective. Weights and clip masks only feed metrics.
 
-    With unit "sequence", all but `penalty` is [R]: one value a rollout, which each of its tokens carries when losses are aggregated.
+    With unit "sequence", every field except `penalty` is [R]. Each token then carries its rollout's value in the aggregation.
     """
 
-    loss: Tensor  # [N] to be minimised, before aggregation; exactly 0 where `dropped`
-    penalty: Tensor | None = None  # [N] added to it after correction and dual clip, also where `dropped`
-    weight: Tensor | None = None  # [N] what multiplies A_t ∇log π_t, 0 where nothing does (clipped, dropped); None: the ratio ρ_t
+    loss: Tensor  # [N] before aggregation; exactly 0 where `dropped`
+    penalty: Tensor | None = None  # [N] added to the loss after correction and dual clip, also where `dropped`
+    weight: Tensor | None = None  # [N] the factor of A_t ∇log π_t, 0 for tokens without gradient (clipped, dropped); None: the ratio ρ_t
     clipped_low: Tensor | None = None  # bool [N]: held at the lower bound, so without gradient
-    clipped_high: Tensor | None = None  # bool [N], likewise at the upper bound
+    clipped_high: Tensor | None = None  # bool [N]: held at the upper bound, so without gradient
     dropped: Tensor | None = None  # bool [N]: the objective left the token out
-    unit: Literal["token", "sequence"] = "token"  # what the values are of
+    unit: Literal["token", "sequence"] = "token"  # whether values are per token or per sequence
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
@@ -97,6 +97,6 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def ratio_weight(log_ratio: Tensor) -> Tensor:
-    """What `safe_exp(log_ratio)` multiplies its argument's gradient with: its value inside the clamp, 0 outside. Without gradient."""
+    """The factor in the gradient of `safe_exp(log_ratio)`: its value inside the clamp, 0 outside. Without gradient itself."""
     ratio = safe_exp(log_ratio.detach())
     return torch.where(log_ratio.detach().abs() <= MAX_LOG_RATIO, ratio, torch.zeros_like(ratio))

@@ -1,7 +1,7 @@
-"""The attention function that Hugging Face models call while we train: exact segment boundaries without a dense mask.
+"""The attention function of Hugging Face models during training: exact segment boundaries without a dense mask.
 
-Registered in transformers' `AttentionInterface` as `rlx`. The models hand it their queries, keys and values for the whole packed row;
-the `Layout` comes with each call as a keyword argument. Knows shapes and layouts, no model.
+It is registered in transformers' `AttentionInterface` as `rlx`. Models call it with queries, keys and values of the whole packed row.
+The `Layout` comes with each call as a keyword argument.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment: query [1, H, K, d], key [1, H_kv, K, d], value [1, H_kv, K, d_v] → ([1, K, H, d_v], None).
 
-    `sliding_window` tokens back (itself included), `softcap` on the scores (Gemma 2), `s_aux` [H] attention sinks (GPT-OSS).
-    Raises ValueError when the model did not pass the layout on.
+    `sliding_window` counts visible tokens, the query's own included. `softcap` bounds the scores (Gemma 2). `s_aux` [H] are attention
+    sinks (GPT-OSS). Raises ValueError if the model did not pass on the layout.
     """
     if layout is None:
         raise ValueError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention; set model.attention=rows for this model"
+            f"{type(module).__name__} does not pass keyword arguments on to its attention; set model.attention=rows for this model"
         )
     assert attention_mask is None, "a packed row has no attention mask"
     assert dropout == 0.0, "the policy is trained without dropout"
@@ -48,7 +48,7 @@ def packed_attention(
     if layout.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise ValueError(
-                f"{type(module).__name__} bounds its scores or has sinks, which FlashAttention does not do; set model.attention=sdpa"
+                f"{type(module).__name__} has a softcap or sinks, which FlashAttention does not support; set model.attention=sdpa"
             )
         return _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None], None
     outputs = [_bucket(q, k, v, bucket, grouped, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
@@ -58,7 +58,7 @@ def packed_attention(
 
 
 def _is_grouped(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:
-    """Whether several query heads share a key head. The module's own count is a plain number; shapes are symbols under torch.compile."""
+    """Whether several query heads share a key head. Uses the module's own count, because shapes are symbols under torch.compile."""
     groups = getattr(module, "num_key_value_groups", None)
     return query.shape[1] != key.shape[1] if groups is None else groups != 1
 
@@ -92,7 +92,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Attention written out, for what sdpa cannot do. q [S, H, Q, d], mask [S, 1, Q, L] → [S, H, Q, d_v]."""
+    """Attention written out, for what sdpa does not support. q [S, H, Q, d], mask [S, 1, Q, L] → [S, H, Q, d_v]."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)

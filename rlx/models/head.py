@@ -1,7 +1,7 @@
-"""What a model family does between its output matrix and its logits: a factor, a bound, a bias.
+"""The steps between a model family's output matrix and its logits: a factor, a softcap, a bias.
 
-Read from the configuration under the families' own names (transformers 5). `rlx.models.load.check_packed_forward` proves the result
-against the model's own logits, so a family that is not in these tables is refused, not trained wrongly. Knows no tensors.
+They are read from the configuration under the families' own names (transformers 5). `rlx.models.load.check_packed_forward` compares the
+result with the model's own logits. A family that is missing in these tables is therefore refused, not trained wrongly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FACTORS = (
     "output_multiplier",  # Muse
 )
 DIVISOR = "logits_scaling"  # Granite, Granite MoE and hybrid, MiniCPM 3
-MULTIPLIED_BY_DIVISOR = ("hyperclovax",)  # families that multiply by the key that others divide by
+MULTIPLIED_BY_DIVISOR = ("hyperclovax",)  # families that multiply by DIVISOR
 SOFTCAPS = (
     "final_logit_softcapping",  # Gemma 2, 3, 3n, 4, VaultGemma, nanochat
     "logits_soft_cap",  # RecurrentGemma
@@ -23,7 +23,7 @@ SOFTCAPS = (
 
 
 def logit_scale(config: Any) -> float:
-    """The factor on the raw products of a `PretrainedConfig`, applied before the bound; 1 where there is none."""
+    """The factor on the raw products of a `PretrainedConfig`, applied before the softcap; 1 if there is none."""
     config = config.get_text_config()
     scale = 1.0
     for name in FACTORS:
@@ -33,7 +33,7 @@ def logit_scale(config: Any) -> float:
 
 
 def logit_softcap(config: Any) -> float | None:
-    """The s of s·tanh(z/s); null where logits are not bounded."""
+    """The s of s·tanh(z/s); None if logits have no softcap."""
     config = config.get_text_config()
     for name in SOFTCAPS:
         value = getattr(config, name, None)

@@ -1,12 +1,12 @@
 """Which tokens of a packed row the model computes, and which of them attend to which.
 
-A micro-batch is samples end to end. Three ways to run it, all with the same result:
-- `shared`: positions after a sample's last trainable token are left out, and neighbours that begin alike (the rollouts of one prompt)
-  have their common beginning computed once: a *trunk* with *branches*. Exact, because a causal model's state depends on the past only.
-- `varlen`: the same without sharing, for torch's FlashAttention with segment boundaries.
-- `rows`: one padded row a sample, for models whose layers are not all attention (a recurrent layer cannot be told about boundaries).
+A micro-batch is samples end to end. There are three ways to run it, all with the same result:
+- `shared`: positions after a sample's last trainable token are left out. Neighbours with a common beginning (the rollouts of one prompt)
+  compute it once: a *trunk* with *branches*. This is exact, because a causal model's state depends only on the past.
+- `varlen`: without sharing, for torch's FlashAttention with segment boundaries.
+- `rows`: one padded row per sample, for models with layers other than attention (a recurrent layer cannot respect boundaries).
 
-Knows numpy and index tensors; knows no model. Shapes: T tokens of the micro-batch, K tokens computed, S blocks of a bucket.
+Shapes: T tokens of the micro-batch, K tokens computed, S blocks of a bucket.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 Kind = Literal["shared", "varlen", "rows"]
 
 MIN_SHARED = 4  # shortest common beginning worth a trunk, tokens
-TREE_TOKENS = 64  # a trunk with branches of together at most so many tokens is one attention block
-BRANCH_TOKENS = 32  # branches are attended together up to so many tokens: fewer, larger products
-FILL = 0.75  # a block joins a bucket when it fills at least this share of its sides; what is missing is padding
-SLACK = 4  # tokens by which it may always fall short
+TREE_TOKENS = 64  # a trunk and its branches form one attention block up to this many tokens in total
+BRANCH_TOKENS = 32  # branches attend in one block up to this many tokens: fewer, larger products
+FILL = 0.75  # a block joins a bucket if it fills at least this share of both sides; the rest is padding
+SLACK = 4  # a block may always be this many tokens shorter
 
 TRUNK = -1  # branch number of a trunk's tokens
 PADDING = -2  # branch number of padded keys
@@ -37,7 +37,7 @@ class Bucket:
     """Attention blocks of similar size, padded to one batch."""
 
     queries: Tensor  # [S, Q] int64 positions in the computed row, padded by repeating the last
-    keys: Tensor  # [S, L] int64, likewise
+    keys: Tensor  # [S, L] int64, padded in the same way
     mask: Tensor | None  # [S, 1, Q, L] bool, True where the query sees the key; None: plain causal with Q = L
     distance: Tensor  # [S, Q, L] int32 position of the query − position of the key, for sliding windows
     longest: int  # largest distance + 1
@@ -53,20 +53,20 @@ class Bucket:
         return self._windows[window]
 
     def causal(self) -> Tensor:
-        """The mask as a tensor even where it is plain causal."""
+        """The mask as a tensor, also for plain causal attention."""
         return (self.distance >= 0)[:, None] if self.mask is None else self.mask
 
 
 @dataclass(slots=True)
 class Layout:
-    """How one micro-batch is run. `token_ids` and `position_ids` are [1, K], or [S, L] for `rows`."""
+    """The plan to run one micro-batch. `token_ids` and `position_ids` are [1, K], or [S, L] for `rows`."""
 
     token_ids: Tensor
     position_ids: Tensor
     where: np.ndarray  # [T] index of each token of the micro-batch in the flattened computed tokens; -1: not computed
     kind: Kind
     buckets: tuple[Bucket, ...] = ()
-    order: Tensor | None = None  # [K] where each computed token's result lies in the concatenated, flattened outputs of the buckets
+    order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` only
     max_length: int = 0  # longest segment, `varlen` only
 
@@ -78,20 +78,20 @@ class Layout:
 
 @dataclass(slots=True)
 class _Tree:
-    """Samples that share their first `trunk` tokens; each sample is (start in the micro-batch, tokens that matter)."""
+    """Samples that share their first `trunk` tokens. Each sample is (start in the micro-batch, number of needed tokens)."""
 
     samples: list[tuple[int, int]]
     trunk: int
 
 
 def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray, kind: Kind, device: torch.device | str) -> Layout:
-    """Plan a micro-batch: token_ids [T], cu_seqlens [S+1], loss_mask [T] (position t predicts a trainable token)."""
+    """Plan a micro-batch: token_ids [T], cu_seqlens [S+1], loss_mask [T] (True if position t predicts a trainable token)."""
     samples = [(int(start), _needed(loss_mask[start:end])) for start, end in pairwise(cu_seqlens)]
     if kind == "rows":
         return _rows(token_ids, samples, device)
     trees = list(_trees(token_ids, samples)) if kind == "shared" else [_Tree([sample], sample[1]) for sample in samples]
     where = np.full(len(token_ids), -1, dtype=np.int64)
-    source: list[np.ndarray] = []  # positions in the micro-batch of the computed tokens
+    source: list[np.ndarray] = []  # positions of the computed tokens in the micro-batch
     position: list[np.ndarray] = []
     blocks: list[_Block] = []
     count = 0
@@ -132,13 +132,13 @@ def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.nd
 
 
 def _needed(loss_mask: np.ndarray) -> int:
-    """Tokens of a sample up to the last position that predicts a trainable token; at least one."""
+    """Number of a sample's tokens up to the last position that predicts a trainable token; at least one."""
     trainable = np.flatnonzero(loss_mask)
     return int(trainable[-1]) + 1 if len(trainable) else 1
 
 
 def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterator[_Tree]:
-    """Runs of neighbours that begin alike: a sample joins while that saves at least as many tokens as closing the run would."""
+    """Runs of neighbours with a common beginning. A sample joins the run if that saves at least as many tokens as closing the run."""
     tree: _Tree | None = None
     for start, length in samples:
         if tree is not None:
@@ -170,12 +170,12 @@ def _rows(token_ids: np.ndarray, samples: Sequence[tuple[int, int]], device: tor
 
 @dataclass(slots=True)
 class _Block:
-    """Computed tokens that attend together: the last len(queries) of `keys` are the queries."""
+    """Computed tokens that attend together. The queries are the last len(queries) entries of `keys`."""
 
     queries: np.ndarray  # [Q]
     keys: np.ndarray  # [L]
     branch: np.ndarray  # [L] branch of each key, TRUNK for the trunk
-    plain: bool  # one sequence, nothing but causality
+    plain: bool  # one sequence with a plain causal mask
 
 
 def _blocks(trunk: np.ndarray, branches: list[np.ndarray]) -> Iterator[_Block]:
@@ -201,7 +201,7 @@ def _joined(trunk: np.ndarray, branches: list[np.ndarray], *, with_trunk: bool) 
 
 
 def _buckets(blocks: list[_Block], positions: np.ndarray, order: np.ndarray, device: torch.device | str) -> Iterator[Bucket]:
-    """Group blocks of similar size and pad them; fills `order` [K] along the way."""
+    """Group blocks of similar size and pad them. Fills `order` [K] as a side effect."""
     done = 0
     for plain in (True, False):
         todo = sorted((b for b in blocks if b.plain == plain), key=lambda b: (len(b.queries), len(b.keys)), reverse=True)
@@ -220,7 +220,7 @@ def _bucket(blocks: list[_Block], q: int, k: int, positions: np.ndarray, device:
     queries = np.stack([np.pad(b.queries, (0, q - len(b.queries)), mode="edge") for b in blocks])
     keys = np.stack([np.pad(b.keys, (0, k - len(b.keys)), mode="edge") for b in blocks])
     plain = blocks[0].plain
-    if plain:  # by place, not by position, so that padded keys lie in the future of every real query
+    if plain:  # by index, not by position, so that padded keys lie in the future of every real query
         distance = np.broadcast_to(np.arange(q)[:, None] - np.arange(k), (len(blocks), q, k))
         mask = None
     else:

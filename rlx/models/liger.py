@@ -1,8 +1,8 @@
-"""Liger's layer kernels (norms, rotary positions, gated feed-forward layers) put into one model, for the families that Liger knows.
+"""Patches Liger's layer kernels (norms, rotary positions, gated feed-forward layers) into one model, for the families that Liger supports.
 
-Liger patches modules of the model it is given, and also names in the family's transformers module, which every later model of the
-process would find. Those are put back: classes as they were, functions so that CPU tensors take transformers' own. Its losses are left
-out, the log-probability op is ours. Knows transformers models; knows no configuration tree.
+Liger patches the given model's modules, but also names in the family's transformers module, which would affect every later model in the
+process. `patch` restores those names: classes as they were, and functions so that CPU tensors use transformers' own. Liger's losses are
+left out, because the log-probability op is rlx's own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def apply_liger(hf: Any, wanted: bool | str, device: torch.device) -> str:
-    """Patch `hf`, a transformers `…ForCausalLM` that will compute on `device`; what was done, in words.
+    """Patch `hf`, a transformers `…ForCausalLM` that will compute on `device`. Returns a description of the result.
 
-    `wanted` is true, false or `auto`: wherever it applies. Raises ValueError naming the reason when it is true and does not apply.
+    `wanted` is True, False or `auto` (patch if possible). Raises ValueError with the reason if it is True and patching is impossible.
     """
     if wanted is False:
         return "off: model.liger is false"
@@ -34,13 +34,13 @@ def apply_liger(hf: Any, wanted: bool | str, device: torch.device) -> str:
 
 
 def may_patch(wanted: bool | str) -> bool:
-    """Whether `apply_liger` puts Triton kernels into a model on CUDA, if Liger knows its family."""
+    """Whether `apply_liger` would put Triton kernels into a model on CUDA, if Liger supports its family."""
     return wanted is not False and find_spec("liger_kernel") is not None
 
 
 def _why_not(hf: Any, device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"its kernels need CUDA, and this is {device.type}"
+        return f"its kernels need CUDA, but this is {device.type}"
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -51,7 +51,7 @@ def _why_not(hf: Any, device: torch.device) -> str | None:
 
 
 def patch(hf: Any) -> str:
-    """Put Liger's kernels into this model, of a family that Liger knows; their names and how many modules have one."""
+    """Put Liger's kernels into this model, of a family that Liger supports. Returns their names and the number of patched modules."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family = hf.config.model_type

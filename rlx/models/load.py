@@ -1,8 +1,7 @@
-"""From a folder or hub name to a policy that can be trained, on one process or sharded over many.
+"""Loads a trainable policy from a folder or hub name, in one process or sharded over many.
 
-Rank 0 reads the checkpoint and proves on a few tokens that the packed forward equals the model's own; the other ranks start empty and
-receive their shards. Sharded and on its device the model is compared once more, by all ranks: with the attention, the kernels and the
-dtype that training will use.
+Rank 0 reads the checkpoint and checks on a few tokens that the packed forward equals the model's own. The other ranks start empty and
+receive their shards. All ranks then check the sharded model again on its device, with the attention, kernels and dtype of training.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def load_policy(
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
-    Raises ValueError for a dtype that is not known, a `logprob_backend` or `liger` that does not apply, or a model whose packed forward
+    Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, or for a model whose packed forward
     differs from its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
@@ -55,10 +54,10 @@ def load_policy(
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     if not sharded and master != compute:
         raise ValueError(
-            f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, of one rank if need be"
+            f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, even for a single rank"
         )
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
-    backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # says now what does not apply
+    backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
 
@@ -67,7 +66,7 @@ def load_policy(
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
-        model.liger = apply_liger(model.hf, liger, device)  # after the check, which runs on the CPU
+        model.liger = apply_liger(model.hf, liger, device)  # after the first check, which runs on the CPU
         checkpoint_activations(model, ac_freq)
         if compile:
             compile_layers(model)
@@ -96,7 +95,7 @@ def load_policy(
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else device)
-    for module, name, parameter_of in tied:  # to_empty makes one tensor of each name
+    for module, name, parameter_of in tied:  # to_empty gave each name its own tensor
         setattr(module, name, getattr(*parameter_of))
     _scatter(full.hf if full else None, model.hf, mesh)
     check_packed_forward(model, device)
@@ -104,10 +103,10 @@ def load_policy(
 
 
 def _untied_by_checkpoint(hf: Any) -> bool:
-    """Whether the checkpoint has a head of its own although its configuration says that the head is the embedding.
+    """Whether the checkpoint has its own head although its configuration ties the head to the embedding.
 
-    transformers then loads both, as vLLM does. The configuration is corrected here, for what is made from it: the other ranks' shards, and
-    every version that is written.
+    transformers then loads both, as vLLM does. This corrects the configuration for everything made from it: the other ranks' shards and
+    every written version.
     """
     head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
     if not getattr(hf.config.get_text_config(), "tie_word_embeddings", False) or head is None or head.weight is embedding.weight:
@@ -133,8 +132,8 @@ def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
 
 
 def _scatter(source: Any | None, target: nn.Module, mesh: Mesh) -> None:
-    """Give every rank its shards of rank 0's parameters, and a copy of all buffers (rotary tables are in no checkpoint)."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # seconds, so only where it is needed
+    """Give every rank its shards of rank 0's parameters, and a copy of all buffers (no checkpoint has the rotary tables)."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds, so not at the top
 
     state = source.state_dict() if source is not None else {}
     set_model_state_dict(
@@ -152,8 +151,8 @@ def _scatter(source: Any | None, target: nn.Module, mesh: Mesh) -> None:
 def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu") -> None:
     """Raise ValueError unless log-probabilities of two packed sequences equal those of the model's own forward, one at a time.
 
-    Of a sharded model every rank calls this; `device` is where it computes. This catches what no list of
-    architectures could: factors on the logits, layers that ignore segment boundaries, masks of their own.
+    For a sharded model every rank calls this. `device` is where the model computes. The check catches what no list of architectures could:
+    factors on the logits, layers that ignore segment boundaries, masks of their own.
     """
     vocabulary = model.hf.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -167,23 +166,23 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), model.layout_kind(device), device)
     labels = torch.cat([ids[1:], ids[:1]])[trainable].to(device)
     index = torch.from_numpy(layout.where)[trainable].to(device)
-    with torch.compiler.set_stance("force_eager"):  # a few tokens are not worth compiling for
+    with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
         packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
-        # A sharded model's root holds its parameters since then, and its layers gather theirs by themselves.
+        # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
     if (reshard := getattr(model, "reshard", None)) is not None:
         reshard()
     difference, spread = float((packed - own).abs().max()), float(own.std())
     if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ValueError(
-            f"{type(model.hf).__name__} cannot be trained like this: on {device.type} its packed forward and its own differ by "
-            f"{difference:.3g} nats where log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it has that already, its "
-            "head is not supported"
+            f"{type(model.hf).__name__} cannot be trained like this: on {device.type} its packed forward differs from its own by "
+            f"{difference:.3g} nats, while log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it is set already, the "
+            "model's head is not supported"
         )
 
 
 def _own_log_probabilities(hf: Any, sequence: Tensor) -> Tensor:
-    """[L-1] log-probability of each next token by the model's own forward with plain attention."""
+    """[L-1] log-probability of each next token, by the model's own forward with plain attention."""
     implementation = hf.config._attn_implementation
     hf.set_attn_implementation("eager")
     logits = hf(input_ids=sequence[None], use_cache=False).logits[0, :-1].float()

@@ -1,7 +1,7 @@
 """The policy as the trainer sees it: a packed micro-batch in, log-probability and entropy of its trainable tokens out.
 
-Wraps any Hugging Face causal language model: its backbone gives hidden states, its head goes into the fused op, logits are never made.
-Knows nothing of objectives, optimizers or processes.
+It wraps any Hugging Face causal language model. The backbone computes hidden states, and the fused op takes its head, so logits are never
+stored.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from rlx.models.attention import NAME
 from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.layout import Kind, Layout
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can be told where a segment ends
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
 
 class PolicyModel(nn.Module):
-    """A causal language model without dropout, run on packed rows."""
+    """A causal language model without dropout that runs on packed rows."""
 
     def __init__(
         self, hf: Any, *, attention: str = "auto", logprob_backend: str = "auto", compute_dtype: torch.dtype | None = None
     ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
-        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding will cast parameters to; null: their
-        own dtype.
+        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is the dtype that sharding casts parameters to; None:
+        their own dtype.
         """
         super().__init__()
         self.hf = hf
         hf.eval()  # no dropout: the trainer must compute what the inference engine computes
         self.attention = attention
         self.logprob_backend = logprob_backend
-        self.liger = "off"  # what `rlx.models.liger.apply_liger` said
+        self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         config = hf.config
@@ -46,9 +46,9 @@ class PolicyModel(nn.Module):
             hf.set_attn_implementation(NAME)
 
     def layout_kind(self, device: torch.device) -> Kind:
-        """How micro-batches are run on this device. Raises ValueError for `varlen` without CUDA."""
+        """How to run micro-batches on this device. Raises ValueError for `varlen` without CUDA."""
         if self.attention == "varlen" and device.type != "cuda":
-            raise ValueError(f"model.attention=varlen needs CUDA, and this is {device.type}; set model.attention=auto or sdpa")
+            raise ValueError(f"model.attention=varlen needs CUDA, but this is {device.type}; set model.attention=auto or sdpa")
         if self.padded:
             return "rows"
         if self.attention == "sdpa" or device.type != "cuda":
@@ -82,12 +82,12 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers: the list of modules that holds the most parameters."""
+        """The decoder layers: the module list with the most parameters."""
         lists = [module for module in self.hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
         return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by their Hugging Face names, tied ones once; sharded ones as DTensors."""
+        """Parameters and persistent buffers by their Hugging Face names, tied ones once, sharded ones as DTensors."""
         seen: set[int] = set()
         for name, tensor in self.hf.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:

@@ -1,7 +1,7 @@
-"""FSDP2 for the policy: every decoder layer and the rest sharded over all ranks, gradients summed, never averaged.
+"""FSDP2 for the policy: shards every decoder layer and the rest over all ranks; gradients are summed, never averaged.
 
-One process needs none of it when it computes in the dtype of its parameters; with another dtype it shards over itself, so that
-mixed precision has one implementation.
+A single process needs no sharding if it computes in its parameters' dtype. Otherwise it shards over itself, so that mixed precision has
+only one implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlx.parallel.mesh import Mesh
 
 
 def checkpoint_activations(model: PolicyModel, freq: int) -> None:
-    """Recompute every `freq`-th decoder layer in backward instead of keeping its activations; 0 is off."""
+    """Recompute every `freq`-th decoder layer in backward instead of storing its activations; 0 is off."""
     if freq < 1:
         return
     for i, layer in enumerate(model.layers):
@@ -26,7 +26,7 @@ def checkpoint_activations(model: PolicyModel, freq: int) -> None:
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function around `checkpoint`, because torch.compile does not look into a functools.partial: it would compile nothing."""
+    """A plain function around `checkpoint`: torch.compile does not look into a functools.partial, so it would compile nothing."""
 
     def forward_again(*args: Any, **keys: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keys)
@@ -35,7 +35,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:
-    """Compile every decoder layer, for any lengths; `keys` are torch.compile's."""
+    """Compile every decoder layer for all lengths. `keys` go to torch.compile."""
     for layer in model.layers:
         layer.compile(dynamic=True, **keys)
 
@@ -43,24 +43,23 @@ def compile_layers(model: PolicyModel, **keys: Any) -> None:
 def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool = False) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
-    Parameters keep their dtype, are gathered in `compute_dtype`, and their gradients are summed in `reduce_dtype`.
-
+    Parameters keep their dtype and are gathered in `compute_dtype`; gradients are summed in `reduce_dtype`.
     `cpu_offload` keeps shards and gradients in host memory.
     """
-    # Imported here because it takes seconds that a single process need not spend.
+    # Imported here, because it takes seconds and a single process may not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    # Inputs are not cast: temperatures must stay float32, and hidden states have the embedding's dtype already.
+    # Inputs are not cast: temperatures must stay float32, and hidden states already have the embedding's dtype.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
-    # The root holds embedding, last norm and head: gathered from forward to backward, so the head can be used outside its module.
+    # The root holds embedding, last norm and head. It stays gathered from forward to backward, so the head can be used outside its module.
     fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # None of these is recursive. The loss is divided by global counts already, so gradients are summed as they are;
-            # gloo has no averaging sum at all, and a factor of 1 without force-sum still averages there.
+            # None of these calls is recursive. The loss is already divided by global counts, so gradients must be summed. gloo has no
+            # averaging sum, and there a factor of 1 without force-sum would still average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)  # experts that one rank did not use
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use

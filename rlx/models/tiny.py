@@ -1,11 +1,11 @@
-"""The tiny model that the project makes itself: a Qwen3 architecture of under a million parameters and its character tokenizer.
+"""The project's own tiny model: a Qwen3 architecture of under a million parameters, and its character tokenizer.
 
-Knows how the two are built and saved as a Hugging Face folder that `AutoTokenizer`, `AutoModelForCausalLM` and vLLM load.
-Knows nothing of training (`rlx.train.warm_start`), of environments or of the cache (`rlx.roles.prepare`).
+This module builds both and saves them as a Hugging Face folder that `AutoTokenizer`, `AutoModelForCausalLM` and vLLM load.
+`rlx.train.warm_start` trains the model; `rlx.roles.prepare` caches it.
 
 The vocabulary is fixed: four marks, four role names, newline, tab and printable ASCII; everything else is `<|unk|>`.
-A role name is one token only at the head of a ChatML message; inside a text it is spelled in characters,
-so that a model that works on letters sees letters.
+A role name is one token only at the head of a ChatML message. Elsewhere it is spelled in characters, so that a model that works on
+letters sees letters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTERS = ("\n", "\t", *(chr(code) for code in range(32, 127)))
 VOCABULARY = (PAD, START, END, UNKNOWN, *ROLES, *CHARACTERS)
-"""Token of every id."""
+"""The token of each id."""
 
-# Turns are rendered word for word, so that a later prompt extends an earlier one. Tools take one short line: every character is a token.
+# Turns are rendered word for word, so that a later prompt extends an earlier one. Tools get one short line: each character is a token.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -65,13 +65,13 @@ CHAT_TEMPLATE = """\
 def build_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
     """The character tokenizer with the ChatML template; `eos` is `<|im_end|>`, `pad` is `<|endoftext|>`.
 
-    `decode(encode(text)) == text` for every text of `CHARACTERS` and the marks.
+    `decode(encode(text)) == text` for every `str` of `CHARACTERS` and marks.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    # Marks split the text first, so `\A` is the place behind `<|im_start|>`.
+    # Marks split the text first, so `\A` is the position after `<|im_start|>`.
     pieces = rf"\A(?:{'|'.join(ROLES)})(?=\n)|[\s\S]"
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -90,7 +90,7 @@ def build_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(config: WarmStartConfig, context_length: int) -> Qwen3ForCausalLM:
-    """A float32 model with weights drawn from `config.seed`; the global random state is left as it was."""
+    """A float32 model with weights drawn from `config.seed`. Leaves the global random state unchanged."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,15 +1,15 @@
-"""The mesh: which of the trainer's processes does what. Built once by the trainer role; everybody else asks it.
+"""The mesh: each trainer process's place, and the ranks that it works with. The trainer role builds it once.
 
-    axis      what it is for
-    data      which samples a rank packs and trains on; ranks with one `data_rank` see the same samples
-    loss      the all-reduce of the loss's sums and maxima: every rank that sees different tokens
+    axis      purpose
+    data      which samples a rank packs and trains on; ranks with the same `data_rank` see the same samples
+    loss      the all-reduce of the loss's sums and maxima, over all ranks that see different tokens
     fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer
     tensor    parts of one matrix product                                    (size 1 for now)
     context   parts of one sequence                                          (size 1 for now)
     expert    experts of one layer                                           (size 1 for now)
 
-One process is a mesh like any other: it has no process group, and its collectives return at once what they were given.
-What concerns the whole run (barrier, any, broadcast_bytes) travels between hosts' memories over gloo, never through the GPU.
+A single process also has a mesh. It has no process group, and its collectives return their input at once.
+Collectives of the whole run (barrier, any, broadcast_bytes) use host memory over gloo, never the GPU.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rlx.waiting import Preempted
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PIECE = 1 << 30  # bytes of one broadcast
-MARGIN = 600.0  # seconds by which collectives outwait rank 0, so that its own wait is what times out
-PATIENCE = 5.0  # seconds in which a rank that lost another is ended from outside, so that the one that failed is blamed
+PIECE = 1 << 30  # bytes per broadcast
+MARGIN = 600.0  # seconds by which collectives outlast rank 0's waits, so that rank 0's own wait times out first
+PATIENCE = 5.0  # seconds before a rank reports that it lost another, so that the supervisor sees and blames the failed rank first
 
 
 class RankLost(RuntimeError):
-    """Another rank has left in the midst of what all do together; its own log says why."""
+    """Another rank left during a collective; its own log says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """One process's view: its place, and along which axes it works with whom.
+    """One process's view: its place, and its partners along each axis.
 
-    Two ranks of FSDP: `rank` 0 and 1, `world_size` 2, `data_rank` 0 and 1, `num_data_ranks` 2, `fsdp` and `loss_group` of both.
+    Two FSDP ranks: `rank` 0 and 1, `world_size` 2, `data_rank` 0 and 1, `num_data_ranks` 2, `fsdp` and `loss_group` of both.
     One process: `rank` 0, `world_size` 1, `fsdp` None, `loss_group` None.
     """
 
@@ -56,29 +56,29 @@ class Mesh:
     world_size: int = 1
     data_rank: int = 0
     num_data_ranks: int = 1
-    loss_group: dist.ProcessGroup | None = None  # None: nobody to add to
+    loss_group: dist.ProcessGroup | None = None  # None: no other rank to reduce with
     fsdp: DeviceMesh | None = None  # None: parameters are whole, and there is no process group
-    tensor: DeviceMesh | None = None  # None: size 1, as the next two
+    tensor: DeviceMesh | None = None  # None: size 1; the same for the next two
     context: DeviceMesh | None = None
     expert: DeviceMesh | None = None
-    alive: Callable[[], AbstractContextManager[None]] = nullcontext  # says that this process lives, while it waits for rank 0
+    alive: Callable[[], AbstractContextManager[None]] = nullcontext  # sends heartbeats while this process waits for rank 0
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0: the one that reads and writes what all share."""
+        """Whether this is rank 0, which reads and writes shared files."""
         return self.rank == 0
 
     @property
     def grouped(self) -> bool:
-        """Whether there is a process group: several processes, or one that shards over itself."""
+        """Whether there is a process group: of several processes, or of one that shards over itself."""
         return self.fsdp is not None
 
     def barrier(self) -> None:
-        """Returns when every rank is here."""
+        """Return when every rank has called this."""
         self.any(False)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; returns when every rank has asked."""
+        """Whether the flag is set on any rank. Returns when every rank has called this."""
         if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag))
@@ -87,7 +87,7 @@ class Mesh:
         return bool(flags)
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
-        """What rank 0 has as `content`, on every rank; other ranks give nothing, and get memory that they may write to."""
+        """Rank 0's `content`, on every rank. Other ranks pass nothing and receive writable memory."""
         if self.world_size == 1:
             assert content is not None
             return content
@@ -101,9 +101,9 @@ class Mesh:
         return received
 
     def read(self, read: Callable[[], bytes | bytearray]) -> bytes | bytearray:
-        """What `read` gives on rank 0, on every rank: rank 0 alone waits for a file and reads it. It must not be empty.
+        """The result of rank 0's `read`, on every rank: only rank 0 waits for a file and reads it. The result must not be empty.
 
-        When `read` raises Preempted, this does so on every rank; anything else ends rank 0, and the others lose it.
+        If `read` raises Preempted, every rank raises it. Any other error ends rank 0, and the other ranks raise RankLost.
         """
         if not self.first:
             content = self.broadcast_bytes()
@@ -124,22 +124,22 @@ class Mesh:
             dist.broadcast(tensor, src=0)
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up over the loss axis, in place."""
+        """Sum over the loss axis, in place."""
         if self.loss_group is not None:
             dist.all_reduce(tensor, group=self.loss_group)
 
     def max(self, tensor: Tensor) -> None:
-        """The largest over the loss axis, element by element, in place."""
+        """Elementwise maximum over the loss axis, in place."""
         if self.loss_group is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.loss_group)
 
     def synchronize(self) -> None:
-        """Returns when this process's device has done all that it was given."""
+        """Return when this process's device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def peak_memory(self) -> float:
-        """Largest memory of this process's device since the last call, GiB; 0 on CPU."""
+        """Peak memory of this process's device since the last call, GiB; 0 on CPU."""
         if self.device.type != "cuda":
             return 0.0
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -147,7 +147,7 @@ class Mesh:
         return peak
 
     def background_group(self) -> dist.ProcessGroup | None:
-        """A group of its own for what goes on beside training, whose collectives must not meet training's. Every rank calls this."""
+        """A separate group for background work, whose collectives must not mix with training's. Every rank calls this."""
         return dist.new_group(backend="gloo") if self.grouped else None
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Mesh:
                 yield
             except RuntimeError as error:
                 time.sleep(PATIENCE)
-                raise RankLost(f"rank {self.rank} of {self.world_size} lost another rank; the log of the one that left says why") from error
+                raise RankLost(f"rank {self.rank} of {self.world_size} lost another rank, whose own log says why") from error
 
 
 def build_mesh(
@@ -174,17 +174,17 @@ def build_mesh(
     tick: Callable[[], None],
     alive: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Mesh:
-    """The mesh of the configuration, on this process's device. The first call of the trainer that touches CUDA.
+    """The mesh of the configuration, on this process's device. This is the trainer's first call that touches CUDA.
 
-    `timeout`: seconds for the other ranks to come, and more than any wait of rank 0 takes but that for a batch; `tick` is called while
-    waiting for them, `alive` is entered while waiting for rank 0 later. Raises WaitTimeout.
+    `timeout` is in seconds, for the other ranks to join. It must exceed every wait of rank 0 except the one for a batch. `tick` is called
+    while waiting for them; `alive` is entered during later waits for rank 0. Raises WaitTimeout.
     """
     cuda = cfg.hardware.device == "cuda"
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
-    # One process computes in another dtype than its parameters have, or keeps them elsewhere, by sharding over itself.
+    # To compute in another dtype than its parameters', or to keep them elsewhere, a single process shards over itself.
     mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
     if place.world_size == 1 and not mixed:
         return one_process(device)
@@ -196,7 +196,7 @@ def build_mesh(
 
 
 def one_process(device: torch.device | str) -> Mesh:
-    """The mesh of a process that is alone and has no process group."""
+    """The mesh of a single process without a process group."""
     return Mesh(device=torch.device(device))
 
 
@@ -209,12 +209,12 @@ def join(
     store: dist.Store | None = None,
     alive: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Mesh:
-    """Start the process group, which shards over all ranks, and return this rank's mesh.
+    """Start the process group, shard over all ranks, and return this rank's mesh.
 
-    The ranks meet at `store`, or where torchrun's variables say; one rank needs neither. A collective that takes longer than `timeout`
-    seconds fails. `alive` is entered while this rank waits for rank 0, which may be waiting for somebody else.
+    The ranks meet at `store`, or by torchrun's variables; a single rank needs neither. A collective that takes longer than `timeout`
+    seconds fails. `alive` is entered while this rank waits for rank 0, which may itself be waiting for another role.
     """
-    # CUDA has gloo beside it, for gradients and messages that live in host memory.
+    # On CUDA, gloo serves gradients and messages in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else store
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))

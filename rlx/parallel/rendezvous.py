@@ -1,6 +1,6 @@
-"""Which rank this process is, and how ranks on several hosts find each other: rank 0 binds a free port and says in the run directory where.
+"""This process's rank, and how ranks on several hosts meet: rank 0 binds a free port and writes its address to the run directory.
 
-Under torchrun, which starts several ranks of one host, they meet by its variables.
+torchrun starts several ranks on one host; they meet by its variables instead.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 TOKEN = "RLX_RUN_TOKEN"  # the supervisor gives all processes of one attempt the same value
-CONNECT = 300.0  # seconds for a rank to reach the store once its address is known
+CONNECT = 300.0  # seconds for a rank to reach the store after reading its address
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the plan, or torchrun, says of this process."""
+    """This process's ranks, as the plan or torchrun gives them."""
 
     rank: int
-    local_rank: int  # index of its GPU among those it sees
+    local_rank: int  # index of its GPU among the visible ones
     world_size: int
     under_torchrun: bool
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place:
-        """One process without RANK and WORLD_SIZE."""
+        """Read from the environment. Without RANK and WORLD_SIZE it is a single process."""
         numbers = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         rank, local_rank, world_size = numbers
         return cls(rank, local_rank, world_size, under_torchrun="TORCHELASTIC_RUN_ID" in environ)
 
     @property
     def name(self) -> str | None:
-        """Of the process in the plan; None for a rank that is not in it, because torchrun starts it."""
+        """The process's name in the plan; None for a rank that torchrun starts, which the plan does not list."""
         if self.rank == 0:
             return "trainer"
         return None if self.under_torchrun else f"trainer_{self.rank}"
 
 
 def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None) -> dist.Store:
-    """The store of this attempt's ranks: rank 0 serves it, the others wait at most `timeout` seconds for its address.
+    """The store of this attempt's ranks. Rank 0 serves it; the others wait at most `timeout` seconds for its address.
 
-    `tick` is called while waiting. An address that an earlier attempt left is not taken. Raises WaitTimeout.
+    `tick` is called while waiting. An address of an earlier attempt is ignored. Raises WaitTimeout.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""The environment of a process: what it inherits, what the plan sets, and which of its host's GPUs it sees.
+"""The environment variables of a process: inherited ones, those of the plan, and the GPUs that it sees. Pure.
 
-Made where the process is started, on the host where it starts: the plan names GPUs by their number on a host, and only there is it
-known which devices those are. Pure.
+They are computed on the host where the process starts: the plan numbers the GPUs of a host from 0, and only the host knows which
+devices these are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ OF_A_GROUP = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""By these, torch takes a process for one of a group. A job script or a cluster may set them for its own use."""
-OTHERS = ("TORCHELASTIC_", "SUBMITIT_")  # beginnings of variables that torchrun and submitit set for processes of theirs
+"""Variables by which torch recognizes a member of a process group. A job script or a cluster may set them for its own use."""
+OTHERS = ("TORCHELASTIC_", "SUBMITIT_")  # prefixes of variables that torchrun and submitit set for their own processes
 
 
 class MissingGPU(ValueError):
@@ -24,20 +24,20 @@ class MissingGPU(ValueError):
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process of a run may inherit: without the variables that would make it one of somebody else's group."""
+    """The variables that a process of a run may inherit: all except those that would make it a member of another process group."""
     return {name: value for name, value in environment.items() if name not in OF_A_GROUP and not name.startswith(OTHERS)}
 
 
 def environment_of(spec: ProcessSpec, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process of the plan that starts on this host, whose own environment is given.
+    """The environment of a process of the plan on this host. `environment`: the host's own variables.
 
-    Where the host's CUDA_VISIBLE_DEVICES names devices, GPU i of the plan is the i-th of them. Raises MissingGPU.
+    If the host's CUDA_VISIBLE_DEVICES is set, GPU i of the plan is the i-th device in it. Raises MissingGPU if there is none.
     """
     return inherited(environment) | spec.env | {DEVICES: ",".join(devices(spec, environment.get(DEVICES)))}
 
 
 def devices(spec: ProcessSpec, visible: str | None) -> list[str]:
-    """The process's GPUs by the host's names; `visible`: the value of the host's CUDA_VISIBLE_DEVICES, None where it is not set."""
+    """The host's names of the process's GPUs. `visible`: the host's CUDA_VISIBLE_DEVICES; `None` if it is not set."""
     if visible is None:
         return [str(gpu) for gpu in spec.gpus]
     names = [part.strip() for part in visible.split(",") if part.strip()]

@@ -1,6 +1,6 @@
-"""The plan in words and numbers, for a person who wants to know what will happen before it does.
+"""Explains a plan in words and numbers before the run starts.
 
-Pure: text from a configuration and its plan. Knows nothing of files and processes.
+Pure: turns a configuration and its plan into text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlx.types import ProcessSpec
 
 
 def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
-    """What was composed, which process goes where, the arithmetic of a batch, and the memory it takes."""
+    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text."""
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
         ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
@@ -74,7 +74,7 @@ def _batch(cfg: Config) -> list[str]:
     stale = (
         f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
         if lag
-        else "none: every token comes from the policy it trains"
+        else "none: every token comes from the policy that it trains"
     )
     steps = cfg.max_steps * cfg.num_updates
     rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
@@ -83,15 +83,15 @@ def _batch(cfg: Config) -> list[str]:
         ["quantity", "value"],
         [
             ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
-            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts of each"],
+            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts per prompt"],
             ["new tokens", _new_tokens(cfg)],
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
             [
                 "micro-batches",
-                f"at most {rows:,} a rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
+                f"at most {rows:,} per rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
             ],
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
-            ["optimizer steps", f"{cfg.num_updates} a step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
+            ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
             *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
@@ -100,39 +100,39 @@ def _batch(cfg: Config) -> list[str]:
 
 
 def _rounding(cfg: Config) -> str:
-    """What 16 bit does to importance ratios."""
-    text = f"in {cfg.model.dtype} trainer and engine differ by some 0.04 nats a token before anything is learned (docs/objectives.md)"
+    """The effect of 16-bit arithmetic on importance ratios."""
+    text = f"in {cfg.model.dtype} trainer and engine differ by about 0.04 nats per token before any training (docs/objectives.md)"
     against = "the trainer itself" if cfg.loss.get("proximal") == "recompute" else "the engine"
-    return f"{text}; ratios are against {against}: loss.proximal={cfg.loss.get('proximal', 'inference')}"
+    return f"{text}; ratios are relative to {against}: loss.proximal={cfg.loss.get('proximal', 'inference')}"
 
 
 def _new_tokens(cfg: Config) -> str:
-    """Most tokens that are sampled for a batch. An environment may have a bound of its own; each plays its share of the groups."""
+    """Upper bound on the tokens sampled for a batch. Environments may have their own bounds; each counts by its share of the groups."""
     rollouts, default = cfg.orchestrator.batch_size, cfg.sampling.max_tokens
     bounds = {name: env.sampling.max_tokens or default for name, env in cfg.envs.items() if env.weight > 0}
     if set(bounds.values()) <= {default}:
-        return f"at most {rollouts * default:,} = {rollouts:,} × sampling.max_tokens {default:,} (a turn)"
+        return f"at most {rollouts * default:,} = {rollouts:,} × sampling.max_tokens {default:,} (per turn)"
     if len(bounds) == 1:
         ((name, bound),) = bounds.items()
-        return f"at most {rollouts * bound:,} = {rollouts:,} × envs.{name}.sampling.max_tokens {bound:,} (a turn)"
+        return f"at most {rollouts * bound:,} = {rollouts:,} × envs.{name}.sampling.max_tokens {bound:,} (per turn)"
     total = sum(cfg.envs[name].weight for name in bounds)
     mean = sum(cfg.envs[name].weight * bound for name, bound in bounds.items()) / total
     each = ", ".join(f"{name} {bound:,}" for name, bound in bounds.items())
-    return f"about {rollouts * mean:,.0f} at most = {rollouts:,} × {mean:,.0f}, the mean of the environments' max_tokens ({each}; a turn)"
+    return f"at most about {rollouts * mean:,.0f} = {rollouts:,} × {mean:,.0f}, the mean of the environments' max_tokens ({each}; per turn)"
 
 
 def _more_prompts(cfg: Config) -> str:
-    """What oversampling and filters add to the prompts of a step."""
+    """The extra prompts of a step that oversampling and filters cause."""
     filters, text = cfg.orchestrator.difficulty_filter, ""
     if cfg.orchestrator.oversampling_factor > 1:
         text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
     if rules := rules_of(filters):
-        text += f"; groups left out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} of them a step"
+        text += f"; groups filtered out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} per step"
     return text
 
 
 def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
-    """Where the trainer's memory goes, line by line, with the arithmetic."""
+    """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
     where = "in host memory, " if memory.on_host else ""
@@ -143,19 +143,19 @@ def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
          f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}: {numbers}"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
-        (memory.layers, "two layers, gathered while they compute"),
+        (memory.layers, "two gathered layers: one computes, the next is prefetched"),
         (memory.root, f"embedding and head, gathered: 2 × {tables} × {cfg.model.dtype}"),
         (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
-        (memory.head, "the head op: tiles of logits, gradients of hidden states and of a slice of the head"),
+        (memory.head, "the head op: tiles of logits, gradients of hidden states and of one slice of the head"),
         (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
-        (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and the {cfg.trainer.reduce_dtype} buffer that is reduced"),
-        (memory.root_gradients, "at the end of backward, the same of embedding and head, when the activations are gone"),
-        (0.0 if memory.on_host else memory.update, "in the optimizer's step, one more number for each of its parameters"),
+        (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and their {cfg.trainer.reduce_dtype} reduction buffer"),
+        (memory.root_gradients, "the same for embedding and head, at the end of backward, when the activations are freed"),
+        (0.0 if memory.on_host else memory.update, "a temporary of the optimizer step: one number per parameter"),
     ]  # fmt: skip
     others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
     shown = [f"{size(value).rjust(9)}  {what}" for value, what in lines if value]
     less = f" ({others})" if others else ""
-    return [*shown, f"the peak: {size(memory.states)} all the time, and +{size(memory.moments[peak])} when {peak}{less}"]
+    return [*shown, f"the peak: {size(memory.states)} always, plus {size(memory.moments[peak])} when {peak}{less}"]
 
 
 def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
@@ -165,7 +165,7 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     if not any(spec.role == "inference" for spec in plan):
         return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
     lines.append(
-        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} a token"
+        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"
     )
     if cpu:
         budget = cfg.inference.kv_cache_gb * 2**30
@@ -173,10 +173,14 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     else:
         share = cfg.inference.gpu_memory_utilization
         least = (engine.weights + engine.kv_longest) / share
-        lines.append(f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization), in which weights and one sequence must fit")
+        lines.append(
+            f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization); the weights and one sequence must fit into that"
+        )
         if cfg.hardware.shared:
             least = max(least, trainer.device / (1 - share)) if share < 1 else math.inf
             lines.append("  the trainer has the rest of the same card")
-        lines.append(f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so nothing is left for the trainer")
-    lines.append(f"  {size(engine.kv_wanted)} of cache hold all sequences decoded together at full length")
+        lines.append(
+            f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
+        )
+    lines.append(f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length")
     return lines

@@ -1,7 +1,6 @@
-"""How much memory a layout needs, estimated from the model's numbers in the configuration.
+"""Estimates how much memory a layout needs, from the model's sizes in the configuration. All numbers are bytes.
 
-Arithmetic only, in bytes, written beside each term; rules of thumb are named with their source. An estimate is there to tell 20 GiB
-from 200.
+The estimates only need to tell 20 GiB from 200 GiB.
 """
 
 from __future__ import annotations
@@ -11,46 +10,46 @@ from dataclasses import dataclass
 from rlx.config.rows import BYTES, activation_bytes
 from rlx.config.schema import Config
 
-STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter by class name; two elsewhere (Adam and its kin)
+STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
-TILES = 3  # float32 tiles alive at once: the logits, and what the row functions make of them
-CONTEXT = 2**30  # of a CUDA process: context and kernels, about half of it; workspaces of cuBLAS and buffers of NCCL
+TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
+CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Bytes on each trainer rank. What is alive at once: the states all the time, and the largest of three moments of a step."""
+    """Bytes on each trainer rank. The peak is `states`, which are always allocated, plus the largest of three moments of a step."""
 
-    # all the time; sharded over the ranks
+    # always allocated; sharded over the ranks
     parameters: float  # the master copy
-    gradients: float  # in the dtype of the master copy, whatever they are reduced in
+    gradients: float  # in the dtype of the master copy, even if they are reduced in another
     optimizer: float
-    reference: float  # the frozen model of a KL term or a distillation, taken to be as large as the policy
+    reference: float  # the frozen model of a KL term or a distillation, assumed to be as large as the policy
     context: float
     on_host: bool  # parameters, gradients, optimizer state and reference lie in host memory
 
-    # while it computes; nothing is gathered where the one process has the whole model in the dtype that it computes in
-    layers: float  # two decoder layers, gathered: one computes, the next is on its way
+    # during forward and backward; a single process that holds the whole model in its compute dtype gathers nothing
+    layers: float  # two gathered decoder layers: one computes while the next is prefetched
     root: float  # embedding and head, gathered from forward to the end of backward: FSDP's root unit
     activations: float  # of one packed row
     head: float  # the fused head op: tiles, a sum of the hidden states' gradient, and the gradient of one slice of the head
-    head_gradient: float  # whole, from the beginning of backward to its end, in the dtype of computation
+    head_gradient: float  # unsharded, in the compute dtype, during the whole backward
 
-    # how gradients are reduced
-    layer_gradients: float  # of one layer: whole in the dtype of computation, and the buffer that is reduced
-    root_gradients: float  # the same of embedding and head, at the end of backward, when the activations are gone
+    # gradient reduction
+    layer_gradients: float  # of one layer: unsharded in the compute dtype, plus the reduction buffer
+    root_gradients: float  # the same for embedding and head, at the end of backward, when the activations are freed
 
-    update: float  # the optimizer's own: one number a parameter of its shard
+    update: float  # the optimizer step's temporary: one number per parameter of its shard
 
     @property
     def states(self) -> float:
-        """What the device holds all the time."""
+        """Bytes that are always allocated on the device."""
         states = 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer + self.reference
         return states + self.context
 
     @property
     def moments(self) -> dict[str, float]:
-        """What is added at the moments of a step that can be the peak."""
+        """Additional bytes at each moment of a step that can be the peak."""
         gathered = self.layers + self.root
         return {
             "backward begins": gathered + self.activations + self.head + self.head_gradient + self.layer_gradients,
@@ -60,7 +59,7 @@ class TrainerMemory:
 
     @property
     def device(self) -> float:
-        """What the device holds at the peak."""
+        """Bytes on the device at the peak."""
         return self.states + max(self.moments.values())
 
 
@@ -70,8 +69,8 @@ class EngineMemory:
 
     weights: float
     kv_token: float  # keys and values of one token
-    kv_longest: float  # of one sequence as long as the engine takes
-    kv_wanted: float  # of all sequences that may be decoded together, each as long as a training sample may be
+    kv_longest: float  # of one sequence of the engine's maximum length
+    kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
 
 
 def trainer_memory(cfg: Config) -> TrainerMemory:
@@ -79,10 +78,10 @@ def trainer_memory(cfg: Config) -> TrainerMemory:
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
     shard = model.num_parameters / ranks
-    table = model.vocab_size * model.hidden_size  # numbers of the embedding; the head has as many where it is not tied to it
-    tables = 2 * table  # whether it is tied the configuration does not know: the larger is taken
+    table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
+    tables = 2 * table  # the configuration does not say whether the head is tied: assume the larger
     layer = max(0.0, model.num_parameters - table) / model.num_layers
-    # As `rlx.models.load` decides it: one process that computes in the dtype of its parameters needs no FSDP.
+    # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
     sharded = ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
@@ -100,14 +99,14 @@ def trainer_memory(cfg: Config) -> TrainerMemory:
         head_gradient=table * compute if sharded else 0.0,
         layer_gradients=layer * (compute + reduced) if sharded else 0.0,
         root_gradients=tables * (compute + reduced) if sharded else 0.0,
-        update=shard * master if cuda else 0.0,  # torch's optimizers go over all parameters at once there
+        update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
     )
 
 
 def engine_memory(cfg: Config) -> EngineMemory:
     model, parallel = cfg.model, cfg.hardware.tensor_parallel
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    # Fewer key-value heads than GPUs are copied, never split.
+    # If there are fewer key-value heads than GPUs, heads are copied, never split.
     heads = max(1.0, model.num_key_value_heads / parallel)
     kv_token = 2 * model.num_layers * heads * head_dim * BYTES[model.dtype]
     together = min(cfg.inference.max_num_seqs, cfg.orchestrator.max_concurrent)

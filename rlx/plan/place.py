@@ -1,4 +1,4 @@
-"""Which host and which of its GPUs every inference replica and every trainer rank has. Pure: hosts and GPUs are numbers here."""
+"""Assigns a host and GPUs to each inference replica and trainer rank. Pure: hosts and GPUs are just numbers here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import Config
 from rlx.types import ProcessSpec
 
-Place = tuple[int, tuple[int, ...]]  # a host of the allocation, and GPUs on it
+Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
 
 
 def place(cfg: Config) -> tuple[list[Place], list[Place]]:
-    """Hosts and GPUs of every inference replica, and of the trainer's ranks by host: inference first, the trainer behind it.
+    """`(places of the inference replicas, places of the trainer, one per host)`. GPUs go to inference first, then to the trainer.
 
-    On CPU with several hosts, the trainer has those that inference leaves. Raises ConfigError when they do not fit.
+    On CPU with several hosts, the trainer gets the hosts that inference leaves. Raises ConfigError if the layout does not fit.
     """
     hardware = cfg.hardware
     replicas = 0 if cfg.inference.base_url else hardware.inference_replicas
@@ -61,10 +61,10 @@ def _place_on_cpu(cfg: Config, replicas: int) -> tuple[list[Place], list[Place]]
 
 
 def require_one_host(plan: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError when the plan needs more than this machine."""
+    """Raise ConfigError if the plan needs more than one host."""
     hosts = max(spec.node for spec in plan) + 1
     if hosts > 1:
         raise ConfigError(
-            f"the plan takes {hosts} hosts, but launcher=local starts everything on this machine.\n"
+            f"the plan needs {hosts} hosts, but launcher=local starts everything on this machine.\n"
             "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_processes"
         )

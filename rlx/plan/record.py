@@ -1,4 +1,4 @@
-"""A plan as the text of `plan.yaml`, and back."""
+"""Writes a plan to `plan.yaml` and reads it back."""
 
 from __future__ import annotations
 

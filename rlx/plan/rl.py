@@ -1,6 +1,6 @@
-"""From a configuration to the list of processes: roles, replicas, hosts, GPUs, ports, environment and command of each.
+"""Turns a configuration into the list of a run's processes, each with role, replica, host, GPUs, ports, environment and command.
 
-Pure: the same configuration gives the same plan, on any machine; nothing is started, asked or written.
+Pure: the same configuration gives the same plan on any machine.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
-    """The processes of a run, in the order in which they are started. Hosts, and the GPUs of each, are counted from 0.
+    """The processes of a run, in start order. Hosts, and the GPUs of each host, are numbered from 0.
 
-    Raises ConfigError when the layout needs more GPUs than the hosts have.
+    Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
     hardware = cfg.hardware
     inference, trainers = place(cfg)
@@ -28,7 +28,7 @@ def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[
         "OMP_NUM_THREADS": str(hardware.cpu_threads),
         "MKL_NUM_THREADS": str(hardware.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # as nvidia-smi and SLURM count them
+        **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # the order of nvidia-smi and SLURM
     }
 
     def spec(
@@ -56,21 +56,21 @@ def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[
 
     plan = []
     if cfg.replay is not None:
-        inference = []  # what they gave is on disk already
+        inference = []  # the rollouts are already on disk
     elif cfg.model.warm_start:
-        # It is done before anything else computes, so it may have a GPU that the others use later.
+        # It finishes before any other process computes, so it may use a GPU that others use later.
         plan.append(spec("prepare", trainers[0][0], trainers[0][1][:1]))
     for replica, (node, gpus) in enumerate(inference):
         port = cfg.inference.port + replica if cfg.inference.port else 0
         plan.append(spec("inference", node, gpus, replica=replica, ports={"http": port}, service=True))
     rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
     if cfg.replay is None:
-        plan.append(spec("orchestrator", trainers[0][0]))  # beside the trainer that reads its batches
+        plan.append(spec("orchestrator", trainers[0][0]))  # on the host of the trainer, which reads its batches
     if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):
         plan.append(spec("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous))
         return plan
     ranks_per_host = cfg.trainer_ranks // len(trainers)
-    # torchrun would need a port before its host is known, and end its ranks on SLURM's SIGTERM; ranks find each other by themselves.
+    # No torchrun here: it would need a port before its host is known, and would stop its ranks on SLURM's SIGTERM.
     for rank in range(cfg.trainer_ranks):
         node, gpus = trainers[rank // ranks_per_host]
         mine = gpus[rank % ranks_per_host :][:1]
@@ -80,7 +80,7 @@ def make_plan(cfg: Config, run_dir: Path, python: str = sys.executable) -> list[
 
 
 def _torchrun(ranks: int) -> tuple[str, ...]:
-    """The launcher of several trainer processes on one host; its rendezvous binds a free port."""
+    """The torchrun arguments that start several trainer processes on one host; its rendezvous binds a free port."""
     if ranks == 1:
         return ()
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--local-addr={LOOPBACK}", "--max-restarts=0")

@@ -1,11 +1,11 @@
-"""The policy as environments see it: messages (and tools) in, a message out, with a `Turn` where its tokens are known.
+"""The interface of a policy for environments: messages (and tools) in, a message out, with a `Turn` if its tokens are known.
 
     episode = policy.episode(task, member, attempt)
     reply = await episode.respond(messages, tools, sampling)
     episode.turns
 
-Implementations: our own servers, which speak tokens (`rlx.policy.tokens`), and any OpenAI-compatible endpoint (`rlx.policy.openai`).
-Knows neither vLLM nor verifiers.
+Implementations: our own servers, which exchange token ids (`rlx.policy.tokens`), and any OpenAI-compatible endpoint
+(`rlx.policy.openai`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rlx.types import Task, Turn
 
 Message = dict[str, Any]
-"""`role`, `content`, and as needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; calls as chat templates want them."""
+"""`role`, `content`, and if needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; tool calls in the form of chat templates."""
 
 
 class PolicyError(RuntimeError):
@@ -45,15 +45,15 @@ class Reply:
     content: str
     reasoning: str | None = None
     calls: tuple[Call, ...] = ()
-    truncated: bool = False  # cut by a limit on its length
+    truncated: bool = False  # cut by a length limit
     request_id: str = ""
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # sampled
-    turn: Turn | None = None  # its tokens, where they are known
+    turn: Turn | None = None  # its tokens; None if they are not known
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the conversation that goes on."""
+        """The answer as a message for the rest of the conversation."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -69,12 +69,12 @@ class Episode(Protocol):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What is to be trained on: the requests so far whose tokens are known, in the order in which they were made."""
+        """The turns to train on: the requests with known tokens so far, in the order of the requests."""
         ...
 
     @property
     def replies(self) -> Sequence[Message]:
-        """The answers so far, in the order in which they came."""
+        """The answers so far, in the order in which they arrived."""
         ...
 
     async def respond(
@@ -87,9 +87,9 @@ class Episode(Protocol):
     ) -> Reply:
         """The policy's answer to a conversation.
 
-        `tools`: functions in OpenAI's form. `sampling`: parameters of this request by vLLM's names, in place of the policy's own.
-        `trained`: False for a request beside the trajectory (a judge, a user simulator): it is answered, and is no turn.
-        Raises PromptTooLong, PolicyError, or what the policy's servers raise.
+        `tools`: functions in OpenAI's form. `sampling`: parameters of this request by vLLM's names; they override the policy's own.
+        `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `turns`.
+        Raises PromptTooLong, PolicyError, or an error of the policy's servers.
         """
         ...
 
@@ -99,18 +99,18 @@ class Policy(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and completion together; 0: not known."""
+        """The limit of prompt and completion tokens together; 0: not known."""
         ...
 
     def episode(self, task: Task, member: int, attempt: int) -> Episode:
-        """The policy in one attempt at one rollout. Equal arguments sample the same tokens, where the policy can promise that."""
+        """The policy in one attempt at one rollout. Equal arguments sample the same tokens, if the policy can guarantee that."""
         ...
 
 
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:
     """The sampling seed of one request, 0 … 2^63 - 1: a hash of run seed, environment, example, task, member, attempt and turn.
 
-    The same in every process and Python version. A second visit of an example (another `task.index`) samples anew.
+    It is the same in every process and Python version. A second visit of an example (another `task.index`) gets another seed.
     """
     key = f"{seed}|{task.env}|{task.example_id}|{task.index}|{member}|{attempt}|{turn}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

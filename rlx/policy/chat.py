@@ -1,9 +1,9 @@
-"""Messages to token ids and back, for one model. The only user of the `renderers` package; a rule of the
-configuration (`rlx.config.checks`) asks it whom it knows.
+"""Turns messages into token ids and back, for one model.
 
-A model with a typed renderer (chosen by its hub name) is rendered, continued and parsed by it: the next turn keeps sampled tokens
-verbatim wherever the renderer can prove it. Any other model is rendered by its own chat template; then every turn is rendered afresh,
-and `rlx.rollout.samples` sees whether it extends the one before. Knows nothing of verifiers or of requests.
+The `renderers` package has a typed renderer for some models, chosen by hub name. It renders, continues and parses conversations: the
+next turn keeps sampled tokens verbatim if the renderer can prove that this is right. Other models use their own chat template. Then every
+turn is rendered afresh, and `rlx.rollout.samples` checks whether it extends the turn before. Besides this module, only a configuration
+rule (`rlx.config.checks`) uses `renderers`, to see which models it supports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chat:
     """The chat format of one model."""
 
     def __init__(self, tokenizer: Any, renderer: Any | None = None) -> None:
-        """`renderer` is a typed one of the `renderers` package; None takes the tokenizer's chat template."""
+        """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template."""
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids()) if renderer else [tokenizer.eos_token_id]
@@ -34,7 +34,7 @@ class Chat:
         self._prompts: dict[tuple, list[int]] = {}
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """The prompt for the next answer of the assistant, ids [P]."""
+        """Token ids [P] of the prompt for the assistant's next answer."""
         key = None
         if not tools and all(len(m) == 2 and isinstance(m["content"], str) for m in messages):
             key = tuple((m["role"], m["content"]) for m in messages)
@@ -54,14 +54,14 @@ class Chat:
         return list(self.tokenizer.apply_chat_template(decoded, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     def extend(self, turn: Turn, new: Sequence[Message], tools: list[dict] | None = None) -> list[int] | None:
-        """The prompt after `turn` and the messages `new` that answer it, sampled tokens verbatim; None if that cannot be proven."""
+        """The prompt after `turn` and the messages `new` that follow it, with sampled tokens verbatim; None if that cannot be proven."""
         if self.renderer is None:
             return None
         bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
         return None if bridged is None else list(bridged.token_ids)
 
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
-        """Read the completion. Tool calls without a name are no calls."""
+        """Parse the completion. Tool calls without a name are ignored."""
         ids = turn.completion_ids
         if self.renderer is not None:
             parsed = self.renderer.parse_response(ids.tolist(), tools=tools, prompt_ids=turn.prompt_ids.tolist())
@@ -71,7 +71,7 @@ class Chat:
         end = len(ids)
         while end and int(ids[end - 1]) in self._stops:
             end -= 1
-        text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)  # an array: a list is looked at element by element
+        text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)  # an array, because decoding a list checks every element
         for mark in self._marks:
             if mark in text:
                 text = text.replace(mark, "")
@@ -79,9 +79,9 @@ class Chat:
 
 
 def load_chat(tokenizer: Any, model_name: str, keep_reasoning: bool = True) -> Chat:
-    """The chat format of a model, by its exact hub name; names that the `renderers` package doesn't know take the chat template.
+    """The chat format of a model, by its exact hub name. Models unknown to the `renderers` package use their chat template.
 
-    `keep_reasoning` keeps earlier turns' reasoning in later prompts, so that the turns of a rollout stay one sample.
+    `keep_reasoning` keeps the reasoning of earlier turns in later prompts, so that the turns of a rollout stay one sample.
     """
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -97,7 +97,7 @@ def load_chat(tokenizer: Any, model_name: str, keep_reasoning: bool = True) -> C
 
 
 def _parse_hermes(text: str) -> Reply:
-    """Calls written as `<tool_call>{"name": …, "arguments": …}</tool_call>`; a block that is no such call stays unanswered."""
+    """Parse calls written as `<tool_call>{"name": …, "arguments": …}</tool_call>`. Other blocks are ignored."""
     calls: list[Call] = []
     for block in _TOOL_CALL.findall(text):
         try:
@@ -116,7 +116,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def _with_decoded_arguments(message: Message) -> Message:
-    """Chat templates want the arguments of earlier calls as a mapping; text that is no JSON stays text."""
+    """Decode the arguments of earlier calls, because chat templates expect a mapping. Text that is not JSON stays text."""
     if not message.get("tool_calls"):
         return message
     calls = []

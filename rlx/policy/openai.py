@@ -1,7 +1,7 @@
-"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are not known, so there is nothing to train on.
+"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are not known, so it cannot be trained on.
 
-For evaluation and synthesis, and for judges and teachers. Knows the `openai` package, which repeats a request that met a full or a failing
-server, with growing waits. Knows nothing of environments or of our own servers.
+It serves evaluation, data synthesis, judges and teachers. The `openai` package retries a request if the server is overloaded or fails,
+with growing waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlx.types import Task
 
 log = logging.getLogger(__name__)
 
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # values that say nothing are not sent
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # vLLM's and SGLang's, outside OpenAI's list
-TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # how endpoints say it
+EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
+TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
 
 
 class OpenAIPolicy:
@@ -37,12 +37,12 @@ class OpenAIPolicy:
         timeout: float = 600.0,
         max_retries: int = 4,
     ) -> None:
-        """`base_url` ends where `/chat/completions` begins, as `https://api.openai.com/v1`. `model`: its name there.
+        """`base_url`: the URL before `/chat/completions`, as in `https://api.openai.com/v1`. `model`: its name there.
 
-        `sampling`: parameters of requests that do not say otherwise, by vLLM's names. `timeout`: seconds for one attempt at a request.
-        `max_retries`: further attempts when the endpoint does not answer, is full (429) or fails (5xx).
+        `sampling`: default parameters of requests, by vLLM's names. `timeout`: seconds for one attempt at a request.
+        `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
         """
-        from openai import AsyncOpenAI  # a second
+        from openai import AsyncOpenAI  # takes a second
 
         self.base_url, self.model, self.seed = base_url, model, seed
         self.sampling = dict(sampling or {})
@@ -77,7 +77,7 @@ class OpenAIEpisode:
         *,
         trained: bool = True,
     ) -> Reply:
-        """One request. Raises PromptTooLong where the endpoint says that, PolicyError for whatever else it does not answer."""
+        """One request. Raises PromptTooLong if the endpoint reports that, PolicyError for every other failure."""
         policy, number = self.policy, self._num_requests
         self._num_requests += 1
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
@@ -112,7 +112,7 @@ class OpenAIEpisode:
 
 
 def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a chat completion for sampling parameters by vLLM's names."""
+    """The arguments of a chat completion request for sampling parameters by vLLM's names."""
     said = {name: value for name, value in sampling.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     for name in said.keys() - {*OWN, *EXTRA}:
         _say_unknown(name)
@@ -125,15 +125,15 @@ def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_endpoint(message: Message) -> Message:
-    """A message with OpenAI's keys alone: what the model thought is not sent back, and a tool's result has no name."""
+    """A message with OpenAI's keys only: no reasoning, and no name in a tool result."""
     return {key: value for key, value in message.items() if key != "reasoning_content" and (key != "name" or message["role"] != "tool")}
 
 
 def reply_of(answer: Any, base_url: str) -> Reply:
-    """A chat completion as a reply. Raises PolicyError for an answer that is none."""
+    """A chat completion as a reply. Raises PolicyError if the answer is not a chat completion."""
     choices = getattr(answer, "choices", None)
     if not choices or choices[0].message is None:
-        raise PolicyError(f"{base_url} gave an answer that is no chat completion: {str(answer)[:200]}")
+        raise PolicyError(f"{base_url} gave an answer that is not a chat completion: {str(answer)[:200]}")
     choice, usage = choices[0], answer.usage
     message = choice.message
     calls = [call for call in message.tool_calls or () if call.type == "function" and call.function.name]
@@ -150,4 +150,4 @@ def reply_of(answer: Any, base_url: str) -> Reply:
 
 @functools.cache
 def _say_unknown(name: str) -> None:
-    log.warning("an OpenAI-compatible endpoint has no sampling parameter %r; it is left out of the requests that ask for it", name)
+    log.warning("an OpenAI-compatible endpoint has no sampling parameter %r; requests are sent without it", name)

@@ -1,8 +1,6 @@
-"""The policy on servers that speak tokens: every request becomes a `Turn`, and a conversation that goes on keeps its tokens.
+"""The policy on servers that exchange token ids: every request becomes a `Turn`, and later turns keep earlier tokens.
 
-    messages → prompt ids (the earlier turn's, extended, where that can be proven) → room left → seed → sample → parse → Reply
-
-Knows chat formats and the sampling parameters of `rlx.inference.protocol`. Knows nothing of servers, environments or rewards.
+messages → prompt ids (an earlier turn's, extended, if that is provably right) → room left → seed → sample → parse → Reply
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ KNOWN = frozenset(Sampling.__struct_fields__)
 
 
 class Generator(Protocol):
-    """Whatever samples tokens: `rlx.inference.sampler.Sampler`, or a stand-in."""
+    """Samples tokens: `rlx.inference.sampler.Sampler`, or a stand-in."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
-        """Sample one completion of `prompt_ids` [P]. `sampling` has vLLM's names; equal `affinity` goes to one server."""
+        """Sample one completion of `prompt_ids` [P]. `sampling` has vLLM's names. Requests of equal `affinity` go to one server."""
         ...
 
 
@@ -37,10 +35,10 @@ class TokenPolicy:
 
     generator: Generator
     chat: Chat  # messages to tokens and back
-    context_length: int  # most tokens of prompt and completion together
+    context_length: int  # limit of prompt and completion tokens together
     seed: int  # the run's seed
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not say otherwise, by vLLM's names
-    label: str = ""  # begins every request id, so that two runs may share a server
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
+    label: str = ""  # prefix of every request id, so that two runs may share a server
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
         return TokenEpisode(self, task, member, attempt)
@@ -56,7 +54,7 @@ class TokenEpisode:
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
-        self._turns: dict[int, Turn] = {}  # those that are trained on, by number of the request
+        self._turns: dict[int, Turn] = {}  # the trained turns, by request number
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
     @property
@@ -71,7 +69,7 @@ class TokenEpisode:
         *,
         trained: bool = True,
     ) -> Reply:
-        """One request. Raises PromptTooLong when nothing of the context is left, PolicyError, or what the generator raises."""
+        """One request. Raises PromptTooLong if the prompt fills the context, PolicyError, or an error of the generator."""
         policy, number, prompt = self.policy, self._num_requests, list(messages)
         functions = [dict(tool) for tool in tools] if tools else None
         self._num_requests += 1
@@ -103,7 +101,7 @@ class TokenEpisode:
         return reply
 
     def _parameters(self, own: Mapping[str, Any] | None, room: int) -> dict[str, Any]:
-        """The parameters of a request that may have `own` ones, with `room` tokens left in the context."""
+        """The parameters of a request. `own`: its own parameters, if any. `room`: tokens left in the context."""
         asked = dict(self.policy.sampling)
         if own is not None:
             asked |= {name: value for name, value in own.items() if value is not None}
@@ -117,7 +115,7 @@ class TokenEpisode:
         return asked
 
     def _extended(self, prompt: list[Message], tools: list[dict] | None) -> list[int] | None:
-        """The prompt as an extension of an earlier turn, if it is one: its messages, then only what the environment said."""
+        """The prompt's ids if it extends an earlier turn (its messages, then only messages of the environment); otherwise None."""
         for messages, turn in reversed(self._history):
             new = prompt[len(messages) :]
             if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
@@ -127,4 +125,4 @@ class TokenEpisode:
 
 @functools.cache
 def _say_unknown(name: str) -> None:
-    log.warning("the server has no sampling parameter %r; it is left out of the requests that ask for it", name)
+    log.warning("the server has no sampling parameter %r; requests are sent without it", name)

@@ -2,8 +2,8 @@
 
     bind the port → import vLLM → wait for the initial model → start the engine → publish the endpoint → serve until told to stop
 
-Importing takes longer than anything else, so it overlaps with the making of the initial model. The order of the lines below matters:
-environment variables are read when vllm is imported, and a port that is taken should be said at once.
+Importing vLLM takes longest, so it overlaps with making the initial model. The order of the lines below matters: vllm reads
+environment variables when it is imported, and a port that is taken should be reported at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ALIVE = 2.0  # seconds between two heartbeats while serving
 
 
 def main() -> int:
-    """Serve; returns the exit code: 1 when the engine or the port failed, 143 or 130 when told to stop."""
+    """Serve. Returns the exit code: 1 if the engine or the port failed, 143 or 130 after a signal to stop."""
     die_with_parent()
     os.register_at_fork(after_in_child=die_with_parent)  # vLLM's engine processes
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the engine is there
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # before the engine starts there is nothing to clean up
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def listen(config: Config, replica: int) -> socket.socket:
-    """The server's socket. Raises OSError with a text for the user when the port is taken."""
+    """The server's socket. Raises OSError with a message for the user if the port is taken."""
     host = config.inference.host or ("0.0.0.0" if config.hardware.nodes > 1 else "127.0.0.1")
     port = config.inference.port and config.inference.port + replica
     try:
@@ -87,7 +87,7 @@ def listen(config: Config, replica: int) -> socket.socket:
 
 
 async def serve(config: Config, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
-    """Start the engine, publish the endpoint, serve until a signal or a broken engine; returns the exit code."""
+    """Start the engine, publish the endpoint and serve until a signal comes or the engine breaks. Returns the exit code."""
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine
 
@@ -119,15 +119,15 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
 
 
 async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat) -> int:
-    """Beat until there is a reason to end, and say it."""
+    """Send heartbeats until there is a reason to end. Print the reason and return the exit code."""
     while True:
         heartbeat.beat("serving", step=engine.version)
         await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return stopped.result()
         if engine.broken.done():
-            await asyncio.sleep(0.1)  # whoever asked for the update reads the answer first
-            print(f"{engine.broken.result()}\nThe model is not whole any more, so this server ends.", file=sys.stderr)
+            await asyncio.sleep(0.1)  # the client of the failed update reads the answer first
+            print(f"{engine.broken.result()}\nThe model is only partly updated, so this server ends.", file=sys.stderr)
             return 1
         if engine.llm.errored or serving.done():
             print("the engine died; its own message is above", file=sys.stderr)
@@ -135,7 +135,7 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
 
 
 def run() -> NoReturn:
-    """`main`, then the end of the process at once: vLLM's threads do not end by themselves, and taking it apart takes seconds."""
+    """Run `main`, then end the process at once: vLLM's threads do not end by themselves, and its clean-up takes seconds."""
     code = say_full_disk(main)
     logging.shutdown()
     sys.stdout.flush()
@@ -145,5 +145,5 @@ def run() -> NoReturn:
 
 if __name__ == "__main__":
     run()
-elif __name__ == "__mp_main__":  # an engine process that vLLM spawned, where it could not fork
+elif __name__ == "__mp_main__":  # an engine process that vLLM spawned because it could not fork
     die_with_parent()

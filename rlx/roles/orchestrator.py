@@ -1,12 +1,12 @@
-"""The orchestrator role: rollouts from the servers' policy, scored by environments, as batches for the trainer.
+"""The orchestrator role: plays rollouts with the servers' policy, lets environments score them and sends batches to the trainer.
 
     for step in range(max_steps):
         wait for the first groups to finish, none of them older than max_async_level versions
         rewards → advantages → training samples: a StepBatch
         write metrics and rollouts, send the batch
-    all the while: keep rollouts in flight, bring every new policy version to the servers, say what is being waited for
+    meanwhile: keep rollouts in flight, bring every new policy version to the servers, report the current phase
 
-One asyncio loop; what computes longer than a moment (encoding, compressing) runs in a thread.
+It is one asyncio loop. Longer computations (encoding, compressing) run in a thread.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = logging.getLogger("rlx.orchestrator")
 
 
 class Orchestrator:
-    """The main loop and what goes on beside it."""
+    """The main loop and its background tasks."""
 
     def __init__(
         self,
@@ -113,22 +113,22 @@ class Orchestrator:
         self.collector.set_version(version)
 
     def _go_on_from(self, start: Start) -> None:
-        """Take the state of a checkpoint; the policy's version is brought to the servers by `run`."""
+        """Load the state of a checkpoint. `run` brings its policy version to the servers."""
         state = read_state(start.checkpoint, OrchestratorState)
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
         self.collector.restore(state.collector)
         if isinstance(self.advantage, Remembers) and state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
-        log.info("going on after %d steps, from %s", start.step, start.checkpoint)
+        log.info("resuming after %d steps, from %s", start.step, start.checkpoint)
 
     def _state(self) -> OrchestratorState:
-        """What a checkpoint of this moment holds."""
+        """The orchestrator's state for a checkpoint."""
         advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
         return OrchestratorState(collector=self.collector.state(), advantage=advantage)
 
     async def run(self) -> None:
-        """The whole run: returns when the last version is served. Raises what went wrong in any part of it."""
+        """The whole run. Returns when the last version is served. Raises the first error of any part."""
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             await first_failure(self._work_until_preempted(), forever=forever)
@@ -139,20 +139,20 @@ class Orchestrator:
                 await asyncio.to_thread(self.tracker.close)
 
     async def _work_until_preempted(self) -> None:
-        """All the work; once the run gives way, nothing that fails in it ends us before the trainer's checkpoint has our part."""
+        """All the work. During a preemption an error does not end us, because the trainer's checkpoint still needs our part."""
         try:
             await self._work()
         except Exception:
             if not self.paths.preempt.exists():
                 raise
-            log.warning("given up, since the run gives way", exc_info=True)
+            log.warning("work ended by this error during a preemption", exc_info=True)
             await asyncio.Event().wait()
 
     async def _work(self) -> None:
-        await self.updates.reach(self.first_step)  # no token is sampled before the servers have the policy of the checkpoint
+        await self.updates.reach(self.first_step)  # the servers need the checkpoint's policy before the first token
         parts = [self._train(), self.updates.follow()]
         if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
-            parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins it after its last version
+            parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins this checkpoint after its last version
         await first_failure(*parts)
 
     async def _train(self) -> None:
@@ -170,11 +170,11 @@ class Orchestrator:
             batch = make_batch(step, groups, self.config)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
-            # The metrics of step n stand in the file before the trainer can begin with batch n: at max_async_level 0 their order is fixed.
+            # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
             if state:
                 self.inference_metrics.write(step, state)
-            # Those that failed are written with step n, so they are not in the state after it: a resumed run would write them again.
+            # The failures are written with step n. The state after it must not hold them, or a resumed run would write them again.
             failures = sorted(self.collector.tally.failures, key=lambda rollout: (rollout.task.index, rollout.member))
             self.collector.tally.failures = []
             self.snapshots.take(step + 1, self._state())
@@ -187,7 +187,7 @@ class Orchestrator:
         return shape(scores_of(batch), self.config.reward, self._max_tokens)
 
     def _left_out(self, rollouts: Sequence[Rollout]) -> str | None:
-        """Why a finished group is not trained on."""
+        """The filter rule that a finished group breaks; None if it is trained on."""
         filters = self.config.orchestrator.difficulty_filter
         return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores([group]))[0])
 
@@ -197,15 +197,15 @@ class Orchestrator:
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
 
     async def _inference_state(self) -> dict[str, float]:
-        """What the servers say of themselves; nothing while one of them does not answer, which is for its requests to deal with."""
+        """The servers' metrics; empty while a server does not answer. The sampler's requests deal with that server."""
         try:
             return await self.fleet.stats()
         except InferenceError as error:
-            log.warning("no figures of the servers at step %d: %s", self.step, error)
+            log.warning("no server metrics at step %d: %s", self.step, error)
             return {}
 
     async def _beat(self) -> None:
-        """Say what is being waited for, in the heartbeat."""
+        """Report the current phase in the heartbeat."""
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
@@ -215,14 +215,14 @@ class Orchestrator:
             await asyncio.sleep(INTERVAL / 2)
 
     async def _track(self) -> None:
-        """Forward metrics to the services that are asked for."""
+        """Forward metrics to the tracker."""
         while self.tracker is not None:
             await asyncio.to_thread(self.tracker.forward)
             await asyncio.sleep(1.0)
 
 
 async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
-    """Run to the end against the run's servers."""
+    """Connect to the run's servers and run to the end."""
 
     def tick() -> None:
         heartbeat.beat("waiting for inference servers")
@@ -237,7 +237,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
 
 def main() -> int:
-    """The role as a process; returns its exit code."""
+    """The role as a process. Returns its exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     parser = argparse.ArgumentParser(description=__doc__)
@@ -247,14 +247,14 @@ def main() -> int:
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))  # nothing to tidy before the loop runs
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
     envs = load_environments(config, heartbeat.beat)
     chat = load_tokenizer(config, paths, heartbeat.beat)
     heartbeat.beat("reading the data sets")
     for name, env in envs.items():
         check_rows(name, env.rows)
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
-    gc.freeze()  # what is loaded now stays; collections need not walk it again and again
+    gc.freeze()  # the objects loaded so far stay; the garbage collector can skip them
 
     stopped: list[int] = []
 
@@ -282,7 +282,7 @@ def main() -> int:
         if full_disk(error, paths.root):
             raise
         log.exception("the orchestrator failed")
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the end of the log says it in one line
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the log ends with the error in one line
         return 1
     return 0
 

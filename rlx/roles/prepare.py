@@ -1,9 +1,10 @@
-"""The prepare role: makes the tiny model before a run, or finds it in the cache, and says where it is.
+"""The prepare role: makes the tiny model before a run, or finds it in the cache, and writes its path to `initial_model.txt`.
 
     hash the recipe → cached? → environments' rows → demonstrations → supervised training → folder in the cache → initial_model.txt
 
-The recipe is everything that decides what the model learns: the `model.warm_start` section, the environments with their arguments,
-weights and code, and the code that makes tokenizer, demonstrations and model. A cached start imports neither torch nor verifiers.
+The recipe is everything that determines what the model learns: the `model.warm_start` section; the environments with their arguments,
+weights and code; and the code that makes the tokenizer, the demonstrations and the model. If the model is cached, neither torch nor
+verifiers is imported.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from rlx.waiting import wait_for
 
 log = logging.getLogger("rlx.prepare")
 CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py")
-"""Files under `rlx/` whose change makes another model."""
-SAY_EVERY = 10  # optimizer steps between two lines of the log
+"""Files under `rlx/`; a change in one of them gives another model."""
+SAY_EVERY = 10  # optimizer steps between two log lines
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
 
 
 def main() -> int:
-    """Prepare the initial model of a run; returns the exit code."""
+    """Prepare the initial model of a run. Returns the exit code."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def find_or_make(config: Config, heartbeat: Heartbeat) -> Path:
-    """The folder of the warm-started model. Of several runs that want the same one at once, one makes it and the others wait."""
+    """The folder of the warm-started model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
     if not (folder / COMPLETE).exists():
@@ -75,8 +76,8 @@ def find_or_make(config: Config, heartbeat: Heartbeat) -> Path:
 
 
 def recipe(config: Config) -> dict[str, Any]:
-    """Everything that decides what the model learns, fit for JSON."""
-    assert config.model.warm_start is not None, "prepare is planned for models with a warm start only"
+    """Everything that determines what the model learns, as values for JSON."""
+    assert config.model.warm_start is not None, "the plan has this role only for models with a warm start"
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
@@ -95,7 +96,7 @@ def model_folder(name: str, what: dict[str, Any]) -> Path:
 
 
 def environment_digest(environment_id: str) -> str:
-    """Digest of the Python files of an environment's module, found without importing it; empty where there is none."""
+    """Digest of the Python files of an environment's module; empty if there is none. The module is not imported."""
     spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
     if spec is None or spec.origin is None:
         return ""
@@ -104,13 +105,13 @@ def environment_digest(environment_id: str) -> str:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Digest of the files' bytes, in order."""
+    """Digest of the files' bytes, in the given order."""
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
 
 
 @contextmanager
 def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
-    """Hold the lock of a model folder; the kernel lets go of it when the holder dies."""
+    """Hold the lock of a model folder. The kernel releases it if the holder dies."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
 
@@ -127,7 +128,7 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
-    """Train the model and put its folder into the cache whole. The caller holds the lock."""
+    """Train the model and move its complete folder into the cache. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
     assert config.model.warm_start is not None
@@ -150,7 +151,7 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
                 f"envs.{name}: the shortest of {len(said)} demonstrations has {min(map(len, said))} tokens, more than "
                 f"model.context_length={config.model.context_length}; raise model.context_length"
             )
-        log.info("%s: %d demonstrations, %d left out as too long", name, len(short), len(said) - len(short))
+        log.info("%s: %d demonstrations; skipped %d that are too long", name, len(short), len(said) - len(short))
         demonstrations += short
 
     phase = "warm start"
@@ -172,7 +173,7 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
 
 
 def environment_rows(config: Config) -> dict[str, tuple[list[Mapping[str, Any]], list[str | None]]]:
-    """`(rows, right answers)` by environment, as many as its share of `num_examples`."""
+    """`(rows, right answers)` by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import answer_text
     from rlx.envs.base import sampling_of

@@ -2,12 +2,12 @@
 
     batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  version n+1
 
-Beside that: a checkpoint of version n where one is due, and before the run gives way to a preemption. What a rank does meanwhile to be
-seen alive and to hear of a preemption is `rlx.train.watch`; who does what among ranks is `rlx.parallel.mesh`.
+It also writes a checkpoint of version n when one is due and before a preemption ends the run. `rlx.train.watch` sends heartbeats and
+notices a preemption. `rlx.parallel.mesh` divides the work among ranks.
 
-Started as `python -m rlx.roles.trainer --run-dir D` for one rank, under `python -m torch.distributed.run` for several on one host,
-and once for each rank, with RANK and WORLD_SIZE, for several hosts.
-Ends with 0 after `max_steps` steps, with 75 when it left for a preemption (under torchrun with 0); any other end is an error.
+Start one rank as `python -m rlx.roles.trainer --run-dir D`, several ranks of one host under `python -m torch.distributed.run`, and
+ranks on several hosts as one process each, with RANK and WORLD_SIZE.
+The exit code is 0 after `max_steps` steps and 75 after a preemption (0 under torchrun). Any other code is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
@@ -32,12 +31,9 @@ from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
 
-if TYPE_CHECKING:  # torch takes seconds; signals are heard before
-    pass
-
 log = logging.getLogger("rlx.trainer")
 
-INITIAL_MODEL_TIMEOUT = 3600.0  # seconds for the initial model: a warm start, or a download
+INITIAL_MODEL_TIMEOUT = 3600.0  # seconds to wait for the initial model (a warm start or a download)
 
 
 class Trainer:
@@ -59,7 +55,7 @@ class Trainer:
         name = self.initial_model()
         self.step_trainer = build(cfg, name, self.mesh, watch.working)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        # For the run's summary: `auto` chose it, and nobody reads this role's log.
+        # The run's summary shows what `auto` chose, because few users read this role's log.
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
         if self.mesh.first:
             write_text(paths.kernels, json.dumps(self.summary) + "\n")
@@ -77,19 +73,22 @@ class Trainer:
             paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=served, tick=watch.beat_on
         )
         self.first_step = 0
-        self.updated = False  # whether the step that is being trained has changed the weights already
+        self.updated = False  # whether the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
         if (begin := read_start(paths)) is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
                 self.resume(begin.checkpoint / TRAINER, begin.step)
 
     def initial_model(self) -> str:
-        """Folder or hub name of the initial model, once it is there, and on this host's disk. One process raises Preempted."""
+        """Folder or hub name of the initial model. Waits until the model exists and is on this host's disk.
+
+        Raises Preempted if there is only one trainer process; several ranks leave later, together.
+        """
         from rlx.weights.hub import fetch
 
         path = self.paths.initial_model
         self.watch.beat("waiting for the initial model")
-        tick = self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on  # ranks leave together, with a checkpoint
+        tick = self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on  # several ranks leave together, with a checkpoint
 
         def read() -> bytes:
             what = f"the initial model ({path})"
@@ -98,21 +97,21 @@ class Trainer:
 
         name = self.mesh.read(read).decode().strip()
         for wanted in filter(None, (name, self.cfg.ref.name)):
-            fetch(wanted, self.watch.heartbeat)  # every rank, before any of them waits for another: it may take longer than they wait
+            fetch(wanted, self.watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
         return name
 
     def resume(self, folder: Path, step: int) -> None:
-        """Take the state of a checkpoint, and see that its policy version is there for the servers."""
+        """Load the state of a checkpoint and make sure that its policy version is published for the servers."""
         from rlx.train.checkpoint import load
 
         progress = load(folder, self.step_trainer)
         assert progress.step == step, f"{folder} is the state after {progress.step} steps, not {step}"
         self.first_step = step
         self.publisher.ensure(step)
-        log.info("going on after %d steps, from %s", step, folder)
+        log.info("resuming after %d steps, from %s", step, folder)
 
     def run(self) -> int:
-        """Train up to `max_steps` steps, from version n to version `max_steps`; returns the exit code."""
+        """Train until version `max_steps` is published. Returns the exit code."""
         for step in range(self.first_step, self.cfg.max_steps):
             started = time.perf_counter()
             try:
@@ -130,7 +129,7 @@ class Trainer:
         return 0
 
     def receive(self, step: int) -> StepBatch:
-        """The batch of this step, the same on every rank. Raises Preempted, on all ranks, when the run is to give way."""
+        """The batch of this step, the same on every rank. Raises Preempted on all ranks after a preemption notice."""
         self.watch.beat(f"waiting for batch {step}", step)
         self.watch.give_way_with(self.mesh)
         batch = self.source.receive(step, self.watch.tick)
@@ -138,7 +137,7 @@ class Trainer:
         return batch
 
     def train(self, step_batch: StepBatch) -> dict[str, float]:
-        """The optimizer steps of a batch; the step's metrics. Raises Preempted, on all ranks, when it is given up."""
+        """Run the optimizer steps of a batch and return the step's metrics. Raises Preempted on all ranks if the step is abandoned."""
         from rlx.data.packing import pack
 
         ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
@@ -153,7 +152,7 @@ class Trainer:
         iterations = self.cfg.trainer.num_iterations
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
-            log.info("step %d: the reference took up the policy with weight %g", batch.step, self.reference.alpha)
+            log.info("step %d: the reference moved towards the policy with weight %g", batch.step, self.reference.alpha)
         if self.mesh.first and self.step_trainer.warning is not None and "warning" not in self.summary:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
@@ -165,12 +164,12 @@ class Trainer:
         }
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
-        """Gather version n+1, write the metrics of step n, then let the version appear; delete versions nobody needs.
+        """Gather version n+1, write the metrics of step n, then announce the version and delete old ones.
 
-        The orchestrator goes on when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
+        The orchestrator continues when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
         """
         version = step + 1
-        # Nobody serves the versions of a replay: what is asked for is kept.
+        # A replay has no servers, so it publishes only its last version and those of checkpoints.
         wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
         began = time.perf_counter()
         if wanted:
@@ -189,26 +188,26 @@ class Trainer:
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def keep(self, step: int) -> None:
-        """A checkpoint of the state after `step` steps where one is due; complete an earlier one that was written meanwhile."""
+        """Save the state after `step` steps if a checkpoint is due. Also complete an earlier checkpoint whose files are written."""
         self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.save(step, f"writing checkpoint {step}")
         self.checkpoints.finish(wait=False)
 
     def save(self, step: int, phase: str) -> None:
-        """A checkpoint, whose version is whole on the disk before it."""
+        """Write a checkpoint, after its policy version is completely on the disk."""
         with self.watch.working(phase, step):
             self.publisher.wait()
             self.checkpoints.save(step)
 
     def finish(self, phase: str) -> None:
-        """Wait for all that is still being written."""
+        """Wait for all background writes."""
         with self.watch.working(phase):
             self.publisher.close()
             self.checkpoints.close()
 
     def give_way(self, step: int) -> int:
-        """The machine will be taken away: keep the state after `step` steps, say so, leave."""
+        """Handle a preemption: save the state after `step` steps, record it in a file and return the exit code."""
         self.step_trainer.give_up()
         if step > self.first_step:
             self.save(step, f"writing checkpoint {step} before leaving")
@@ -216,18 +215,18 @@ class Trainer:
         log.info("preempted after %d steps", step)
         if self.mesh.first:
             write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun takes any other code for a failure
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun treats any other code as a failure
 
     def between_micro_batches(self) -> None:
-        """Still alive. Raises Preempted where the step is to be given up, and nothing of it is applied."""
+        """Send a heartbeat. Raises Preempted if the step should be abandoned; this is possible only before it changes the weights."""
         self.watch.beat_on()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
 
 
 def wait_for_servers(cfg: Config, paths: RunPaths, watch: Watch) -> None:
-    """Returns when every server on our GPU answers. Until then its engine measures the memory that is free, and would take what we take of
-    it for its own. Raises WaitTimeout after `inference.startup_timeout`."""
+    """Wait until every server on our GPU has published its endpoint. While an engine starts, it measures the GPU's free memory, so the
+    trainer must not take any. Raises WaitTimeout after `inference.startup_timeout`."""
     from rlx.inference.endpoints import read_endpoints
 
     watch.beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
@@ -244,7 +243,7 @@ def main() -> int:
         if number == signal.SIGTERM and sigterm_is_a_notice():
             paths.ask_to_give_way()
         else:
-            os._exit(128 + number)  # nothing to tidy: files appear whole or not at all
+            os._exit(128 + number)  # nothing to clean up: files are written atomically
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -254,9 +253,7 @@ def main() -> int:
     logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
     if place.world_size != cfg.trainer_ranks:
-        raise ValueError(
-            f"hardware.trainer_processes gives {cfg.trainer_ranks} ranks and {place.world_size} processes were started; start as many"
-        )
+        raise ValueError(f"{place.world_size} trainer processes were started, but hardware.trainer_processes requires {cfg.trainer_ranks}")
 
     import torch
 
@@ -267,7 +264,7 @@ def main() -> int:
     try:
         watch = Watch(paths, place.name, first=place.rank == 0, grace=cfg.launcher.grace)
         trainer = Trainer(cfg, paths, place, watch)
-    except Preempted:  # before there was anything to keep
+    except Preempted:  # there is no state to save yet
         return LEFT
     code = trainer.run()
     trainer.mesh.close()

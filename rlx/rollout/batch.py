@@ -1,6 +1,6 @@
-"""From a batch of scored rollouts to groups with advantages, to training samples, and to the numbers that describe the step.
+"""Turns a batch of scored rollouts into groups with advantages, training samples and the metrics of the step.
 
-Pure functions of records. Knows neither the servers nor the trainer.
+Pure functions of records, apart from the counter `RewardErrors`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlx.types import Group, Rollout, StepBatch, TrainingSample
 
 
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
-    """What the advantage sees of these groups."""
+    """The input of the advantage function for these groups."""
     return GroupScores(
         rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in batch],
         lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
@@ -29,7 +29,7 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
 
 
 def max_tokens_of(config: Config) -> dict[str, int]:
-    """Most new tokens of a turn, by environment."""
+    """The limit of new tokens in one turn, by environment."""
     return {name: int(sampling_of(config, env)["max_tokens"]) for name, env in config.envs.items()}
 
 
@@ -43,14 +43,14 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
         values = np.asarray(values, dtype=np.float32)
         if values.shape != (len(rollouts),) or not np.isfinite(values).all():
             raise ValueError(
-                f"the advantages of {task.env}, example {task.example_id}, are {values}: wanted {len(rollouts)} finite numbers"
+                f"the advantages of {task.env}, example {task.example_id}, are {values}: expected {len(rollouts)} finite numbers"
             )
         groups.append(Group(id=task.index, task=task, rollouts=tuple(rollouts), advantages=values))
     return groups
 
 
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
-    """The training samples of every mini-batch (`trainer.num_minibatches` runs of neighbouring groups)."""
+    """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
     loss, _ = split_terms(config.loss, LossTerms)
     temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
     mini_batches = []
@@ -74,9 +74,10 @@ def describe(
     filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
     rules: Sequence[str] = (),
 ) -> dict[str, float]:
-    """The step's metrics that follow from its rollouts (`rlx.metrics`, source orchestrator).
+    """The step's metrics that are computed from its rollouts (`rlx.metrics`, source orchestrator).
 
-    `filtered`: rule and rollouts of the groups that were left out; they count for everything but `batch/…`. `rules`: those that are on.
+    `filtered`: rule and rollouts of each group that a filter dropped; they count in all metrics except `batch/…`.
+    `rules`: the active filter rules.
     """
     played = [list(group.rollouts) for group in groups] + [list(rollouts) for _, rollouts in filtered]
     rollouts = [rollout for group in played for rollout in group]
@@ -85,7 +86,7 @@ def describe(
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])
     sampled = sum(rollout.num_completion_tokens for group in groups for rollout in group.rollouts)
-    trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # every sampled token is in one sample, but for overlong rollouts
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # all sampled tokens, except those of masked overlong rollouts
     values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -116,10 +117,10 @@ def describe(
 
 
 class RewardErrors:
-    """Tells an environment whose reward functions are broken from an example that they cannot score.
+    """Ends the run if the reward functions of an environment are broken, but not if they fail on single examples.
 
-    A rollout scores 0 where a reward function raises, and is counted (`env/<env>/reward_error`). The run ends only when an environment
-    had `max_retries` + 1 groups in a row with no rollout that was scored, as with groups that cannot be played.
+    A rollout scores 0 where a reward function raises; `env/<env>/reward_error` counts such rollouts. The run ends when a reward function
+    raised in every rollout of `max_retries` + 1 groups in a row of one environment. Groups that cannot be played have the same limit.
     """
 
     def __init__(self, max_retries: int) -> None:
@@ -127,7 +128,7 @@ class RewardErrors:
         self._in_a_row: Counter[str] = Counter()  # by environment
 
     def check(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Look at the groups of a step. Raises RuntimeError with what a reward function said last."""
+        """Check the groups of a step. Raises RuntimeError with the last error of a reward function."""
         for rollouts in sorted(groups, key=lambda rollouts: rollouts[0].task.index):
             name = rollouts[0].task.env
             self._in_a_row[name] = self._in_a_row[name] + 1 if all(one.metrics.get("reward_error") for one in rollouts) else 0
@@ -140,6 +141,6 @@ class RewardErrors:
 
 
 def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of every name over those that have it."""
+    """Mean of every name over the records that have it."""
     names = sorted({name for one in values for name in one})
     return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}

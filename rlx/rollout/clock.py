@@ -1,4 +1,4 @@
-"""The wall-clock metrics of the orchestrator, from one step to the next. Knows the collector's counters and nothing else."""
+"""The orchestrator's wall-clock metrics. They need only the collector's counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlx.rollout.collector import Collector
 
 
 class StepClock:
-    """The wall-clock metrics of a step, from one step to the next."""
+    """Measures each step from the end of the step before."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
@@ -26,7 +26,7 @@ class StepClock:
         self.waited = time.monotonic() - self._began_waiting - (self.collector.waited_for_weights - self._for_weights)
 
     def step(self) -> dict[str, float]:
-        """The step is over: its metrics. The next begins."""
+        """End the step, begin the next one and return the metrics of the one that ended."""
         seconds, cpu = time.monotonic() - self._time, time.process_time() - self._cpu
         finished, tokens = self.collector.tally.finished - self._finished, self.collector.tally.tokens - self._tokens
         values = {

@@ -1,15 +1,16 @@
-"""Which groups are in flight and which of them make the next batch.
+"""Decides which groups are in flight and which of them make the next batch.
 
-Batch m may be started when the servers have version m - max_async_level, so a token of it is at most that much older than the policy
-it trains. The first groups to finish make the batch, but it waits for those that would be too old for the next one: to drop them would
-drop the long rollouts (with a heavy tail and one version of slack, half of the longest). It does not wait for a group that takes `PATIENCE`
-times as long as any other did lately; such a group is given up, counted and replaced by another example of its environment.
-So is a group that a filter leaves out, and one that failed; when an environment fails `max_retries` + 1 groups in a row, the run stops.
+Batch m may start when the servers have version m - max_async_level, so its tokens are at most max_async_level versions older than the
+policy that they train. The first groups to finish make the batch. A full batch still waits for groups that would be too old for the next
+one: dropping them would drop the long rollouts (with a heavy tail and one version of slack, half of the longest). The collector does not
+wait for a group that takes `PATIENCE` times as long as any recent group. It drops that group, counts it and replaces it by another example
+of its environment. It replaces groups that failed or that a filter dropped in the same way. The run stops when an environment fails
+`max_retries` + 1 groups in a row.
 
-At max_async_level 0 a batch does not depend on what finishes first. It needs a fixed number of groups of every environment, and each that
-fails or is left out entitles its own environment to one more: however the outcomes arrive, the same examples are begun in the end.
+At max_async_level 0 a batch does not depend on the order in which groups finish. It needs a fixed number of groups of every environment,
+and each group that fails or is filtered is replaced by one of its own environment. The same examples are played in any order of outcomes.
 
-Knows environments, tasks and versions as numbers. Knows neither servers nor files.
+The collector sees policy versions as numbers; servers and files are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # a batch waits for a group that would expire until it took this many times as long as the longest of the recent groups,
-PATIENCE_FLOOR = 1.0  # and this many seconds in any case
+PATIENCE = 3.0  # a batch waits for an expiring group up to this many times the longest duration of the recent groups,
+PATIENCE_FLOOR = 1.0  # and at least this many seconds
 
 
 class RolloutsFailed(RuntimeError):
-    """An environment fails again and again; the message holds the last failure."""
+    """An environment failed too many groups in a row. The message has the last failure."""
 
 
 @dataclass(slots=True)
@@ -44,17 +45,17 @@ class Pending:
     """A group that is being played or waits to be taken."""
 
     task: Task
-    number: int  # groups that had begun before it
-    version: int  # no token of it is older: the servers' version when it began, and the oldest of its tokens when it is finished
-    chain: int  # groups of this environment that failed in a row just before, the last of which it replaces
-    finished_before: int  # finished groups of this environment when it began
+    number: int  # how many groups began before this one
+    version: int  # lower bound of its tokens' versions: while it is played, the servers' version at its begin; then its oldest token's
+    chain: int  # how many groups of this environment failed in a row just before; this group replaces the last of them
+    finished_before: int  # finished groups of this environment when this one began
     left: int  # members still being played
     began: float  # monotonic seconds
-    rollouts: list[Rollout] = field(default_factory=list)  # by member, when it is finished
+    rollouts: list[Rollout] = field(default_factory=list)  # by member; empty until the group is finished
 
 
 class Collector:
-    """Keeps rollouts in flight and hands out whole batches of groups."""
+    """Keeps rollouts in flight and returns complete batches of groups."""
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class Collector:
         max_rounds: int = 10,
         oversampling_factor: float = 1.0,
     ) -> None:
-        """`left_out` tells why a finished group is not to be trained on; those of an environment are replaced until
-        there are `max_rounds` times as many as it has groups in a batch; then the batch stays smaller.
+        """`left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
+        their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
 
-        `oversampling_factor`: groups in flight for the next batch, as a multiple of what it holds.
+        `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
         """
         self.envs = envs
         self.tasks = tasks
@@ -89,19 +90,19 @@ class Collector:
         self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
         self.version = 0
         self.taken = 0  # batches handed out
-        self.filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of the groups left out of the batch handed out last
+        self.filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of each group filtered from the latest batch
         self.tally = Tally()
-        self.waited_for_weights = 0.0  # seconds since the run began in which nothing could be played for want of new weights
+        self.waited_for_weights = 0.0  # seconds since the run began in which nothing was in flight because new weights were missing
         self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
         self._finished: dict[int, Pending] = {}
-        self._filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of the groups left out since the batch before
-        self._missing = 0  # groups that the next batch does without: left out and not replaced
+        self._filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of each group filtered since the latest batch
+        self._missing = 0  # groups that the next batch lacks: filtered and not replaced
         self._begun = 0  # groups
         self._cancelled: set[asyncio.Task] = set()
         self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
-        self._owed: deque[tuple[str, int]] = deque()  # environment and chain of the groups that are to be replaced
-        self._again: deque[tuple[Task, int]] = deque()  # task and chain of groups that were in flight when a checkpoint was written
-        self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished last
+        self._owed: deque[tuple[str, int]] = deque()  # environment and chain of each group to be replaced
+        self._again: deque[tuple[Task, int]] = deque()  # task and chain of each group that was in flight when the checkpoint was written
+        self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished most recently
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
         self._closed = False
@@ -112,9 +113,9 @@ class Collector:
         self._advance()
 
     async def collect(self) -> list[list[Rollout]]:
-        """The next batch: `num_groups` lists of `group_size` rollouts, environments evenly mixed; fewer when too many were left out.
+        """The next batch: `num_groups` lists of `group_size` rollouts, environments evenly mixed; fewer if too many were filtered.
 
-        Raises RolloutsFailed.
+        Raises RolloutsFailed when an environment fails too often, or an error of our own code in a group.
         """
         self._advance()
         while not self._complete or self._patience() > 0:
@@ -136,14 +137,14 @@ class Collector:
         return batch
 
     async def close(self) -> None:
-        """Cancel what is in flight, and start nothing more."""
+        """Cancel all groups in flight and start no more."""
         self._closed = True
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
 
     def state(self) -> CollectorState:
-        """What is to be done next, between two batches. Rollouts of unfinished groups are not in it."""
+        """The state between two batches. It has no rollouts of unfinished groups."""
         playing = [(pending.task, pending.chain) for pending, _ in self._playing.values()]
         finished = sorted(self._finished.values(), key=lambda pending: pending.number)
         return CollectorState(
@@ -160,16 +161,17 @@ class Collector:
         )
 
     def restore(self, state: CollectorState) -> None:
-        """Go on where another collector was, before anything is played. Groups in flight at that time are played again, from their start.
+        """Continue from another collector's state. Call it before anything is played.
 
-        Groups that do not fit this run (its environments, their data, its group size) are left out.
+        Groups that were in flight are played again from their start. Groups that do not fit this run (its environments, their data,
+        its group size) are ignored.
         """
         self.taken = state.taken
         self.tasks.restore(state.tasks)
         self.tally = Tally.of(state.counts)
 
         def carried(group: PlayedGroup) -> list[Rollout]:
-            """The group with its index in this run; empty where it does not fit."""
+            """The group's rollouts with their index in this run; empty if the group does not fit."""
             task = self.tasks.carried(group.task, state.tasks)
             return [] if task is None or len(group.rollouts) != self.group_size else [replace(one, task=task) for one in group.rollouts]
 
@@ -188,7 +190,7 @@ class Collector:
 
     @property
     def _complete(self) -> bool:
-        """Whether the next batch has all its groups, or will get no more."""
+        """Whether the next batch has all its groups or cannot get more."""
         finished = len(self._finished)
         return finished >= self.num_groups or finished + self._missing >= self.num_groups + self.surplus
 
@@ -199,7 +201,7 @@ class Collector:
 
     @property
     def phase(self) -> str:
-        """What is being waited for, in words."""
+        """What the collector waits for, in words."""
         if not self._playing and len(self._finished) < self.num_groups:
             return f"waiting for weights {self.taken - self.max_async_level}"
         if self._complete:
@@ -209,13 +211,13 @@ class Collector:
         return f"rollouts {min(played, wanted)}/{wanted}"
 
     def _patience(self) -> float:
-        """Seconds for which a whole batch may still wait for groups that would be too old for the next one; 0 where there are none."""
+        """Seconds that a complete batch may still wait for groups that would be too old for the next one; 0 if there are none."""
         longest = max(PATIENCE * max(self._durations, default=0.0), PATIENCE_FLOOR)
         expiring = [pending.began for pending, _ in self._playing.values() if pending.version <= self.taken - self.max_async_level]
         return max(0.0, max(expiring) + longest - time.monotonic()) if expiring else 0.0
 
     def _advance(self) -> None:
-        """Give up what is too old, start what may be started, and wake `collect`."""
+        """Drop groups that are too old, start groups that may start, and wake `collect`."""
         oldest = self.taken - self.max_async_level
         for index in [index for index, pending in self._finished.items() if pending.version < oldest]:
             self._replace(self._finished.pop(index), "off_policy")
@@ -242,7 +244,7 @@ class Collector:
         self._changed.set()
 
     def _next(self) -> tuple[Task, int]:
-        """What is to be played next, and how many groups of its environment failed in a row before it."""
+        """The next task, and how many groups of its environment failed in a row before it."""
         if self._again:
             return self._again.popleft()
         env, chain = self._owed.popleft() if self._owed else (None, 0)
@@ -253,7 +255,7 @@ class Collector:
         self._owed.append((pending.task.env, chain))
 
     async def _play(self, pending: Pending) -> None:
-        """Play one group. It may have been given up meanwhile; then nobody waits for it."""
+        """Play one group. If it was dropped meanwhile, its result is ignored."""
         task = pending.task
 
         def member_ended() -> None:
@@ -271,7 +273,7 @@ class Collector:
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:
             failure = failed
-        except Exception as error:  # not the environment's fault but ours: end the run with its traceback
+        except Exception as error:  # a bug of ours, not of the environment: end the run with the traceback
             self._broken = error
             self._changed.set()  # `collect` raises it
         if self._playing.pop(task.index, None) is None:
@@ -283,7 +285,7 @@ class Collector:
             pending.version = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=began)
             if pending.version < began:
                 self._broken = RuntimeError(
-                    f"a token of version {pending.version} came, although all servers had {began} before its group began"
+                    f"a group has a token of version {pending.version}, although all servers had version {began} before the group began"
                 )
             if rule is None:
                 self._finished[task.index] = pending
@@ -298,7 +300,7 @@ class Collector:
         self._advance()
 
     def _count_failure(self, pending: Pending, failure: GroupFailed) -> None:
-        """Replace a failed group; when the environment finished none since and has failed too often in a row, end the run."""
+        """Replace a failed group. End the run if its environment has failed too many groups in a row and finished none meanwhile."""
         env = pending.task.env
         chain = pending.chain + 1 if self._finished_groups[env] == pending.finished_before else 1
         self._replace(pending, "timeout" if failure.rollout.status == "timeout" else "error", chain)

@@ -1,4 +1,4 @@
-"""Which finished groups are not worth training on. Pure; knows rollouts and thresholds, nothing of how groups are replaced."""
+"""Decides which finished groups are not worth training on. Pure functions; the collector replaces the groups."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RULES = ("min_reward", "max_reward", "min_reward_variance", "zero_advantage")
 def reason_to_drop(
     rollouts: Sequence[Rollout], config: DifficultyFilter, advantages: Callable[[Sequence[Rollout]], np.ndarray]
 ) -> str | None:
-    """The first rule that the group breaks, by its key, or None. Rewards are those of the environment, not the shaped ones.
+    """The config key of the first rule that the group breaks, or None. The rules use the environment's rewards, before shaping.
 
-    `advantages` tells those of this group alone; it is asked only for `zero_advantage`.
+    `advantages` computes the advantages of this group alone; only `zero_advantage` calls it.
     """
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     if config.min_reward is not None and rewards.mean() < config.min_reward:
@@ -32,5 +32,5 @@ def reason_to_drop(
 
 
 def rules_of(config: DifficultyFilter) -> list[str]:
-    """The rules that are on."""
+    """The active rules."""
     return [rule for rule in RULES if getattr(config, rule) not in (None, False)]

@@ -1,8 +1,8 @@
-"""Playing the rollouts of one task, and what happened to rollouts since the run began.
+"""Plays the rollouts of one task and counts the outcomes of all rollouts since the run began.
 
-What fails is played again, with other sampling seeds, up to `max_retries` times: a member, or a whole group where rewards compare its
-members. What ran out of time is not: its group has waited long enough and is given up.
-Knows nothing of batches and policy versions (`rlx.rollout.collector`).
+A member that fails is played again with other sampling seeds, up to `max_retries` times. Where rewards compare the members, the whole
+group is played again. After a timeout there is no retry: the group fails at once.
+Batches and policy versions belong to `rlx.rollout.collector`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which advantages go to the trainer
+LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
 
 class GroupFailed(Exception):
-    """A group was given up because of one of its rollouts."""
+    """One rollout of a group failed for good, so the group is dropped."""
 
     def __init__(self, rollout: Rollout) -> None:
         super().__init__(f"{rollout.task.env}, example {rollout.task.example_id}: {rollout.stop}: {rollout.error}")
@@ -40,16 +40,16 @@ class Tally:
     finished: int = 0  # rollouts that were played and scored
     tokens: int = 0  # sampled tokens of finished rollouts
     failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
-    dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were given up, by cause
-    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since somebody took this list
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
+    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
 
     @classmethod
     def of(cls, counts: Counts) -> Tally:
-        """Go on counting from what a checkpoint holds."""
+        """Continue with the counts of a checkpoint."""
         return cls(counts.finished, counts.tokens, Counter(counts.failed), Counter(counts.dropped), list(counts.failures))
 
     def counts(self) -> Counts:
-        """What a checkpoint holds."""
+        """The counts for a checkpoint."""
         return Counts(
             finished=self.finished,
             tokens=self.tokens,
@@ -74,12 +74,11 @@ async def play_group(
     on_end: Callable[[], None] = lambda: None,
     to_the_end: bool = False,
 ) -> list[Rollout]:
-    """The scored rollouts of `task`, by member; `on_end` is called for each of them when it has ended.
+    """The scored rollouts of `task`, by member. `on_end` is called once for each member when it has ended.
 
-    Where rewards compare the group it is asked for as a whole. Elsewhere its members are asked for one by one; when one of them fails, the
-    others are cancelled. With `to_the_end` they are played on, so that what is counted, and as what, does not depend on which of them was
-    the first to end.
-    Raises GroupFailed; cancelled or failed, it leaves nothing running.
+    Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request, and when one fails the
+    others are cancelled. With `to_the_end` the others finish first, so that the counts do not depend on which member ends first.
+    Raises GroupFailed. No task is left running after a failure or a cancellation.
     """
     if env.scores_groups:
         try:
@@ -102,13 +101,13 @@ async def play_group(
 
 
 async def _play(env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally) -> list[Rollout]:
-    """These members, played until all of them succeed in one attempt. Raises GroupFailed."""
+    """Play these members until all of them succeed in one attempt. Raises GroupFailed."""
     for attempt in range(max_retries + 1):
         rollouts = [checked(rollout) for rollout in await env.play(task, members, attempt)]
         if all(rollout.status == "ok" for rollout in rollouts):
             return [_count(rollout, tally) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
-        assert failed, f"{task.env} gave rollouts up, and none of them failed: {[rollout.stop for rollout in rollouts]}"
+        assert failed, f"{task.env} cancelled rollouts although none failed: {[rollout.stop for rollout in rollouts]}"
         for rollout in failed:
             tally.add_failure(rollout)
         if late := [rollout for rollout in failed if rollout.status == "timeout"]:
@@ -124,9 +123,9 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
 
 
 def checked(rollout: Rollout) -> Rollout:
-    """The rollout, as a failed one when a number in it would spoil the whole batch.
+    """The rollout, marked as failed if one of its numbers would spoil the whole batch.
 
-    Such are a reward that is NaN or infinite as a float32, and a log-probability that is not finite.
+    These numbers are a reward that is NaN or infinite in float32, and a log-probability that is not finite.
     """
     if rollout.status != "ok":
         return rollout
@@ -135,9 +134,9 @@ def checked(rollout: Rollout) -> Rollout:
         error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
         return replace(rollout, status="error", stop="reward_not_finite", error=error)
     for number, turn in enumerate(rollout.turns):
-        if not math.isfinite(turn.logprobs.sum(dtype=np.float64)):  # quicker than asking each
+        if not math.isfinite(turn.logprobs.sum(dtype=np.float64)):  # faster than testing each
             place = int(np.argmin(np.isfinite(turn.logprobs)))
             token = f"sampled token {int(turn.completion_ids[place])}, number {place} of turn {number} of {which},"
-            error = f"{token} has the log-probability {turn.logprobs[place]}, says the inference server"
+            error = f"{token} has the log-probability {turn.logprobs[place]} according to the inference server"
             return replace(rollout, status="error", stop="logprob_not_finite", error=error)
     return rollout

@@ -1,8 +1,8 @@
-"""What is kept of a step: its rollouts, for people and tools, and the batch that was made of them, for a replay.
+"""The files of a step: its rollouts, for people and tools, and its batch, for a replay.
 
-`rollouts/step_000012.jsonl.zst` has one rollout a line. Besides the groups that were trained on it holds, with `advantage: null`, the
-rollouts that failed since the step before, and those of groups that a filter left out of the step, whose `left_out` names the rule.
-`recorded/step_000012.batch.zst` has what was sent to the trainer, in the same bytes. Call the writers in a thread, they compress.
+`rollouts/step_000012.jsonl.zst` has one rollout a line. It has the groups that were trained on. With `advantage: null` it also has the
+rollouts that failed since the step before and the groups that a filter dropped; for these `left_out` names the rule.
+`recorded/step_000012.batch.zst` has the same bytes that the trainer received. Call the writers in a thread, because they compress.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rlx import codec
 from rlx.paths import atomic
 from rlx.types import Group, Rollout, StepBatch
 
-LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter left out
+LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter dropped
 
 
 def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> None:
-    """Write the file, whole. Values that JSON does not know (an environment's own objects) are written as their text."""
+    """Write the file atomically. Values that JSON cannot hold (an environment's own objects) are written as their `repr`."""
     encoder = msgspec.json.Encoder(enc_hook=repr)
     lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)]
     with atomic(path) as temporary:
@@ -31,7 +31,7 @@ def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollo
 
 
 def record_batch(path: Path, batch: StepBatch) -> None:
-    """Keep what the trainer is given, whole, for `rlx.data.source.RecordedSource`."""
+    """Write the trainer's batch atomically, for `rlx.data.source.RecordedSource`."""
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     with atomic(path) as temporary, compressor.stream_writer(temporary.open("wb")) as stream:
         for piece in codec.encode(batch):
@@ -47,7 +47,7 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def records(groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> Iterator[dict[str, Any]]:
-    """One plain record a rollout."""
+    """One plain record for each rollout."""
     for group in groups:
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
             yield _record(rollout, float(advantage))
@@ -74,8 +74,8 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "advantage": advantage,
         "left_out": None,
-        "arrival": rollout.arrival,  # in which order the run's rollouts were finished
-        "versions": versions.tolist(),  # every policy version that sampled a token of it
+        "arrival": rollout.arrival,  # place in the order in which the run's rollouts finished
+        "versions": versions.tolist(),  # every policy version that sampled one of its tokens
         "num_tokens": rollout.num_completion_tokens,
         "num_turns": len(rollout.turns),
         "status": rollout.status,

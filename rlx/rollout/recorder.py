@@ -1,4 +1,4 @@
-"""Writes what is kept of each step beside the main loop, one step at a time: the formats are in `rlx.rollout.record`."""
+"""Writes the files of each step beside the main loop, one step at a time. `rlx.rollout.record` has the formats."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rlx.types import Group, Rollout, StepBatch
 
 
 class StepRecorder:
-    """The rollouts and the batch of each step, on their way to the disk and to the tracker."""
+    """Writes the rollouts and the batch of each step to the disk and to the tracker."""
 
     def __init__(self, paths: RunPaths, config: OrchestratorConfig, tracker: Tracker | None) -> None:
         self.paths, self.config, self.tracker = paths, config, tracker
-        self.saved = -1  # the last step whose records are in their files
+        self.saved = -1  # the last step whose files are complete
         self._saving: asyncio.Future[None] | None = None
 
     async def begin(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:
-        """Start to write the records of a step, once those of the step before are written. Raises what writing those raised."""
+        """Wait until the step before is written, then start to write this step. Raises the error of the step before."""
         await self.wait()
         self._saving = asyncio.ensure_future(asyncio.to_thread(self._save, groups, failures, left_out, batch))
 
     async def wait(self) -> int:
-        """Wait for what was begun and return the last step whose records are in their files. Raises what writing raised."""
+        """Wait for the write in progress. Returns the last step whose files are complete. Raises the error of the write."""
         if self._saving is not None:
-            await asyncio.shield(self._saving)  # a checkpoint needs it, also when the work on the step is cancelled
+            await asyncio.shield(self._saving)  # a checkpoint needs the files even if the work on the step is cancelled
         return self.saved
 
     def _save(self, groups: Sequence[Group], failures: Sequence[Rollout], left_out: LeftOut, batch: StepBatch) -> None:

@@ -1,7 +1,7 @@
-"""From the turns of a rollout to training samples. Every sampled token is in exactly one sample, marked trainable.
+"""Turns the turns of a rollout into training samples. Every sampled token is in exactly one sample, marked as trainable.
 
-`interleaved` merges turns whose prompts extend an earlier sample token for token; `branching` makes one sample of every turn.
-Knows neither packing nor the shift of labels (`rlx.data.packing`).
+`interleaved` merges turns whose prompts extend an earlier sample token for token. `branching` makes one sample of every turn.
+Packing and the shift of labels come later (`rlx.data.packing`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from rlx.types import Group, Rollout, TrainingSample, Turn
 
-Span = tuple[int, Turn]  # where the completion of a turn begins in the sample, and the turn
+Span = tuple[int, Turn]  # (where the turn's completion begins in the sample, the turn)
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Draft:
     spans: list[Span] = field(default_factory=list)
 
     def append(self, turn: Turn) -> None:
-        """Add what the environment said since (not trained) and what was sampled (trained)."""
+        """Add the environment's new tokens (not trained) and the sampled ones (trained)."""
         start = len(turn.prompt_ids)
         self.ids = np.concatenate([turn.prompt_ids, turn.completion_ids])
         self.spans.append((start, turn))
@@ -33,11 +33,11 @@ class _Draft:
 def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
     """Drafts of the samples of one rollout.
 
-    A turn joins the longest draft whose ids are an exact prefix of its prompt; where there is none it begins a new one.
+    A turn joins the longest draft whose ids are an exact prefix of its prompt. If there is none, it begins a new draft.
     All drafts stay open, because an environment may return to an earlier conversation.
     """
     if strategy not in ("interleaved", "branching"):
-        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: known are interleaved and branching")
+        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: use interleaved or branching")
     drafts: list[_Draft] = []
     for turn in turns:
         match = None
@@ -52,9 +52,9 @@ def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
 
 
 def samples_of(group: Group, *, strategy: str, temperature: float, mask_overlong: bool = False) -> list[TrainingSample]:
-    """The training samples of a group, by member and turn.
+    """The training samples of a group, ordered by member and turn.
 
-    `temperature` is the one its tokens were sampled at. With `mask_overlong`, rollouts that were cut by a length limit give none.
+    `temperature`: the sampling temperature of its tokens. With `mask_overlong`, rollouts cut by a length limit give no samples.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):

@@ -1,6 +1,6 @@
-"""What the orchestrator was going to do next, as records: its part of a checkpoint.
+"""The orchestrator's part of a checkpoint, as records.
 
-Taken when a step's batch has been handed out. Nothing in a state changes later, and what it holds are references: it costs little.
+The state is taken after a step's batch has left the collector. It is cheap, because it holds references; they never change later.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from rlx.types import Rollout, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """Where the sequence of tasks is (`rlx.rollout.tasks`); all by environment."""
+    """The position in the sequence of tasks (`rlx.rollout.tasks`), by environment."""
 
-    envs: tuple[str, ...]  # in the order by which indices are numbered
+    envs: tuple[str, ...]  # in the order that numbers the tasks' indices
     credit: dict[str, float]  # of the weighted round-robin
-    used: dict[str, int]  # tasks given so far
-    sizes: dict[str, int]  # examples
+    used: dict[str, int]  # tasks returned so far
+    sizes: dict[str, int]  # number of examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedGroup:
-    """A group that was played and not handed out. The row of its example is in `task`; its rollouts' tasks have an empty one."""
+    """A group that was played but is not in a batch yet. `task` holds the row of its example; its rollouts' tasks have an empty row."""
 
     task: Task
     rollouts: tuple[Rollout, ...]  # G
-    version: int = 0  # oldest of its tokens
+    version: int = 0  # oldest version of its tokens
     chain: int = 0  # groups of its environment that failed in a row just before it
-    rule: str | None = None  # the filter that left it out; None: it waits to be trained on
+    rule: str | None = None  # the filter rule that dropped it; None: it waits for a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunGroup:
-    """A group that was being played. It is played again, from its start."""
+    """A group that was in flight. It is played again from its start."""
 
     task: Task
     chain: int
@@ -44,7 +44,7 @@ class BegunGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwedGroup:
-    """An environment that gets one group more, for one that failed or was left out."""
+    """An environment that gets one more group, in place of one that failed or was filtered."""
 
     env: str
     chain: int
@@ -52,7 +52,7 @@ class OwedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What happened to rollouts since the run began."""
+    """Outcomes of all rollouts since the run began."""
 
     finished: int
     tokens: int
@@ -63,18 +63,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorState:
-    """What a collector does next, between two batches."""
+    """A collector between two batches."""
 
-    taken: int  # batches handed out
+    taken: int  # batches returned
     tasks: SequenceState
     counts: Counts
-    finished: tuple[PlayedGroup, ...]  # in the order in which they had begun
+    finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
-    missing: int  # groups that the next batch does without
+    missing: int  # groups that the next batch lacks: filtered and not replaced
     begun: tuple[BegunGroup, ...]
     owed: tuple[OwedGroup, ...]
     finished_groups: dict[str, int]  # by environment
-    durations: tuple[float, ...]  # seconds of the groups that finished last
+    durations: tuple[float, ...]  # seconds of the groups that finished most recently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class OrchestratorState:
     SCHEMA: ClassVar[str] = "rlx.OrchestratorState/1"
 
     collector: CollectorState
-    advantage: Any = None  # of one that remembers: its `state_dict()`
+    advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
 
 
 def played_group(rollouts: Sequence[Rollout], *, version: int = 0, chain: int = 0, rule: str | None = None) -> PlayedGroup:
-    """The group as it is kept. What the environment gave to be read and cannot be kept is kept as its text."""
+    """The group as a checkpoint record. Objects in prompts and completions that a file cannot hold become their `repr`."""
     task = rollouts[0].task
     bare = replace(task, row={})
     kept = tuple(
@@ -98,7 +98,7 @@ def played_group(rollouts: Sequence[Rollout], *, version: int = 0, chain: int = 
 
 
 def readable(value: Any) -> Any:
-    """A value that is only read by people, with its `repr` in the places of objects that a file cannot hold."""
+    """The value, for people only: objects that a file cannot hold are replaced by their `repr`."""
     try:
         to_json(value)
     except CodecError:

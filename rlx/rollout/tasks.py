@@ -1,8 +1,7 @@
-"""Which example is played next: the environments in the proportion of their weights, each in its own shuffled order.
+"""Chooses the next example: environments in proportion to their weights, each in its own shuffled order.
 
-The whole sequence follows from the run's seed, the weights and the sizes of the data sets. A task's index follows from its environment and
-its place in that environment's order, and from nothing else: which groups were replaced first, and when, leaves no trace in it.
-Knows nothing of policies or rollouts.
+The run's seed, the weights and the sizes of the data sets determine the whole sequence. A task's index depends only on its environment
+and its place in that environment's order, so it does not depend on when other groups were replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rlx.types import Task
 log = logging.getLogger(__name__)
 
 
-CHUNK = 1000  # rows that are read at once
+CHUNK = 1000  # rows read at a time
 
 
 def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
@@ -39,17 +38,17 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Raise ValueError where a checkpoint could not keep the examples of environment `name`; the first one is tried."""
+    """Raise ValueError if a checkpoint cannot hold the examples of environment `name`. Only the first example is tried."""
     try:
         to_json(dict(rows[0]) if len(rows) else {})
     except CodecError as error:
         raise ValueError(
-            f"envs.{name}: a checkpoint keeps the examples that are being played, and cannot keep these. Its first example, at {error}"
+            f"envs.{name}: a checkpoint must hold the examples in flight, but it cannot hold these. In the first example, at {error}"
         ) from error
 
 
 def mixed(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks in an order that follows from them alone: every environment's own by index, and all of them evenly spread."""
+    """The tasks in an order that depends on nothing else: sorted by index within each environment, environments evenly spread."""
     places = []
     for name in {task.env for task in tasks}:
         own = sorted((task for task in tasks if task.env == name), key=lambda task: task.index)
@@ -58,13 +57,13 @@ def mixed(tasks: Sequence[Task]) -> list[Task]:
 
 
 class TaskSequence:
-    """An endless sequence of tasks. Every environment is reshuffled whenever all its examples were used (an epoch).
+    """An endless sequence of tasks. An environment is reshuffled after all its examples were used (an epoch).
 
     With E environments, the n-th task of the e-th of them has the index n · E + e.
     """
 
     def __init__(self, envs: Mapping[str, Environment], weights: Mapping[str, float], seed: int) -> None:
-        """Raises ValueError when no environment has a positive weight, or one of them has no examples."""
+        """Raises ValueError if no environment has a positive weight, or if one with a positive weight has no examples."""
         self.envs = {name: env for name, env in envs.items() if weights[name] > 0}
         if not self.envs:
             raise ValueError(f"no environment has a weight above 0: {dict(weights)}; give one with envs.<name>.weight=1")
@@ -78,7 +77,7 @@ class TaskSequence:
         self._order: dict[str, NDArray[np.int64]] = {}
 
     def next(self, env: str | None = None) -> Task:
-        """The next task, or the next one of environment `env` (to replace one of its groups without changing the mix)."""
+        """The next task. With `env`, the next task of that environment (it replaces one of its groups without changing the mix)."""
         name = env or self._next_env()
         position = self._used[name]
         self._used[name] += 1
@@ -90,26 +89,26 @@ class TaskSequence:
         return Task(env=name, example_id=int(row["example_id"]), index=self._index(name, position), row=row)
 
     def share(self, env: str) -> float:
-        """The part of all tasks that comes from `env`, unless groups are replaced."""
+        """The fraction of all tasks that comes from `env`, before replacements."""
         return self.weights[env] / sum(self.weights.values())
 
     def state(self) -> SequenceState:
-        """Where the sequence is."""
+        """The current position."""
         sizes = {name: len(env.rows) for name, env in self.envs.items()}
         return SequenceState(envs=tuple(self.envs), credit=dict(self._credit), used=dict(self._used), sizes=sizes)
 
     def restore(self, state: SequenceState) -> None:
-        """Go on where another sequence was. An environment that is new, or whose data set has another size, begins at its beginning."""
+        """Continue from another sequence's position. An environment that is new or has another number of examples starts over."""
         for name, env in self.envs.items():
             size = state.sizes.get(name)
             if size == len(env.rows):
                 self._credit[name], self._used[name] = state.credit[name], state.used[name]
             else:
                 had = "was not there" if size is None else f"had {size} examples"
-                log.warning("envs.%s %s when the checkpoint was written and has %d now; it begins anew", name, had, len(env.rows))
+                log.warning("envs.%s %s when the checkpoint was written and has %d now; it starts over", name, had, len(env.rows))
 
     def carried(self, task: Task, state: SequenceState) -> Task | None:
-        """A task of the sequence that wrote `state`, with its index in this one; None where its environment is gone or begins anew."""
+        """A task of the sequence that wrote `state`, with its index in this one; None if its environment is gone or starts over."""
         if task.env not in self.envs or state.sizes.get(task.env) != len(self.envs[task.env].rows):
             return None
         return replace(task, index=self._index(task.env, task.index // len(state.envs)))
@@ -118,7 +117,7 @@ class TaskSequence:
         return position * len(self.envs) + list(self.envs).index(env)
 
     def _next_env(self) -> str:
-        """Smooth weighted round-robin: after n draws every environment was drawn n · its share times, give or take one."""
+        """Smooth weighted round-robin: after n draws, an environment was drawn n · share times, plus or minus one."""
         for name, weight in self.weights.items():
             self._credit[name] += weight
         name = max(self._credit, key=lambda n: self._credit[n])

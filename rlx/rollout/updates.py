@@ -1,4 +1,4 @@
-"""New policy versions on their way from the trainer to the servers, while rollouts are in flight."""
+"""Brings new policy versions from the trainer to the servers while rollouts are in flight."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlx.types import WeightVersion
 from rlx.waiting import Pause
 from rlx.weights.publish import Subscriber
 
-POLL = 0.01  # seconds between two looks for a new version, at first
+POLL = 0.01  # seconds between the first checks for a new version
 
 
 class Updatable(Protocol):
-    """Whatever serves the policy: the fleet of inference servers, or a stand-in."""
+    """Serves the policy: the fleet of inference servers, or a stand-in."""
 
     async def update(self, weights: WeightVersion, timeout: float) -> None:
-        """Returns when every server has the version; raises when that takes longer than `timeout` seconds."""
+        """Returns when every server has the version. Raises after `timeout` seconds."""
         ...
 
 
 class WeightUpdates:
-    """Brings every server to the newest version as soon as it is complete."""
+    """Updates every server to the newest version as soon as that version is complete."""
 
     def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
-        """`timeout`: seconds for one update; `last`: the version after which there are no more; `reached` is told each version."""
+        """`timeout`: seconds for one update. `last`: the last version. `reached`: called with each version that all servers have."""
         self.published = Subscriber(paths)
         self.fleet = fleet
         self.timeout = timeout
@@ -37,7 +37,7 @@ class WeightUpdates:
         self.seconds = 0.0  # of the latest update
 
     async def reach(self, version: int) -> None:
-        """Returns when the servers have `version` or a newer one. Raises what the fleet raises."""
+        """Returns when the servers have `version` or a newer one. Raises the fleet's errors."""
         pause = Pause(POLL)
         while self.version < version:
             newest = self.published.latest()
@@ -51,6 +51,6 @@ class WeightUpdates:
             self.reached(newest.version)
 
     async def follow(self) -> None:
-        """Runs until the last version is served. Raises what the fleet raises."""
+        """Runs until the last version is served. Raises the fleet's errors."""
         while self.version < self.last:
             await self.reach(self.version + 1)

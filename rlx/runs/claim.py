@@ -1,7 +1,7 @@
-"""The run directory: its name, who may write in it, and what is in it before anything starts.
+"""Names, locks and fills run directories before any process starts.
 
-Knows files and locks. A directory belongs to the processes that hold a shared lock on its `.lock`; making a run there takes the
-lock exclusively for a moment, so two runs never meet in one directory. Knows nothing of processes.
+A directory belongs to the processes that hold a shared lock on its `.lock`. Creating a run there takes the lock exclusively for a
+moment, so two runs never share one directory.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, rewind, say,
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
-MAKING = ".making"  # is in a run directory while it is made: one that was left half made is nobody's
+MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
-# Keys that may change when a run goes on in its own directory: how long, where and how watched, not what is learnt.
+# Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
 MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast")
 
 
 class RunLock:
-    """A lock on a run directory, held as long as this object or a process that inherited its file descriptor lives."""
+    """A lock on a run directory. It is held while this object, or a process that inherited its file descriptor, is alive."""
 
     def __init__(self, paths: RunPaths | Path) -> None:
-        """`paths`: of the run, or a lock file of another name."""
+        """`paths`: the run's paths, or the path of another lock file."""
         self.fd = os.open(paths if isinstance(paths, Path) else paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
 
     def exclusive(self) -> bool:
-        """Take it alone. False when somebody else holds it, and then this process holds nothing."""
+        """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
         return self._try(fcntl.LOCK_EX)
 
     def take(self, timeout: float) -> bool:
-        """Take it alone, waiting at most `timeout` seconds for those who hold it."""
+        """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
         deadline = time.monotonic() + timeout
         while not (alone := self.exclusive()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return alone
 
     def share(self, timeout: float = 5.0) -> bool:
-        """Take it beside others; wait at most `timeout` seconds for one who is making the directory."""
+        """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
         deadline = time.monotonic() + timeout
         while not self._try(fcntl.LOCK_SH):
             if time.monotonic() > deadline:
@@ -70,7 +70,7 @@ class RunLock:
         return True
 
     def wait_until_alone(self, timeout: float) -> bool:
-        """Wait until nobody else holds it, at most `timeout` seconds; it is held shared again afterwards."""
+        """Wait at most `timeout` seconds until no other process holds the lock; then hold it shared again."""
         alone = self.take(timeout)
         self.share()
         return alone
@@ -89,7 +89,7 @@ class RunLock:
 def settle(cfg: Config, label: str) -> Config:
     """The configuration with `run.name` and an absolute `run.dir` filled in.
 
-    By default `outputs/<label>-<short id>`; of a dry run `outputs/dry_run-<label>`, which the next one takes the place of.
+    The default is `outputs/<label>-<short id>`; for a dry run `outputs/dry_run-<label>`, which the next dry run replaces.
     """
     directory = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir else None
     label = re.sub(r"[^\w.+-]+", "_", label)
@@ -97,31 +97,32 @@ def settle(cfg: Config, label: str) -> Config:
     name = cfg.run.name or (directory.name if directory else default)
     if Path(name).name != name:
         raise ConfigError(
-            f"run.name={name} is not the name of one folder.\n  fix: name the folder only, or give the whole path as run.dir="
+            f"run.name={name} is not the name of one folder.\n  fix: give only the folder's name, or the whole path as run.dir="
         )
     return replace(cfg, run=RunConfig(name=name, dir=str(directory or Path("outputs").absolute() / name)))
 
 
 def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, even_done: bool = False) -> tuple[RunPaths, RunLock]:
-    """Make the run directory of a settled configuration, with what a run has before it starts; the lock is held shared.
+    """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
-    With `replay`, it begins with the model of that run. With `resume=latest` or a step, the directory is that of the run that goes on;
-    with a path, the new run starts from that checkpoint. `even_done` takes a run on whose last step is in its checkpoint: it ends at once.
-    Raises ConfigError when the directory is taken, in use, or cannot be written, and when there is nothing to resume or to replay.
+    With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
+    directory; with a path, a new run starts from that checkpoint. `even_done`: also accept a run whose checkpoint already contains its
+    last step; it ends at once.
+    Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
     if cfg.replay is not None:
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
         if Path(str(cfg.replay)).resolve() == paths.root.resolve():
             raise ConfigError(
-                f"replay={cfg.replay} is the directory of this run, too.\n  fix: give the replay a run.name= or run.dir= of its own"
+                f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, even_done)
         start = None
         if cfg.resume == LATEST:
-            cfg = replace(cfg, resume=None)  # nothing is there yet
+            cfg = replace(cfg, resume=None)  # there is no earlier run
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
             check_room(start, cfg.max_steps)
@@ -149,7 +150,7 @@ def _adopt(paths: RunPaths, start: Start) -> Start:
 
 
 def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:
-    """Take the directory of a run that ended, back at the checkpoint that `cfg.resume` names; the lock is held shared."""
+    """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held shared."""
     assert cfg.resume is not None
     if not paths.config.is_file() or not looks_like_run(paths):
         raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
@@ -164,7 +165,7 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
 
 
 def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
-    """Bring the directory to where the attempt starts. Raises ConfigError, before anything is changed, when that cannot be."""
+    """Rewind the directory to the attempt's starting point. Raises ConfigError before any change if that is impossible."""
     assert cfg.resume is not None
     before = load_run(paths.root, secrets=False)
     differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
@@ -172,33 +173,37 @@ def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Se
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
-            f"  fix: go on with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
+            f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
             f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
         )
     start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.max_steps)
-    say(f"{paths.root}: going on after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
+    say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     write_provenance(paths, cfg, again=True)
     _keep_secrets(paths, cfg)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
 
 
 def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
-    """Enter the run directory of other roles of the same run, or make it if it is not there; the lock is held shared.
+    """Join the run directory of other roles of the same run, or create it. Returns the lock held shared.
 
-    Raises ConfigError when it holds a run of another configuration.
+    Raises ConfigError if it holds a run with another configuration.
     """
     paths = _paths(cfg)
     if cfg.resume is not None:
-        raise ConfigError(f"resume={cfg.resume} is for `rlx train`, which prepares the directory for all roles.\n  fix: use that")
+        raise ConfigError(
+            f"resume={cfg.resume} works only with `rlx train`, which prepares the directory for all roles.\n  fix: use `rlx train`"
+        )
     with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if paths.status.exists():
-            raise ConfigError(f"{paths.root} belongs to `rlx train`; a role of its own cannot join it.\n  fix: give another run.dir=")
+            raise ConfigError(
+                f"{paths.root} belongs to `rlx train`; a role started separately cannot join it.\n  fix: give another run.dir="
+            )
         if not paths.lock.exists():
             _refuse_taken(paths, clean=False)
         lock = RunLock(paths)
 
-        # Of several roles that start at once, one makes the directory and the others wait for it.
+        # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
             if not paths.config.exists() and lock.exclusive() and not paths.config.exists():
                 _fill(paths, cfg, overrides, plan)
@@ -220,9 +225,9 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
 def describe(
     cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None, explained: str | None = None
 ) -> RunPaths | None:
-    """What a dry run leaves: configuration, overrides, plan, what the plan means in words, the script for SLURM. A run may follow there.
+    """Write the files of a dry run: configuration, overrides, plan, its explanation, sbatch script. A run may use the directory later.
 
-    None where there is a run already: nothing of it is touched. Raises ConfigError when the directory cannot be written.
+    Returns `None` and changes nothing if the directory holds a run. Raises ConfigError if the directory cannot be written.
     """
     paths = _paths(cfg)
     with writing(paths.root):
@@ -237,7 +242,7 @@ def describe(
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn what the operating system says about an unusable directory into a ConfigError."""
+    """Turn an OSError about an unusable directory into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -261,19 +266,19 @@ def new_attempt(paths: RunPaths) -> int:
 
 
 def differences(paths: RunPaths, cfg: Config) -> list[str]:
-    """The keys in which a run's configuration is another than `cfg`, but for those that do not change what it computes."""
+    """The keys in which a run's configuration differs from `cfg`, except those that do not change what the run computes."""
     there, here = asdict(load_run(paths.root, secrets=False)), asdict(hidden(cfg))
     return [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
 
 
 def looks_like_run(paths: RunPaths) -> bool:
-    """Whether a directory was made by this program: only such a one is ever deleted."""
+    """Whether rlx created this directory. Only such directories are ever deleted."""
     whole = not (paths.root / MAKING).exists()
     return whole and paths.lock.is_file() and (paths.status.is_file() or (paths.config.is_file() and paths.plan.is_file()))
 
 
 def _is_free(paths: RunPaths) -> bool:
-    """Whether a directory is empty, was left half made, or holds a dry run's files only."""
+    """Whether a directory is empty, half-made, or holds only the files of a dry run."""
     if (paths.root / MAKING).exists():
         return True
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
@@ -282,12 +287,12 @@ def _is_free(paths: RunPaths) -> bool:
 
 
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
-    """Make the directory, or empty it when it is an old run's and `clean`; the lock is held exclusively."""
+    """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
     _refuse_taken(paths, clean=clean)
     lock = _alone(paths)
-    _refuse_taken(paths, clean=clean)  # now that nobody else can change it
+    _refuse_taken(paths, clean=clean)  # again, now that the lock keeps others out
     (root / MAKING).touch()
     for entry in root.iterdir():
         if entry in (paths.lock, root / MAKING):
@@ -300,21 +305,21 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
 
 
 def _refuse_waiting(paths: RunPaths) -> None:
-    """Raise ConfigError where a SLURM job is to run in the directory: while it waits, nobody holds the lock."""
+    """Raise ConfigError if the directory belongs to a living SLURM job. A queued job holds no lock, so the lock does not show it."""
     job = job_of(paths)
     try:
         waits = job is not None and is_alive(job)
     except RuntimeError as error:
         raise ConfigError(
-            f"{paths.root} was given to SLURM job {job}, and whether that lives cannot be found out: {error}.\n"
-            "  fix: ask again where SLURM answers, or give another run.name= or run.dir="
+            f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
+            "  fix: try again where SLURM answers, or give another run.name= or run.dir="
         ) from error
     if waits:
         raise ConfigError(f"{paths.root} belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}, or give another run.name=")
 
 
 def _alone(paths: RunPaths) -> RunLock:
-    """The lock of a directory, held exclusively. Raises ConfigError when somebody else has it."""
+    """The directory's lock, held exclusively. Raises ConfigError if another process holds it or a SLURM job owns the directory."""
     lock = RunLock(paths)
     if not lock.exclusive():
         lock.close()
@@ -333,13 +338,13 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
     if not looks_like_run(paths):
         names = sorted(entry.name for entry in paths.root.iterdir())
         raise ConfigError(
-            f"{paths.root} holds something else than a run ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}); "
-            "clean=true does not delete that either.\n  fix: give another run.name= or run.dir="
+            f"{paths.root} holds files that are not a run ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}); "
+            "clean=true does not delete them.\n  fix: give another run.name= or run.dir="
         )
     if not clean:
         raise ConfigError(
-            f"{paths.root} holds a run already.\n"
-            "  fix: give another run.name= or run.dir=; or resume=latest, which goes on; or clean=true, which deletes it"
+            f"{paths.root} already holds a run.\n"
+            "  fix: give another run.name= or run.dir=; or resume=latest, which continues it; or clean=true, which deletes it"
         )
 
 
@@ -347,14 +352,14 @@ def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence
     write_provenance(paths, cfg)
     _keep_secrets(paths, cfg)
     if cfg.model.warm_start is None and not paths.initial_model.exists():
-        # A folder is named absolutely: the roles need not share the launcher's working directory.
+        # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")
     _describe(paths, cfg, overrides, plan)
 
 
 def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
-    """For the roles, which find them with `load_run`."""
+    """Write the secret values; the roles read them with `load_run`."""
     if kept := secrets_of(cfg):
         write_text(paths.secrets, yaml.safe_dump(kept), 0o600)
     else:
@@ -364,7 +369,7 @@ def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
 def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_text(paths.overrides, yaml.safe_dump(hide_lines(overrides, cfg), allow_unicode=True))
     write_plan(paths.plan, plan)
-    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last: who joins waits for it
+    write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last, because joining roles wait for it
 
 
 def _paths(cfg: Config) -> RunPaths:
@@ -377,4 +382,4 @@ def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
         for name in dict.fromkeys([*there, *here]):
             yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
     elif there != here:
-        yield f"{key}: another one (secret)" if key in secret_keys(Config) else f"{key}: {there} ≠ {here}"
+        yield f"{key}: a different value (secret)" if key in secret_keys(Config) else f"{key}: {there} ≠ {here}"

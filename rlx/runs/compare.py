@@ -1,6 +1,6 @@
-"""What differs between two runs: configuration, code, packages, data, and what came out.
+"""What differs between two runs: configuration, code, packages, data and metrics.
 
-Reads two run directories; nothing is started, imported or written. Knows the files of a run directory, not what roles do.
+Only reads the two run directories; starts, imports and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rlx.config.errors import ConfigError
 from rlx.metrics import read_metrics
 from rlx.runs.run import Run
 
-NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they say where a run is, not what it computes
-SHOWN = 12  # metrics of the last common step, the largest relative differences first
-FIRST = ("reward/mean", "loss/total", "policy/entropy", "mismatch/kl", "optim/grad_norm")  # metrics that are shown before others
+NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they do not change what a run computes
+SHOWN = 12  # number of metrics shown for the last common step, largest relative differences first
+FIRST = ("reward/mean", "loss/total", "policy/entropy", "mismatch/kl", "optim/grad_norm")  # metrics shown before all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class Section:
     """One kind of difference."""
 
     title: str
-    lines: list[str] = field(default_factory=list)  # what differs, `name: there → here`; empty where nothing does
-    note: str = ""  # said where nothing differs, or beside the lines
+    lines: list[str] = field(default_factory=list)  # differences as `name: there → here`; empty if there are none
+    note: str = ""  # shown beside the lines, or instead of them
 
 
 def compare(a: Run, b: Run) -> list[Section]:
-    """All sections, with or without differences. Raises ConfigError for a directory that holds no whole run."""
+    """All sections, with or without differences. Raises ConfigError if a directory holds no complete run."""
     for run in (a, b):
         if run.config is None or run.provenance is None:
             raise ConfigError(
-                f"{run.root} is no run directory that can be compared: it has no {run.paths.config.name} with {run.paths.provenance.name}."
+                f"{run.root} cannot be compared: a run directory has both {run.paths.config.name} and {run.paths.provenance.name}."
             )
     assert a.provenance is not None and b.provenance is not None  # noqa: PT018
     before, after = a.provenance, b.provenance
@@ -56,7 +56,7 @@ def _config(a: Run, b: Run) -> Iterator[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name."""
+    """The leaves of a nested mapping, by dotted name."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -81,7 +81,7 @@ def _data(a: Run, b: Run) -> Section:
     there, here = a.data, b.data
     if there is None or here is None:
         who = " and ".join(run.name for run, found in ((a, there), (b, here)) if found is None)
-        return Section("data", [] if there is here else ["recorded for one run only"], f"{who} did not get so far, or was a replay")
+        return Section("data", [] if there is here else ["recorded for one run only"], f"{who} ended too early, or was a replay")
     return Section("data", list(_differences(flat(there), flat(here))))
 
 
@@ -96,15 +96,15 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
 
 
 def _metrics(a: Run, b: Run) -> Section:
-    """Where the two files part, and how far apart the last common step is. Wall-clock fields are left out."""
+    """The first step at which the two files differ, and the differences at the last common step. Ignores wall-clock fields."""
     there, here = (_records(run) for run in (a, b))
     if there == here:
-        return Section("metrics", [], f"{len(here)} records, equal bit for bit but for the wall clock")
+        return Section("metrics", [], f"{len(here)} records, bitwise equal except for wall-clock times")
     lines = []
     for one, other in zip_longest(there, here):
         if one != other:
             at = one or other
-            lines.append(f"the first record that differs: step {at['step']} of the {at['source']}")
+            lines.append(f"first record that differs: step {at['step']} of the {at['source']}")
             break
     tables = [
         {source: max((r["step"] for r in records if r["source"] == source), default=None) for source in SOURCES}

@@ -1,4 +1,4 @@
-"""The metrics of a run as they grow: by source and step, and what they come to. Reads `metrics.jsonl` and `start.json` only."""
+"""The growing metrics of a run, by source and step, and summaries of them. Reads only `metrics.jsonl` and `start.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAST_STEPS = 5  # the reward of one batch is noisy
 
 
 class History:
-    """The metrics of a run read so far. Where the run goes back to a checkpoint, the records that are taken back go here too."""
+    """The metrics of a run read so far. When the run returns to a checkpoint, the removed records disappear here too."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
@@ -23,10 +23,10 @@ class History:
         self.records: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # source -> step -> record
         self._offset = 0  # bytes read
         self._inode: int | None = None
-        self.first = 0  # the step that this attempt began with
+        self.first = 0  # the first step of this attempt
 
     def read(self) -> None:
-        """Take in what was appended since the last call; all anew where the file was replaced."""
+        """Read the records appended since the last call, or the whole file if it was replaced."""
         try:
             stat = self.paths.metrics.stat()
         except FileNotFoundError:
@@ -48,32 +48,32 @@ class History:
 
     @property
     def begun(self) -> bool:
-        """Whether this attempt has left a record: before that, the newest values are those of an earlier one."""
+        """Whether this attempt has written a record. Until then, the newest values are those of an earlier attempt."""
         return any(step >= self.first for source in ("trainer", "orchestrator") for step in self.records[source])
 
     def series(self, name: str, source: str, first: int = 0) -> list[float]:
-        """All values of one metric in the order of steps, from step `first` on."""
+        """All values of one metric from step `first` on, ordered by step."""
         return [r[name] for step, r in sorted(self.records[source].items()) if name in r and step >= first]
 
     def last(self, name: str, source: str, over: int = 1) -> float | None:
-        """Mean of this attempt's last `over` values; None when there are none."""
+        """Mean of this attempt's last `over` values; `None` if there are none."""
         values = self.series(name, source, self.first)[-over:]
         return sum(values) / len(values) if values else None
 
     def steps_per_second(self, over: int = 10) -> float | None:
-        """Pace of the trainer over its last steps of this attempt."""
+        """The trainer's speed over the last `over` steps of this attempt; `None` if it cannot be computed yet."""
         times = self.series("time", "trainer", self.first)[-over - 1 :]
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
 
     @property
     def final_reward(self) -> float | None:
-        """Mean of `reward/mean` over the last five steps; None where there is no step."""
+        """Mean of `reward/mean` over the last five steps; `None` if there is no step."""
         last = self.series("reward/mean", "orchestrator")[-LAST_STEPS:]
         return sum(last) / len(last) if last else None
 
 
 def final_reward(paths: RunPaths) -> float | None:
-    """What the reward of a run has come to."""
+    """The final reward of a run (`History.final_reward`)."""
     history = History(paths)
     history.read()
     return history.final_reward

@@ -1,6 +1,6 @@
-"""What SLURM says of jobs, through its commands; and which job a run was given to.
+"""The state of SLURM jobs, from `squeue` and `scontrol`, and the job id of a run.
 
-Knows `squeue`, `scontrol` and the run directory. Submits nothing and ends nothing.
+Submits and stops nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 
 from rlx.paths import RunPaths, write_text
 
-TIMEOUT = 10.0  # seconds in which the controller answers, or is taken for silent
-GONE = "unknown to SLURM"  # for a job that it does not list
+TIMEOUT = 10.0  # seconds to wait for an answer of the controller
+GONE = "unknown to SLURM"  # state of a job that SLURM does not list
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", GONE)
-"""SLURM's words for a job that is over; one that the controller has forgotten is over too."""
+"""SLURM's states of a job that has ended. A job that the controller has forgotten has ended too."""
 
 
 def note_job(paths: RunPaths, job_id: str) -> None:
@@ -22,7 +22,7 @@ def note_job(paths: RunPaths, job_id: str) -> None:
 
 
 def job_of(paths: RunPaths) -> str | None:
-    """The id of the SLURM job that a run was last given to; None: it never was."""
+    """Id of the last SLURM job that was submitted for a run; `None` if there was none."""
     try:
         return json.loads(paths.job.read_text())["id"]
     except FileNotFoundError:
@@ -30,7 +30,7 @@ def job_of(paths: RunPaths) -> str | None:
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """What one of SLURM's commands says. Raises RuntimeError when it is not there or the controller is silent."""
+    """Run one of SLURM's commands. Raises RuntimeError if it is not installed or the controller does not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     except FileNotFoundError as error:
@@ -40,9 +40,9 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def queue() -> dict[str, str]:
-    """SLURM's word for the state of each of the user's jobs that it has not forgotten, by job id.
+    """Job id → SLURM's state, of all the user's jobs that SLURM still lists.
 
-    Raises RuntimeError when the controller does not answer.
+    Raises RuntimeError if the controller does not answer.
     """
     done = ask("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T")
     if done.returncode != 0:
@@ -51,22 +51,22 @@ def queue() -> dict[str, str]:
 
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
-    """Whether a job waits or runs. Raises RuntimeError when nobody can tell."""
+    """Whether a job is queued or running. Raises RuntimeError if the controller does not answer."""
     return (queue() if states is None else states).get(job_id, GONE) not in ENDED
 
 
 def restarts_of(job_id: str) -> int:
-    """How often SLURM has put a job back into the queue; it counts at once, before the job has ended. -1: it does not say."""
+    """How often SLURM has requeued a job; -1 if it does not answer. SLURM counts a requeue at once, before the job has stopped."""
     return int(_fields(job_id).get("Restarts", -1))
 
 
 def is_ending(job_id: str) -> bool:
-    """Whether a job that still runs was cancelled: then it is `COMPLETING`, whatever else it is."""
+    """Whether a job whose processes still run was cancelled or is otherwise ending: its state is no longer `RUNNING`."""
     return _fields(job_id).get("JobState", "RUNNING") != "RUNNING"
 
 
 def _fields(job_id: str) -> dict[str, str]:
-    """What the controller says of a job, by its own names; nothing where it is silent."""
+    """The controller's fields of a job, by SLURM's names; empty if it does not answer."""
     try:
         done = ask("scontrol", "show", "job", "--oneliner", job_id)
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Where a run came from: commit, uncommitted changes, packages, machine, command; and the script that runs it again.
+"""Records where a run came from (commit, uncommitted changes, packages, machine, command) and writes the script that repeats it.
 
-Knows git, `/proc` and the installed packages. Nothing here may stop a run: what cannot be found out is recorded as null.
+Nothing here may stop a run: unknown facts are recorded as null.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
 DIFF = "uncommitted.diff"
-SECRET = ("KEY", "TOKEN", "SECRET")  # in the name of an environment variable whose value is not written down
+SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
 def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> None:
     """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
 
-    `again`: of a later attempt. Its facts are added to those of the first, under `later_attempts`.
+    `again`: this is a later attempt; its facts are appended under `later_attempts`.
     """
     source = source_state()
     diff = DIFF
@@ -70,13 +70,13 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Installed packages and their versions; read once, since a sweep asks for each of its runs."""
+    """Installed packages and their versions. Cached, because a sweep asks once per run."""
     return dict(sorted((d.name, d.version) for d in importlib.metadata.distributions()))
 
 
 def source_state() -> dict[str, Any]:
-    """The commit the code was at, the uncommitted changes to tracked files, and the names of untracked ones; null outside a checkout."""
-    # An installed copy may lie inside somebody's checkout (`.venv/`): only one that tracks this code counts.
+    """The code's commit, the uncommitted changes to tracked files, and the names of untracked files; `None` outside a checkout."""
+    # An installed copy may lie inside an unrelated checkout (`.venv/`), so the checkout must track this code.
     if git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
         return {"folder": str(SOURCE), "commit": None, "diff": None, "untracked": None}
     untracked = git("ls-files", "--others", "--exclude-standard") or ""
@@ -85,22 +85,22 @@ def source_state() -> dict[str, Any]:
 
 
 def code_change(paths: RunPaths) -> str | None:
-    """How the code differs from what it was when the run was made, in words; None when it does not, or nobody can tell."""
+    """How the code has changed since the run's last provenance record, as text; `None` if it has not or this is unknown."""
     provenance = json.loads(paths.provenance.read_text())
     recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
     now = source_state()
     if recorded["commit"] is None or now["commit"] is None:
         return None
     if now["commit"] != recorded["commit"]:
-        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is at {now['commit'][:12]} now"
+        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is now at {now['commit'][:12]}"
     before = (paths.root / recorded["diff"]).read_text() if recorded["diff"] else ""
     if (now["diff"] or "") != before:
-        return f"the uncommitted changes to the code are not those of the submission ({recorded['diff'] or 'there were none'})"
+        return f"the uncommitted changes to the code differ from those at submission ({recorded['diff'] or 'there were none'})"
     return None
 
 
 def machine(*, gpus: bool) -> dict[str, Any]:
-    """Host, system, processors, memory in GiB, and the GPUs when asked for."""
+    """Host, operating system, processors, memory in GiB and, on request, the GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
@@ -122,12 +122,12 @@ def machine(*, gpus: bool) -> dict[str, Any]:
 
 
 def reproduce_script(commit: str | None, secrets: Sequence[str] = ()) -> str:
-    """`reproduce.sh`: the saved configuration, again, in a new directory.
+    """The text of `reproduce.sh`, which runs the saved configuration again in a new directory.
 
-    The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON name that directory, another checkout, another interpreter.
-    `secrets`: keys whose values are not in the saved configuration; each must be given again.
+    The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON select that directory, another checkout and another interpreter.
+    `secrets`: keys whose values are not in the saved configuration; the user must give them again.
     """
-    given = "".join(f"\n# Secret, so not saved with it: add {key}=VALUE, or {key}=null where it is not needed." for key in secrets)
+    given = "".join(f"\n# A secret value, so it is not saved: add {key}=VALUE, or {key}=null if it is not needed." for key in secrets)
     return f"""#!/bin/sh
 # Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]{given}
 set -eu
@@ -137,22 +137,22 @@ python=${{PYTHON:-{shlex.quote(sys.executable)}}}
 recorded={commit or "none"}
 now=$(git -C "$source" rev-parse HEAD 2>/dev/null || echo none)
 if [ "$now" != "$recorded" ]; then
-    echo "reproduce: the run was made by commit $recorded, but $source is at $now" >&2
+    echo "reproduce: the run used commit $recorded, but $source is at $now" >&2
 fi
 if [ -f "$here/{DIFF}" ]; then
-    echo "reproduce: the run was made with uncommitted changes, kept in $here/{DIFF}" >&2
+    echo "reproduce: the run used uncommitted changes, saved in $here/{DIFF}" >&2
 fi
 new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
-# for Hydra, in whose quotes a quote takes a backslash
+# Hydra needs a backslash before a quote inside quotes.
 quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
-cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the folder the run was started in is gone; starting here" >&2
+cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
 PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli train \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
 
 
 def git(*arguments: str) -> str | None:
-    """What git says in the source folder; None when it is not a checkout or git is not there."""
+    """git's output for a command in the source folder; `None` if the command fails, for example outside a checkout or without git."""
     if shutil.which("git") is None:
         return None
     result = subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True, errors="replace", check=False)

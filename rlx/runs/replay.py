@@ -1,7 +1,7 @@
-"""Whether a run can be trained on again with `replay=`: its batches are there, and no key is asked for that cannot take effect.
+"""Checks of `replay=`: the recorded batches must exist, and no changed key may be without effect.
 
-What was recorded are samples with their advantages. What the trainer does with them may differ: objective, optimizer, rows, ranks,
-mini-batches. What made them is over: environments, sampling, rewards, advantages, and what the orchestrator left out.
+The recorded batches hold samples with their advantages. A replay may change what the trainer does with them: objective, optimizer,
+rows, ranks, mini-batches. It cannot change what made them: environments, sampling, rewards, advantages, filters.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ WITHOUT_EFFECT = (
     "orchestrator",
     "reward",
     "advantage",
-    "loss.mask_overlong",  # such rollouts have no samples
+    "loss.mask_overlong",  # masked rollouts have no recorded samples
 )
-"""Keys and sections that were used up when the batches were made."""
+"""Keys and sections that took effect when the batches were made, so a replay cannot change them."""
 
 
 def check_replay(cfg: Config, first: int) -> RunPaths:
-    """The run whose batches are trained on again, from step `first` on.
+    """The paths of the run to replay, from step `first` on.
 
-    Raises ConfigError when it has not recorded all of them, or when `cfg` has another value than that run where it cannot take effect.
+    Raises ConfigError if a batch was not recorded, or if `cfg` changes a key that cannot take effect.
     """
     paths = RunPaths(Path(str(cfg.replay)).expanduser().absolute())
     if not paths.config.is_file():
-        raise ConfigError(f"replay={cfg.replay}: {paths.root} is no run directory.\n  fix: name the directory of the run to train on again")
+        raise ConfigError(f"replay={cfg.replay}: {paths.root} is no run directory.\n  fix: give the directory of the run to replay")
     missing = [step for step in range(first, cfg.max_steps) if not paths.recorded_of(step).is_file()]
     if missing:
         there = sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in paths.recorded.glob("step_*.batch.zst"))
-        has = f"it has those of {there[0]} … {there[-1]}" if there else "it has none (orchestrator.save_batches=false?)"
+        has = f"the run has those of steps {there[0]} … {there[-1]}" if there else "the run has none (orchestrator.save_batches=false?)"
         raise ConfigError(
             f"replay={cfg.replay}: the batch of step {missing[0]} was not recorded; {has}, and max_steps={cfg.max_steps}.\n"
-            "  fix: set max_steps to what there is; a run that began at a checkpoint is replayed from it, with resume="
+            "  fix: lower max_steps to the recorded steps; if that run started from a checkpoint, replay from it with resume="
         )
     problems = list(without_effect(cfg, load_run(paths.root)))
     if problems:
         raise ConfigError(
-            f"replay={cfg.replay} trains on batches that are made already, so these keys cannot take effect:\n"
+            f"replay={cfg.replay} trains on batches that already exist, so these keys cannot take effect:\n"
             + "\n".join(f"    {problem}" for problem in problems)
-            + f"\n  fix: take that run's configuration and change what the trainer does:\n"
+            + f"\n  fix: start from that run's configuration and change only what the trainer does:\n"
             f"       python train.py --config-dir {paths.root} --config-name config replay={paths.root} run.name=NAME …"
         )
     return paths
 
 
 def without_effect(cfg: Config, recorded: Config) -> Iterator[str]:
-    """Every key that differs and is used up, with both values: `sampling.temperature is 0.7, and the run was recorded with 1.0`."""
+    """Each changed key that cannot take effect, with both values: `sampling.temperature is 0.7, and the run was recorded with 1.0`."""
     other = sorted(cfg.envs.keys() ^ recorded.envs.keys())
     if other:
         yield f"the environments are {', '.join(sorted(cfg.envs))}, and the run was recorded with {', '.join(sorted(recorded.envs))}"

@@ -1,7 +1,7 @@
-"""Making a run directory ready for its next attempt: which checkpoint it starts from, and what of later steps is taken back.
+"""Prepares a run directory for its next attempt: chooses the checkpoint to start from and removes everything of later steps.
 
 After `rewind` the directory is as it was when that checkpoint was written: no record of a later step, no later policy version.
-Knows files only, no processes; whoever calls holds the directory's lock.
+The caller must hold the directory's lock.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ LATEST = "latest"
 
 
 def is_fork(resume: str | None) -> bool:
-    """Whether `resume=` names another run, by a path."""
+    """Whether `resume=` is the path of another run or its checkpoint."""
     return resume is not None and resume != LATEST and not resume.isdecimal()
 
 
 def say(text: str) -> None:
-    """To the console or the log of whoever starts the attempt."""
+    """Print to stderr: the console, or the log of the process that starts the attempt."""
     print(text, file=sys.stderr, flush=True)
 
 
 def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
-    """The checkpoint that a path names: its own folder, or a run directory whose newest one is taken. Raises ConfigError."""
+    """The checkpoint at a path: a checkpoint folder, or the newest one of a run directory. Raises ConfigError if there is none."""
     path = Path(resume).expanduser().absolute()
     try:
         if path.name.startswith("step_") and not RunPaths(path).config.is_file():  # a run may have such a name
             return folders.check(path)
         start = folders.newest(RunPaths(path), warn)
     except WeightsError as error:
-        raise ConfigError(f"resume={resume} is no whole checkpoint: {error}\n  fix: name another one") from error
+        raise ConfigError(f"resume={resume} is no complete checkpoint: {error}\n  fix: name another one") from error
     if start is None:
         what = "has no checkpoint" if path.is_dir() else "does not exist"
         raise ConfigError(f"resume={resume}: {path} {what}.\n  fix: name a run directory that has one, or a folder checkpoints/step_N")
@@ -48,17 +48,17 @@ def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
 
 
 def source_of(start: Start) -> RunPaths:
-    """The run directory that a checkpoint belongs to."""
+    """The run directory of a checkpoint."""
     return RunPaths(start.checkpoint.parent.parent)
 
 
 def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say, max_steps: int | None = None) -> Start | None:
-    """Prepare the next attempt in a run's own directory: from the newest whole checkpoint, or that of step `wanted`.
+    """Prepare the next attempt in a run's own directory, from the newest complete checkpoint or that of step `wanted`.
 
-    Without any checkpoint the run starts again from its beginning: None, or the checkpoint of another run that it was forked from.
-    What later steps left is removed: metrics, rollouts, batches, policy versions, and checkpoints where an earlier one was asked for.
-    Damaged checkpoints are renamed to `damaged_step_N`. `warn` is told about every such thing.
-    Raises ConfigError, before anything is changed, when `wanted` is a step without a whole checkpoint or `max_steps` are done.
+    Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
+    Removes everything of later steps: metrics, rollouts, batches, policy versions, and, if `wanted` is a step, later checkpoints.
+    Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
+    Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint or `max_steps` steps are already done.
     """
     try:
         start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
@@ -85,34 +85,34 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
         shutil.rmtree(folder)
     for version in versions(paths):
         if version > done or (version == done and not _whole(paths.weights_of(version), warn)):
-            shutil.rmtree(paths.weights_of(version))  # the trainer writes that of the checkpoint again
+            shutil.rmtree(paths.weights_of(version))  # the trainer exports the checkpoint's version again
     return start
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Whether an attempt has left records or checkpoints, so that the next one must not start without `rewind`."""
+    """Whether an attempt has written records or checkpoints; if so, the next attempt needs `rewind` first."""
     return paths.metrics.exists() or any(paths.checkpoints.glob("step_*"))
 
 
 def check_room(start: Start | None, max_steps: int | None) -> None:
-    """Raise ConfigError when a run of `max_steps` steps has nothing left to do after `start`."""
+    """Raise ConfigError if a run of `max_steps` steps has no step left after `start`."""
     if start is not None and max_steps is not None and start.step >= max_steps:
         raise ConfigError(
             f"there is nothing left to do: {start.checkpoint} is the state after {start.step} steps, and max_steps={max_steps}.\n"
-            f"  fix: raise max_steps to go on, or name an earlier checkpoint with resume="
+            f"  fix: raise max_steps, or name an earlier checkpoint with resume="
         )
 
 
 def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:
-    """Keep the records of the first `steps` steps, in their order; the file changes at once or not at all.
+    """Keep only the records of the first `steps` steps, in their order; replaces the file atomically.
 
-    From a line on that is no record (a full disk cut it, and the next record was appended to it) nothing is kept; `warn` is told.
+    The first corrupt line and everything after it are dropped, with a warning. (A full disk can cut a line short.)
     """
     if not paths.metrics.exists():
         return
     lines = paths.metrics.read_bytes().splitlines(keepends=True)
     kept: list[bytes] = []
-    ends: list[int] = []  # of the kept lines, where they end in the old file
+    ends: list[int] = []  # end offset of each kept line in the old file, in bytes
     read = 0
     trained: set[int] = set()
     for number, line in enumerate(lines, 1):
@@ -120,7 +120,7 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
             record = json.loads(line) if line.endswith(b"\n") else {"step": steps}
             step = record["step"]
         except (ValueError, TypeError, KeyError):
-            warn(f"{paths.metrics}, line {number} is no record: it and the {len(lines) - number} lines after it are removed")
+            warn(f"{paths.metrics}, line {number} is corrupt: it and the {len(lines) - number} lines after it are removed")
             break
         read += len(line)
         if step < steps:
@@ -130,7 +130,7 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
                 trained.add(step)
     missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
     if missing:
-        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: the machine lost it")
+        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: lost in a crash")
     if len(kept) < len(lines):
         _forget_forwarded(paths, kept, ends)
         with atomic(paths.metrics) as temporary:
@@ -138,7 +138,7 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
 
 
 def _forget_forwarded(paths: RunPaths, kept: Sequence[bytes], ends: Sequence[int]) -> None:
-    """What the trackers have forwarded, counted in the file that only the kept lines will be in."""
+    """Recompute the trackers' forwarded byte counts for a metrics file that holds only the kept lines."""
     if not paths.tracking.exists():
         return
     services = json.loads(paths.tracking.read_text())
@@ -151,6 +151,6 @@ def _whole(folder: Path, warn: Callable[[str], None]) -> bool:
     try:
         verify(folder)
     except WeightsError as error:
-        warn(f"the weights of the checkpoint are exported again: {error}")
+        warn(f"the checkpoint's weights will be exported again: {error}")
         return False
     return True

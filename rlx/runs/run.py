@@ -1,8 +1,8 @@
-"""A run directory as an object, to be looked at: what was asked for, what came out, and what has become of it.
+"""Read-only view of a run directory: its configuration, its results and its current state.
 
-Opened read only: nothing is written, and the lock is never taken, so that looking cannot be in anybody's way. It works on somebody
-else's run, and on a directory that is only half made: what is not there is None or empty, and what may not be read is a ConfigError with
-the file's name. Who takes a directory uses `rlx.runs.claim`.
+It writes nothing and takes no lock, so it cannot disturb a run. It also works on other users' runs and on half-made directories:
+missing files give `None` or an empty value, and unreadable files raise a ConfigError with the file's name. To write into a directory,
+use `rlx.runs.claim`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rlx.runs.jobs import ENDED, GONE, job_of
 from rlx.runs.status import FINAL, Status, read_status
 from rlx.types import ProcessSpec
 
-STALE = 60.0  # seconds: a run on another host whose status is older is not taken to live; it is written twice a second
-WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # SLURM's words for a job in the queue
+STALE = 60.0  # seconds: a run on another host counts as dead when its status, written twice a second, is older than this
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # SLURM's states of a job in the queue
 
 
 class Run:
-    """One run directory. Every property reads what is there at that moment, but `config`, `plan` and `provenance` are read once."""
+    """One run directory. Most properties read the files on each access; `config`, `overrides`, `plan`, `provenance`, `data` are cached."""
 
     def __init__(self, root: Path | RunPaths) -> None:
         self.paths = root if isinstance(root, RunPaths) else RunPaths(Path(root).expanduser())
@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def open(cls, root: Path) -> Run:
-        """The run of a directory. Raises ConfigError where there is none."""
+        """The run in a directory. Raises ConfigError if there is none."""
         run = cls(root)
         if not run.root.is_dir():
             raise ConfigError(f"there is no directory {run.root}.\n  fix: name a run directory; rlx runs lists them")
@@ -60,15 +60,14 @@ class Run:
     def name(self) -> str:
         return self.root.absolute().name
 
-    # what was asked for
-
+    # configuration
     @property
     def config(self) -> Config | None:
         return self._once("config", self.paths.config, lambda path: load_run(path.parent, secrets=False))
 
     @property
     def overrides(self) -> list[str]:
-        """Of the command line, as written."""
+        """The overrides of the command line, as written."""
         return self._once("overrides", self.paths.overrides, lambda path: yaml.safe_load(path.read_text())) or []
 
     @property
@@ -81,18 +80,17 @@ class Run:
 
     @property
     def data(self) -> Mapping[str, Any] | None:
-        """Digests of the environments' examples by environment; None where the run did not get so far."""
+        """Digests of the examples, by environment; `None` if the run ended before it recorded them."""
         return self._once("data", self.paths.data, lambda path: json.loads(path.read_text())["envs"])
 
-    # what came out
-
+    # results
     @property
     def status(self) -> Status | None:
         return self._file(self.paths.status, lambda _: read_status(self.paths))
 
     @property
     def job(self) -> str | None:
-        """Id of the SLURM job that it was last given to."""
+        """Id of the run's last SLURM job."""
         return self._file(self.paths.job, lambda _: job_of(self.paths))
 
     @property
@@ -104,7 +102,7 @@ class Run:
 
     @property
     def attempts(self) -> list[int]:
-        """Numbers of the attempts that left logs, in order."""
+        """Numbers of the attempts that have logs, in order."""
         folders_of = self.paths.latest_logs.parent.glob("attempt_*")
         return sorted(int(number) for path in folders_of if (number := path.name.removeprefix("attempt_")).isdecimal())
 
@@ -115,20 +113,19 @@ class Run:
 
     @property
     def rollouts(self) -> list[int]:
-        """Steps whose rollouts were kept, in order."""
+        """Steps whose rollouts were saved, in order."""
         return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
 
-    # what has become of it
-
+    # state
     def state(self, jobs: Mapping[str, str] | None = None) -> str:
-        """In a word or two: that of the status; or `waiting (…)`, `lost`, `not started`. `jobs`: SLURM's states; None: nobody can tell."""
+        """The state of the status file, or `waiting (…)`, `lost` or `not started`. `jobs`: job id → SLURM's state; `None` if unknown."""
         status, job = self.status, self.job
         if status is None:
             return "not started"
         if job is not None and jobs is not None and jobs.get(job) in WAITS:
             return f"waiting ({jobs[job].lower()})"
         if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
-            return "interrupted"  # nobody was there to write it
+            return "interrupted"  # the job was cancelled in the queue, so no process could write the status
         if status.state in FINAL:
             return status.state
         if job is not None:
@@ -136,7 +133,7 @@ class Run:
         return status.state if self.lives(status) else "lost"
 
     def lives(self, status: Status | None = None) -> bool:
-        """Whether a process of the run lives: one that its status names, or, of a run on another host, who wrote it a moment ago."""
+        """Whether a process of the run is alive. On another host: whether the status was written within `STALE` seconds."""
         status = status or self.status
         if status is None:
             return False
@@ -155,29 +152,29 @@ class Run:
         return self._read[name]
 
     def _file(self, path: Path, read: Any) -> Any:
-        """What `read` makes of a file; None where it does not exist."""
+        """`read(path)`; `None` if the file does not exist. Raises ConfigError if it cannot be read or parsed."""
         try:
             return read(path) if path.exists() else None
         except FileNotFoundError:
             return None
         except PermissionError as error:
-            raise ConfigError(f"{path} may not be read by you ({error.strerror}).\n  fix: ask its owner") from error
+            raise ConfigError(f"you may not read {path} ({error.strerror}).\n  fix: ask its owner") from error
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path} is not what this version of rlx writes ({type(error).__name__}: {error})") from error
+            raise ConfigError(f"this version of rlx cannot read {path} ({type(error).__name__}: {error})") from error
 
     def _exists(self, path: Path) -> bool:
         try:
             return path.is_file()
         except PermissionError as error:
-            raise ConfigError(f"{path} may not be read by you ({error.strerror}).\n  fix: ask its owner") from error
+            raise ConfigError(f"you may not read {path} ({error.strerror}).\n  fix: ask its owner") from error
 
 
 def find(root: Path, depth: int = 3) -> Iterator[Run]:
-    """The runs below a folder, themselves not searched: `outputs/<name>` and `outputs/<sweep>/<element>`.
+    """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. Does not search inside a run directory.
 
-    Folders that may not be read are left out.
+    Skips folders that may not be read.
     """
     try:
         if RunPaths(root).status.is_file():
@@ -191,7 +188,7 @@ def find(root: Path, depth: int = 3) -> Iterator[Run]:
 
 
 def _started_before(pid: int, then: float) -> bool:
-    """Whether a process of this number lives that was there at a time (seconds since the epoch): a later one has the number by chance."""
+    """Whether process `pid` is alive and started before `then` (seconds since the epoch). A later process merely reuses the pid."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,7 +1,7 @@
-"""The code that jobs run which wait in a queue: a copy made when they are submitted, so that the checkout can change meanwhile.
+"""Copies the code when jobs are submitted, so that the checkout may change while they wait in the queue.
 
-Copied are the package and the environments of the checkout, with uncommitted and untracked files; of an installed rlx, its package.
-Knows git and where the code lies.
+From a checkout it copies the package and the environments, including uncommitted and untracked files. From an installed rlx it copies
+only the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARTS = ("rlx", "environments")
 
 
 def take_snapshot(folder: Path) -> Path:
-    """Copy the code to `folder/code_<hash of its content>`, unless it is there; the copy."""
+    """Copy the code to `folder/code_<hash of its content>` unless that exists; return the copy's path."""
     files = _files()
     digest = xxhash.xxh3_64()
     for file in files:
@@ -36,9 +36,9 @@ def take_snapshot(folder: Path) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Variables with which Python imports the copy, rather than what is installed or lies in the working directory.
+    """Environment variables that make Python import the copy instead of an installed rlx or the working directory.
 
-    PYTHONPATH begins with it. Modules of the user's own are still found in the working directory, after everything else on that path.
+    PYTHONPATH starts with the copy and ends with the working directory, where Python still finds the user's own modules.
     """
     folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
     path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]

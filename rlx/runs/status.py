@@ -1,7 +1,4 @@
-"""`status.json`: what a run is doing, for people, scripts and checkers.
-
-Knows the file's format and how to say in words why a process ended. Knows nothing of how processes are started or watched.
-"""
+"""`status.json`: the current state of a run, for people and scripts. Also describes a process's return code as text."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ from rlx.process import FULL
 from rlx.waiting import LEFT
 
 FINAL = ("completed", "failed", "interrupted", "preempted")
-"""States that a run does not leave."""
+"""Final states of an attempt. A preempted run starts again when SLURM restarts its job."""
 
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
-"""The exit code of a run by its final state; 2 is a wrong configuration, and then there is no run."""
+"""Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run failed: the first process that did, and what it said last."""
+    """Why a run failed: the first process that failed, and its last log lines."""
 
-    role: str  # of the plan, or "supervisor" or "launcher"
+    role: str  # a role of the plan, or "supervisor" or "launcher"
     replica: int
-    returncode: int | None  # negative: the signal that killed it; null: it was not seen to end
-    reason: str  # the same in words
+    returncode: int | None  # negative: the signal that killed it; None: its exit was not seen
+    reason: str  # the reason as text
     log: str  # path of its log file, relative to the run directory
     last_lines: tuple[str, ...] = ()
 
@@ -40,7 +37,7 @@ class Status:
     """The contents of `status.json`. `started` and `updated` are seconds since the epoch."""
 
     state: str = "starting"  # starting | running | completed | failed | interrupted | preempted
-    step: int = 0  # training steps done
+    step: int = 0  # completed training steps
     max_steps: int = 0
     attempt: int = 0
     exit_code: int | None = None
@@ -53,11 +50,11 @@ class Status:
     updated: float = 0.0
 
     def finish(self, state: str, cause: Cause | None = None) -> None:
-        """Enter a final state, with the exit code that belongs to it."""
+        """Enter a final state and set its exit code."""
         self.state, self.exit_code, self.cause = state, EXIT_CODES[state], cause
 
     def write(self, paths: RunPaths) -> None:
-        """Replace the file. On a full disk the end of a run is written over what is there; otherwise OSError is raised."""
+        """Replace the file atomically. On a full disk a final state overwrites the old file in place; any other state raises OSError."""
         self.updated = time.time()
         text = json.dumps(asdict(self), indent=1) + "\n"
         try:
@@ -71,7 +68,7 @@ class Status:
 
 
 def _write_over(path: Path, text: str) -> bool:
-    """Write a file in place, into the space that it has; whether that was possible. The old content is put back where it was not."""
+    """Overwrite a file within its allocated space and return whether that worked. If not, restore the old content."""
     try:
         old, new = path.read_bytes(), text.encode()
         new += b" " * (len(old) - len(new))
@@ -87,7 +84,7 @@ def _write_over(path: Path, text: str) -> bool:
 
 
 def read_status(paths: RunPaths) -> Status | None:
-    """The status of a run, or None where the directory holds none."""
+    """The status of a run; `None` if the directory has none."""
     try:
         record = json.loads(paths.status.read_text())
     except FileNotFoundError:
@@ -98,24 +95,26 @@ def read_status(paths: RunPaths) -> Status | None:
 
 
 def describe_returncode(returncode: int, service: bool = False) -> str:
-    """Say in words how a process ended, with the usual suspect where there is one."""
+    """How a process ended, as text, with the usual cause of common signals."""
     if returncode >= 0:
-        return "left although it is to serve until the run ends (exit code 0)" if service and returncode == 0 else f"exit code {returncode}"
+        return (
+            "exited early with exit code 0; it must serve until the run ends" if service and returncode == 0 else f"exit code {returncode}"
+        )
     try:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
     hint = {
-        "SIGKILL": " (by hand, or by the kernel for want of memory: see `dmesg`, or the memory estimate of `dry_run=true`)",
+        "SIGKILL": " (by a user, or by the kernel because memory ran out: see `dmesg`, or the memory estimate of `dry_run=true`)",
         "SIGSEGV": " (a crash in native code)",
         "SIGBUS": " (a crash in native code, or no room left in /dev/shm)",
-        "SIGABRT": " (a native library gave up; its message is in the log)",
+        "SIGABRT": " (a native library aborted; its message is in the log)",
     }.get(name, "")
     return f"killed by {name}{hint}"
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
-    """The last non-empty lines of a log file, at most `count`; of a line redrawn by a progress bar, its last state."""
+    """The last non-empty lines of a log file, at most `count`. Of a line that a progress bar redraws, only its last state."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))
@@ -127,7 +126,7 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
 
 
 def _without_torchrun(lines: list[str]) -> list[str]:
-    """torchrun follows a rank's own last words with some forty lines about itself; of those, which rank failed is kept."""
+    """Drop the forty or so lines that torchrun prints after a rank's own error, except the one that names the failed rank."""
     for number, line in enumerate(lines):
         if "torch/distributed/elastic/" in line and ("closing signal" in line or "failed (exitcode" in line):
             verdicts = [f"torchrun: {line[line.index('failed (') :]}" for line in lines[number:] if "failed (exitcode" in line]

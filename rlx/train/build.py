@@ -1,7 +1,4 @@
-"""A rank's model, reference, objective and optimizer, as the configuration asks for them.
-
-Knows the configuration and the folder of the initial model. Knows no run directory.
-"""
+"""Builds a rank's model, reference, objective and optimizer from the configuration."""
 
 from __future__ import annotations
 
@@ -22,8 +19,10 @@ log = logging.getLogger("rlx.trainer")
 
 
 def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
-    """Load the model from `source` (a folder, or a name on the hub) and what trains it; `working` is entered
-    with what is being loaded, which may take minutes."""
+    """Load the model from `source` (a folder or a hub name) and build its trainer.
+
+    `working` is entered around each load, which may take minutes, with the name of the phase.
+    """
     loading: dict[str, Any] = {
         "dtype": cfg.model.dtype,
         "reduce_dtype": cfg.trainer.reduce_dtype,
@@ -39,7 +38,7 @@ def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], Abstrac
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference:
-        # Frozen, so it needs no more than the dtype it computes in; one that follows the policy would lose small changes in that.
+        # A frozen reference needs only its compute dtype. One that follows the policy would lose small changes in that dtype.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
         with working("loading the reference model"):
             frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)

@@ -1,8 +1,8 @@
 """The trainer's state on disk: weights, optimizer state, progress and random states, by torch.distributed.checkpoint (DCP).
 
-Every rank writes its shards; any number of ranks reads them. Weights and optimizer state are stored in their own precision, so a run
-that goes on computes the same bits. Learning rates are not stored: they follow from the configuration and the number of updates done.
-Knows tensors and one folder; knows no run directory and nothing of who else takes part in a checkpoint (`rlx.checkpoints`).
+Every rank writes its shards; any number of ranks can read them. Weights and optimizer state keep their own precision, so a resumed run
+computes the same bits. Learning rates are not stored: they follow from the configuration and the number of updates.
+This module handles tensors in one folder. `rlx.checkpoints` coordinates the roles.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlx.parallel.mesh import Mesh
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
 
-# One process without a process group is a case like any other here.
+# DCP warns about a single process without a process group; here that is a normal case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
 
 log = logging.getLogger("rlx.trainer")
 
 METADATA = ".metadata"
 DIGESTS = "digests_rank_{}.json"
-OTHERS_TIMEOUT = 60.0  # seconds for the files of other ranks to be seen here
+OTHERS_TIMEOUT = 60.0  # seconds until other ranks' files must be visible here
 
 
 class Hash(Protocol):
-    """Like an object of hashlib."""
+    """The interface of hashlib's objects."""
 
     def update(self, data: Any, /) -> None: ...
 
@@ -53,20 +53,20 @@ class Hash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training is."""
+    """The progress of training."""
 
     step: int  # training steps done: the policy's version
     updates: int  # optimizer steps done; the learning rate follows from it
 
 
 class Saving:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that is being written."""
 
     def __init__(self, copied: Future[None] | None, written: Future[Any] | None, writer: _Writer) -> None:
         self._copied, self._written, self._writer = copied, written, writer
 
     def wait_copied(self) -> None:
-        """Returns when the trainer may change its state. Raises what copying raised."""
+        """Return when the trainer may change its state. Raises any error of the copy."""
         if self._copied is not None:
             self._copied.result()
 
@@ -76,9 +76,9 @@ class Saving:
         return self._written is None or self._written.done()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """On rank 0: wait until all is written, and say what: `{name: {"size": bytes, "xxh3": digest}}`; nothing on other ranks.
+        """On rank 0, wait until everything is written and return `{name: {"size": bytes, "xxh3": digest}}`. Other ranks return {}.
 
-        Raises what writing raised on the first of the ranks where it failed: OSError for a full disk.
+        Raises the error of the lowest rank that failed to write, for example OSError for a full disk.
         """
         if self._written is not None:
             with _plain_errors(self._writer.mesh):
@@ -87,10 +87,10 @@ class Saving:
 
 
 class Saver:
-    """Writes the state of one trainer, again and again. Every rank of the mesh has one and calls it alike."""
+    """Writes the state of one trainer, any number of times. Every rank of the mesh has a Saver and makes the same calls."""
 
     def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
-        """`new_hash` makes what digests are computed with, while the files are written. `in_background` needs the state's memory again."""
+        """`new_hash` makes hashes for the files' digests. `in_background` needs memory for a second copy of the state."""
         self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
         self._stager: DefaultStager | None = None
         if in_background:
@@ -100,40 +100,40 @@ class Saver:
             self._group = trainer.mesh.background_group()
 
     def save(self, folder: Path, progress: Progress) -> Saving:
-        """Write the state into `folder`, which is empty or absent. In the background where that was asked for; else it is written now."""
+        """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
         writer = _Writer(folder, self.new_hash, self.mesh)
         if self._stager is None:
             with _plain_errors(self.mesh):
                 dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
             return Saving(None, None, writer)
-        self.mesh.synchronize()  # the stager copies on a stream of its own, which does not wait for the optimizer's
+        self.mesh.synchronize()  # the stager copies on its own stream, which does not wait for the optimizer's
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
         )
         return Saving(response.staging_completion, response.upload_completion, writer)
 
     def warm(self) -> None:
-        """Copy the state once, in the background, to have the memory for it: taking fresh memory is slower than copying.
+        """Copy the state once in the background, to allocate the memory for it: allocating takes longer than copying.
 
-        Call it after an optimizer step: before, there is no optimizer state to copy.
+        Call it after an optimizer step, because there is no optimizer state to copy before.
         """
         if self._stager is not None:
             self.mesh.synchronize()
             self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
 
     def close(self) -> None:
-        """Let go of the background's memory and threads."""
+        """Release the background's memory and threads."""
         if self._stager is not None:
             self._stager.close()
 
 
 def load(folder: Path, trainer: PolicyTrainer) -> Progress:
-    """Put the state in `folder` into a trainer of the same model and optimizer, on any number of ranks; every rank calls this.
+    """Load the state in `folder` into a trainer of the same model and optimizer, on any number of ranks. Every rank calls this.
 
-    Random states are those that were saved where the number of ranks is the same. A reference that follows the policy begins as the initial
-    policy where none was saved, because then it never moved.
-    Raises ValueError when the state is of another model or optimizer, or has a reference that moved and would be forgotten here.
+    Random states are restored if the number of ranks is the same. If no reference was saved, it never moved, so a reference that follows
+    the policy starts as the initial policy.
+    Raises ValueError if the state belongs to another model or optimizer, or holds a moved reference that this trainer would ignore.
     """
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
@@ -142,11 +142,11 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
     reference = trainer.reference
     if moved and reference is not None and reference.sync_interval is None and not reference.teacher:
         raise ValueError(
-            f"the reference in {folder} followed the policy, and here it is the initial policy: ref.sync_interval=null. Set it to the "
+            f"the reference in {folder} followed the policy, but ref.sync_interval=null makes it the initial policy. Set it to the "
             "steps between two updates, as before; more than max_steps keeps the reference where it is"
         )
     if not moved and state["reference"]:
-        log.info("the reference begins as the initial policy: %s has none that followed the policy", folder)
+        log.info("the reference starts as the initial policy, because %s has no reference that followed the policy", folder)
         state["reference"] = {}
     mesh = trainer.mesh
     if f"random.{mesh.world_size - 1}" in stored and f"random.{mesh.world_size}" not in stored:
@@ -159,19 +159,19 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
             dcp.load(state, storage_reader=reader, no_dist=not mesh.grouped)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the checkpoint {folder} does not fit this model and optimizer: {error}. Go on with the model.* and optim._target_ it has"
+            f"the checkpoint {folder} does not fit this model and optimizer: {error}. Resume with the model.* and optim._target_ it has"
         ) from error
     for packed in state["random"].values():
         _set_random_state(packed)
     progress = Progress(**state["progress"])
     trainer.updates = progress.updates
-    if trainer.objective.terms.kl.target_kl is not None:  # else beta is the configuration's
+    if trainer.objective.terms.kl.target_kl is not None:  # otherwise beta comes from the configuration
         trainer.objective.load_state_dict(state["objective"])
     return progress
 
 
 def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
-    """The tensors themselves, not copies: loading writes into them. An optimizer that has made no step yet is given its state first."""
+    """The tensors themselves, not copies, because loading writes into them. Creates the state of an optimizer that has made no step yet."""
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)["state"]
     moving = trainer.reference is not None and trainer.reference.sync_interval is not None
     return {
@@ -186,19 +186,19 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """Every random generator of one process."""
+    """The state of every random generator of one process."""
 
     SCHEMA: ClassVar[str] = "rlx.RandomState/1"
 
     python: Any  # `random.getstate()`
-    numpy: Any  # `numpy.random.get_state()` without its keys: (algorithm, place, has a gauss, that gauss)
+    numpy: Any  # `numpy.random.get_state()` without its keys: (algorithm, position, has_gauss, cached gauss)
     numpy_keys: NDArray[np.uint32]  # [624]
     torch: NDArray[np.uint8]  # [n]
     cuda: NDArray[np.uint8] | None = None  # [n] of the current device
 
 
 def _random_state() -> torch.Tensor:
-    """Every generator of this process, as the bytes of a RandomState: [n] uint8."""
+    """The state of every generator of this process, as the bytes of a RandomState: [n] uint8."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
     algorithm, keys, *rest = np.random.get_state()
     state = RandomState(
@@ -219,7 +219,7 @@ def _set_random_state(packed: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(mesh: Mesh) -> Iterator[None]:
-    """What failed on the first of the ranks where something did, instead of DCP's collection, which is no Exception."""
+    """Raise the error of the lowest rank that failed, instead of DCP's collection, which is not an Exception."""
     try:
         yield
     except CheckpointException as error:
@@ -230,7 +230,7 @@ def _plain_errors(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_checksums() -> Iterator[None]:
-    """torch.save's CRC-32 of every tensor takes longer than writing it; our own digest of the file is there instead."""
+    """Turn off torch.save's CRC-32 of every tensor. It takes longer than writing, and the file has our own digest."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -240,7 +240,7 @@ def _own_checksums() -> Iterator[None]:
 
 
 class _HashedFile(io.FileIO):
-    """A file that is written from its begin to its end, with the digest of what was written."""
+    """A file that is written sequentially and hashes its content."""
 
     def __init__(self, path: Path, disk: _Disk) -> None:
         super().__init__(path, "wb")
@@ -250,7 +250,7 @@ class _HashedFile(io.FileIO):
         view = memoryview(data).cast("B")
         written = 0
         try:
-            while written < len(view):  # the system takes at most 2 GiB at a time
+            while written < len(view):  # the system writes at most 2 GiB per call
                 written += super().write(view[written:])
         except OSError as error:
             self._disk.error = error
@@ -265,12 +265,12 @@ class _HashedFile(io.FileIO):
 
 
 class _Disk(FileSystem):
-    """DCP's way to files, with digests of what it writes."""
+    """DCP's file system, with digests of the files that it writes."""
 
     def __init__(self, new_hash: Callable[[], Hash]) -> None:
         self.new_hash = new_hash
         self.digests: dict[str, dict[str, Any]] = {}
-        self.error: OSError | None = None  # torch turns a full disk into an error about positions
+        self.error: OSError | None = None  # the first cause: torch turns a full disk into an error about positions
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -284,7 +284,7 @@ class _Disk(FileSystem):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer; ranks other than 0 leave their digests in a file for rank 0."""
+    """DCP's writer. Ranks other than 0 leave their digests in a file for rank 0."""
 
     def __init__(self, folder: Path, new_hash: Callable[[], Hash], mesh: Mesh) -> None:
         super().__init__(folder, overwrite=False)
@@ -310,7 +310,7 @@ class _Writer(dcp.FileSystemWriter):
         found = dict(self.disk.digests)
         for rank in range(1, self.mesh.world_size):
             path = self.folder / DIGESTS.format(rank)
-            # All have written; but a network file system may show another host's file late.
+            # All ranks have written, but a network file system may show another host's file late.
             wait_for(path.exists, f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
             found |= json.loads(path.read_text())
             path.unlink()

@@ -1,7 +1,4 @@
-"""The open nodes of a configuration (`loss`, `advantage`, `optim`), built once before anything starts, to see that they can be.
-
-Knows how nodes are built; nothing of what they are.
-"""
+"""A trial construction of the open nodes of a configuration (`loss`, `advantage`, `optim`), before anything starts."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from rlx.config.targets import instantiate, nodes_of
 
 
 def check_built(cfg: Config) -> None:
-    """Build every open node once, as the roles will: a constructor that refuses a value says so before anything has started.
+    """Build every open node once, as the roles will. A constructor that refuses a value then fails before anything has started.
 
-    Raises ConfigError naming the nodes and what their targets say.
+    Raises ConfigError with the nodes and their targets' errors.
     """
     problems = []
     for name, terms in nodes_of(cfg).items():
@@ -23,6 +20,6 @@ def check_built(cfg: Config) -> None:
         try:
             instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
         except Exception as error:
-            problems.append(f"`{name}` cannot be made by {node['_target_']}: {type(error).__name__}: {error}\n  fix: change {name}.*")
+            problems.append(f"{node['_target_']} cannot build `{name}`: {type(error).__name__}: {error}\n  fix: change {name}.*")
     if problems:
         raise ConfigError(problems)

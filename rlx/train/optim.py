@@ -1,6 +1,6 @@
-"""The optimizer's side of a step: learning-rate schedule, clipping, and the refusal of a gradient that is not finite.
+"""Learning-rate schedule, gradient clipping, and the refusal of gradients that are not finite.
 
-The optimizer itself is any `torch.optim` class, given by the configuration's `_target_`. Knows no model and no objective.
+The optimizer itself is any `torch.optim` class, named by `_target_` in the configuration.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimize
 
 
 class NotFiniteError(RuntimeError):
-    """The loss or the gradient is NaN or infinite; training cannot go on."""
+    """The loss or the gradient is NaN or infinite; training cannot continue."""
 
 
 def learning_rate(update: int, peak: float, schedule: SchedulerConfig, total: int) -> float:
     """Learning rate of optimizer step `update` (0, 1, … total-1).
 
-    Linear warm-up reaches `peak` at step `warmup_steps`-1. Then constant, or `linear` or `cosine` decay to `min_lr` over the last
-    `decay_steps` steps (null: all after warm-up). Raises ValueError for an unknown type.
+    Linear warm-up reaches `peak` at step `warmup_steps`-1. Then the rate is constant, or decays (`linear` or `cosine`) to `min_lr` over
+    the last `decay_steps` steps (None: all after warm-up). Raises ValueError for an unknown type.
     """
     if schedule.type not in ("constant", "linear", "cosine"):
         raise ValueError(f"scheduler.type is `{schedule.type}`; it must be constant, linear or cosine")
@@ -41,7 +41,7 @@ def learning_rate(update: int, peak: float, schedule: SchedulerConfig, total: in
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set every group to its initial rate times `factor`; returns the first group's."""
+    """Set every group's rate to its initial rate times `factor`. Returns the first group's rate."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
         group["lr"] = group["initial_lr"] * factor
@@ -49,13 +49,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
-    """Global 2-norm of all gradients, over all shards; 0 where there are none."""
+    """Global 2-norm of all gradients over all shards; 0 without gradients."""
     norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None, where: str) -> float:
-    """Scale gradients down to `max_norm` (null: leave them) and return their norm before. Raises NotFiniteError, saying `where`."""
+    """Scale gradients down to `max_norm` (None: never) and return their norm before. Raises NotFiniteError that names `where`."""
     norm = gradient_norm(parameters)
     value = float(norm)
     if not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""One optimizer step: micro-batches forward and backward, gradients summed over ranks, clipped, applied; metrics of the global batch.
+"""One optimizer step: forward and backward over micro-batches, sum of gradients over ranks, clipping, update, and global metrics.
 
-The same code trains the policy by reinforcement and by supervision; only the objective differs. Knows nothing of files or of the
-orchestrator. Every rank's loss is divided by the global normalisers, so gradients are plain sums over micro-batches and ranks.
+Reinforcement and supervised learning use the same code with different objectives. Every rank divides its loss by counts of the global
+batch, so gradients are plain sums over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """A micro-batch on the device: what the model needs, and the tensors of its N trainable tokens."""
+    """A micro-batch on the device: the model's inputs, and the tensors of its N trainable tokens."""
 
     layout: Layout
     index: Tensor  # [N] int64 into the computed tokens
@@ -45,10 +45,10 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
-    """What was said of a micro-batch's N trainable tokens before the batch's first optimizer step."""
+    """Log-probabilities of a micro-batch's N trainable tokens from before the batch's first optimizer step."""
 
-    old_logp: Tensor | None  # [N] by the policy; None: take its forward of this optimizer step, or the engine's
-    ref_logp: Tensor | None  # [N] by the reference; None without one
+    old_logp: Tensor | None  # [N] under the policy; None: use this optimizer step's own forward, or the engine's
+    ref_logp: Tensor | None  # [N] under the reference; None: no reference
 
 
 class PolicyTrainer:
@@ -66,20 +66,20 @@ class PolicyTrainer:
         mesh: Mesh | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`mesh` says where the model computes and with whom; None: one process, where the parameters are.
+        """`mesh` says where the model computes and with which ranks; None: one process, on the parameters' device.
 
-        `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. `schedule` null: constant.
+        `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
-        self.warning: str | None = None  # what the user must be told of the objective, once it was measured
+        self.warning: str | None = None  # for the user: the measured mismatch exceeds the objective's bounds
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
         self.device = self.mesh.device
         self.peak_lr = optimizer.param_groups[0]["lr"]
-        # Called by all ranks equally often: before each micro-batch is scored, and before its forward and backward.
+        # Called before each micro-batch is scored, and before its forward and backward. All ranks call it equally often.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
 
     def train_batch(
@@ -89,11 +89,11 @@ class PolicyTrainer:
         iterations: int = 1,
         starts: Callable[[int, int], None] = lambda update, of: None,
     ) -> dict[str, float]:
-        """All optimizer steps of one batch: its mini-batches in order, `iterations` times over; one record of metrics.
+        """All optimizer steps of one batch: its mini-batches in order, `iterations` times. Returns one record of metrics.
 
-        What the policy and the reference said before the first of them is kept for all. `starts` is told each optimizer step and how many
-        there are. Mini-batches without a trainable token are left out of the metrics, unless all are.
-        Raises ValueError, before anything is changed, for a stream that the objective does not consume.
+        Scores by policy and reference are taken once, before the first step. `starts(update, of)` is called before each step.
+        Mini-batches without a trainable token do not count in the metrics, unless no mini-batch has one.
+        Raises ValueError, before any change, for a stream that the objective does not consume.
         """
         for mini_batch in batch.mini_batches:
             for micro_batch in mini_batch.micro_batches:
@@ -102,12 +102,12 @@ class PolicyTrainer:
         before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
         scored = time.perf_counter() - began
         records: list[dict[str, float]] = []
-        empty: list[dict[str, float]] = []  # of mini-batches without a trainable token: what a mean over nothing says
+        empty: list[dict[str, float]] = []  # of mini-batches without a trainable token, whose means are meaningless
         for _ in range(iterations):
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
                 metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
-                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # all else is what updates changed
+                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # else the mismatch includes updates
                     self.warning = too_tight(self.objective.function, self.objective.terms, metrics)
                 (records if mini_batch.num_loss_tokens else empty).append(metrics)
         values = merge_metrics(records or empty)
@@ -115,16 +115,18 @@ class PolicyTrainer:
         return values
 
     def give_up(self) -> None:
-        """Forget what was done of an optimizer step, after `before_micro_batch` raised: parameters and optimizer are those before it."""
+        """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
         self.optimizer.zero_grad(set_to_none=True)
-        # Forward leaves the root's parameters whole until backward, and none came.
+        # Forward keeps the root's parameters gathered until backward, and no backward came.
         for model in (self.model, *([self.reference.model] if self.reference is not None else [])):
             if (reshard := getattr(model, "reshard", None)) is not None:
                 reshard()
 
     def _score_before(self, mini_batch: MiniBatch, recompute: bool) -> list[Before]:
-        """What the step compares with, micro-batch by micro-batch. Without `recompute` there is one optimizer step, whose own forward
-        says what the policy says before it."""
+        """Scores from before the first optimizer step, one per micro-batch.
+
+        Without `recompute` there is only one optimizer step, and its own forward gives the old log-probabilities.
+        """
         recompute = recompute and self.objective.terms.proximal == "recompute"
         scores = []
         for micro_batch in mini_batch.micro_batches:
@@ -139,13 +141,13 @@ class PolicyTrainer:
     def train_minibatch(
         self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
     ) -> dict[str, float]:
-        """One optimizer step on this rank's micro-batches; the metrics are those of the global batch, equal on every rank.
+        """One optimizer step on this rank's micro-batches. The metrics are those of the global batch, equal on every rank.
 
-        `step` is the policy version that is being trained, for the age of tokens; null (supervised data has no versions) leaves it out.
-        `before`: scores by micro-batch, where they were computed already. `fresh`: no optimizer step was taken since version `step`.
-        Without a trainable token on any rank nothing is changed, neither by the optimizer's momentum nor by the KL controller.
-        Raises ValueError for counts that are not those of the mini-batch, and NotFiniteError for a NaN or infinite loss or gradient,
-        before anything is changed.
+        `step` is the policy version being trained, for the age of tokens; None (supervised data has no versions) omits the age.
+        `before` holds scores by micro-batch if they are already computed. `fresh`: no optimizer step was taken since version `step`.
+        Without a trainable token on any rank nothing changes, not even the optimizer's momentum or the KL controller.
+        Raises ValueError for counts that differ from the mini-batch's, and NotFiniteError for a NaN or infinite loss or gradient, both
+        before any change.
         """
         started = time.perf_counter()
         where = f"optimizer step {self.updates}"
@@ -169,7 +171,7 @@ class PolicyTrainer:
     def accumulate_gradients(
         self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
     ) -> Stats:
-        """Forward and backward of all of this rank's micro-batches; gradients add to what is there. This rank's share of the stats."""
+        """Forward and backward of all micro-batches of this rank. Adds to existing gradients. Returns this rank's share of the stats."""
         stats = Stats()
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
         for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
@@ -201,7 +203,7 @@ class PolicyTrainer:
         return stats
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
-        """(logp [N], entropy [N]) of a micro-batch's trainable tokens in its order, without gradient; by the policy, or another model."""
+        """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
         model = model or self.model
         inputs = self._inputs(micro_batch, model)
         with torch.no_grad():
@@ -229,18 +231,18 @@ class PolicyTrainer:
         )
 
     def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
-        """Raise ValueError for data that would be ignored silently; every rank has the same streams, so all of them do."""
+        """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
         for name in STREAMS:
             if getattr(micro_batch, name) is not None and name not in self.objective.streams:
                 uses = ", ".join(sorted(self.objective.streams)) or "none"
                 raise ValueError(
-                    f"the batch has the stream `{name}` and this objective consumes {uses}; send it without, or use another loss"
+                    f"the batch has the stream `{name}`, but this objective consumes {uses}; leave the stream out, or use another loss"
                 )
         if micro_batch.adapters.any():
-            raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, and this trainer trains the policy's own weights")
+            raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, but this trainer trains the policy's own weights")
 
     def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
-        """Add the sums and take the largest of the maxima over all ranks. Raises ValueError where they are not of the whole mini-batch."""
+        """Reduce sums and maxima over all ranks. Raises ValueError if they do not cover the whole mini-batch."""
         sums, maxima = torch.stack(list(stats.sums.values())), torch.stack(list(stats.maxima.values()))
         self.mesh.sum(sums)
         self.mesh.max(maxima)
@@ -250,7 +252,7 @@ class PolicyTrainer:
 
 
 def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:
-    """Age of the trained tokens, lag [N] in policy versions."""
+    """Add the age of the trained tokens: lag [N] in policy versions."""
     stats.sums["off_policy/lag_mean"] = lag.sum().double() / max(num_loss_tokens, 1)
     stats.maxima["off_policy/lag_max"] = (
         lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
@@ -258,7 +260,7 @@ def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:
 
 
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of the optimizer steps of one batch, one record: `…_max` and `…_min` keep the extreme, `time/…` adds up, the rest is a mean."""
+    """Merge the records of one batch's optimizer steps: `…_max` and `…_min` keep the extreme, `time/…` adds up, others are averaged."""
     merged = {}
     for name in metrics[0]:
         values = [m[name] for m in metrics]

@@ -1,7 +1,7 @@
 """Supervised training of the tiny model on demonstrations, with the trainer's own packing, forward, objective and optimizer step.
 
-One process, float32. Knows nothing of environments, files or the cache. Where the answers come from a teacher that errs with
-probability p, the model samples right answers with probability below 1 - p: a start that reinforcement learning can improve.
+It runs in one process, in float32. If the demonstrations come from a teacher that errs with probability p, the model answers correctly
+with a probability below 1 - p. Reinforcement learning can improve on that start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 20
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
-ROW_TOKENS = 4096  # of a packed row; a step of default size fits one
+ROW_TOKENS = 4096  # per packed row; one row holds a step of default size
 
 Report = Callable[[int, float], None]
 """Called after every optimizer step with the steps done and the step's loss in nats per answer token."""
@@ -37,11 +37,11 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
     """Make the tiny model: weights from `config.seed`, then `config.steps` steps with linear warm-up and cosine decay to 0.
 
     The same arguments give the same weights on the same machine at the same number of threads.
-    Raises ValueError where a demonstration is longer than `context_length`.
+    Raises ValueError if a demonstration is longer than `context_length`.
     """
     longest = max(map(len, demonstrations))
     if longest > context_length:
-        raise ValueError(f"a demonstration has {longest} tokens and model.context_length={context_length}; raise it or leave that one out")
+        raise ValueError(f"a demonstration has {longest} tokens, but model.context_length={context_length}; raise it or drop that one")
     model = build_model(config, context_length)
     policy = PolicyModel(model).to("cuda" if torch.cuda.is_available() else "cpu")
     trainer = PolicyTrainer(
@@ -57,6 +57,6 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
         (mini_batch,) = pack(source.receive(step), rank=0, ranks=1, tokens=max(ROW_TOKENS, longest)).mini_batches
         metrics = trainer.train_minibatch(mini_batch)
         report(step + 1, metrics["loss/policy"])
-    model.set_attn_implementation("sdpa")  # the packed one knows rows of the trainer only
+    model.set_attn_implementation("sdpa")  # the packed attention works only on the trainer's rows
     policy.cpu()
     return model

@@ -1,13 +1,12 @@
-"""Policy versions as Hugging Face folders: written whole or not at all, with a manifest that proves each byte.
+"""Policy versions as Hugging Face folders, written whole or not at all, with a manifest that proves each byte.
 
-`weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and last of all `COMPLETE`:
-`{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads a Hugging Face
-model loads it.
+`weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and, written last, `COMPLETE`:
+`{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads Hugging Face
+models can load it.
 
-Weights have one checksum, the sum of each tensor (`sums.py`), because all three who need one can compute that one: the trainer of what
-is in its memory, so that an error of writing is found, too; a server of the files, before it pauses; its engine of the parameters that
-it serves, on their own device. Of a safetensors file only the header has a digest besides (`"header": {"size", "xxh3"}`); small files
-have one of all their bytes. (Before, every byte had an xxh3 that the trainer took of the file it had just written.)
+Each tensor has one checksum, its sum (`sums.py`), because all three users can compute it. The trainer sums its memory, which also catches
+write errors. A server sums the files before it pauses. Its engine sums the parameters that it serves, on their own device.
+Only the header of a safetensors file has a digest too (`"header": {"size", "xxh3"}`). Small files have one digest of all their bytes.
 Reading, checking and pruning need no torch; writing imports it.
 """
 
@@ -32,14 +31,14 @@ from rlx.weights.sums import sum_of_bytes, sum_of_file
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 5 * 2**30  # a safetensors file grows no larger, except for a single larger tensor
+SHARD_BYTES = 5 * 2**30  # largest safetensors file, unless a single tensor is larger
 CHUNK = 1 << 20  # bytes read at a time when checking
-# What besides weights belongs to a model folder: configuration, tokenizer, chat template, code.
+# The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 class WeightsError(ValueError):
-    """A weights folder is not what its manifest says."""
+    """A weights folder does not match its manifest."""
 
 
 # reading
@@ -48,9 +47,9 @@ class WeightsError(ValueError):
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face model folder that make up the model, as transformers chooses them.
 
-    `model.safetensors`, or the files that `model.safetensors.index.json` names, or `model*.safetensors`. Others may lie beside them: the
-    same weights once more, under the names of their makers (`consolidated.safetensors`).
-    Raises ValueError where there are none, FileNotFoundError where the index names a file that is not there.
+    These are `model.safetensors`, or the files named by `model.safetensors.index.json`, or `model*.safetensors`. Others beside them are
+    ignored: they hold the same weights under their original names (`consolidated.safetensors`).
+    Raises ValueError if there are none, FileNotFoundError if the index names a missing file.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -59,22 +58,22 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{index} is not an index of weights: {type(error).__name__}: {error}") from error
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}; fetch the model again")
+            raise FileNotFoundError(f"{index} names missing files: {', '.join(missing)}; fetch the model again")
         return [folder / name for name in names]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none at all"
-        raise ValueError(f"{folder} holds no model*.safetensors (of other safetensors files: {others})")
+        raise ValueError(f"{folder} holds no model*.safetensors (other safetensors files: {others})")
     return files
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a safetensors file by name (`dtype`, `shape`, `data_offsets`), and the byte at which their values begin.
+    """The tensors of a safetensors file by name (`dtype`, `shape`, `data_offsets`), and the byte where their values begin.
 
-    The file begins with the length of its header (8 bytes, little endian) and the header, JSON; offsets count from its end.
-    Raises ValueError where the file is none, or not as long as its header says.
+    The file starts with the length of its header (8 bytes, little endian) and the JSON header. Offsets count from the header's end.
+    Raises ValueError if the file is not in this format, or not as long as its header says.
     """
     with path.open("rb") as file:
         start = file.read(8)
@@ -86,9 +85,9 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
         for entry in entries.values():
             tuple(entry["shape"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no safetensors file, or was cut short") from error
+        raise ValueError(f"{path} is not a safetensors file, or was cut short") from error
     if end != path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {end}")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its header says {end}")
     return entries, 8 + size
 
 
@@ -99,7 +98,7 @@ def verify(path: Path) -> dict[str, Any]:
     """
     marker = path / COMPLETE
     if not marker.is_file():
-        raise WeightsError(f"{path}: no file {COMPLETE}; the folder was not finished, or is no weights folder")
+        raise WeightsError(f"{path}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
     try:
         manifest = json.loads(marker.read_text())
         files: Mapping[str, Any] = manifest["files"]
@@ -119,7 +118,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def _verify_tensors(file: Path, expected: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """A safetensors file's header by its digest, its tensors by their sums."""
+    """Check a safetensors file: its header by digest, its tensors by their sums."""
     if (digest := _digest(file, expected["size"])) != expected["xxh3"]:
         raise WeightsError(f"{file}: expected checksum {expected['xxh3']}, found {digest}; its header is damaged")
     entries, begin = header(file)
@@ -142,14 +141,14 @@ def versions(paths: RunPaths) -> list[int]:
 
 
 def latest_version(paths: RunPaths) -> int | None:
-    """The newest complete policy version on disk; None where there is none."""
+    """The newest complete policy version on disk; None without one."""
     return max(versions(paths), default=None)
 
 
 def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all but the newest `keep_last` versions and those in `protect`; returns what was deleted.
+    """Delete all versions except the newest `keep_last` and those in `protect`. Returns the deleted versions.
 
-    A folder vanishes at once (it is renamed first), so nobody finds half a version.
+    A folder is renamed before it is deleted, so no reader finds half a version.
     """
     assert keep_last >= 1, keep_last
     gone = [version for version in versions(paths)[:-keep_last] if version not in protect]
@@ -162,7 +161,7 @@ def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> lis
 
 
 def _digest(path: Path, size: int | None = None) -> str:
-    """Of the file's first `size` bytes; None: of all."""
+    """The digest of the file's first `size` bytes; None: of all bytes."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK if size is None else min(CHUNK, size)):
@@ -176,13 +175,13 @@ def _digest(path: Path, size: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Everything of a model folder that does not change while training, by file name."""
+    """The files of a model folder that do not change during training, by file name."""
 
     files: Mapping[str, bytes]
 
     @classmethod
     def read(cls, source: str, hf: Any, dtype: str, *, trust_remote_code: bool = False) -> ModelFiles:
-        """Of the model at `source` (folder or hub name); its configuration from `hf`, with the dtype that versions are saved in."""
+        """Read the model at `source` (folder or hub name). The configuration comes from `hf`, with the dtype of saved versions."""
         from transformers import AutoTokenizer
 
         with tempfile.TemporaryDirectory() as name:
@@ -207,16 +206,16 @@ Tensors = dict[str, "torch.Tensor"]
 def write(
     paths: RunPaths, version: int, tensors: Tensors, static: ModelFiles, export: Callable[[Tensors], Tensors], *, together: bool = False
 ) -> None:
-    """Write everything of a version under a hidden name; `publish` makes it appear. Raises OSError where the disk is full.
+    """Write a version under a hidden name; `publish` makes it visible. Raises OSError if the disk is full.
 
-    `tensors` lie in host memory, in the dtype they are served in. `export` gives them the names and shapes of published checkpoints; they
-    are exported `together`, into one file, or in files of at most `SHARD_BYTES`.
+    `tensors` lie in host memory, in the dtype to serve. `export` gives them the names and shapes of published checkpoints: all of them
+    `together` into one file, or file by file with at most `SHARD_BYTES` each.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = _hidden(paths, version)
-    shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was stopped
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a stopped attempt
     temporary.mkdir(parents=True)
     manifest: dict[str, dict[str, Any]] = {}
     index: dict[str, str] = {}
@@ -238,24 +237,24 @@ def write(
         for file in sorted(temporary.iterdir()):
             manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
         (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained}))
-    except SafetensorError as error:  # it has the system's words, not its class
+    except SafetensorError as error:  # it carries the system's message, but not its class
         raise OSError(str(error)) from error
 
 
 def publish(paths: RunPaths, version: int) -> None:
-    """Make a version that was written appear, in place of one that an earlier attempt made."""
+    """Make a written version visible. Replaces the one of an earlier attempt."""
     final = paths.weights_of(version)
     shutil.rmtree(final, ignore_errors=True)
     _hidden(paths, version).rename(final)
 
 
 def abandon(paths: RunPaths, version: int) -> None:
-    """Forget what was written of a version that does not appear."""
+    """Delete a version that was not published."""
     shutil.rmtree(_hidden(paths, version), ignore_errors=True)
 
 
 def facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the manifest says of a tensor in host memory: `shape`, `dtype` and `sum`."""
+    """The manifest's entry for a tensor in host memory: `shape`, `dtype` and `sum`."""
     import torch
 
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -273,7 +272,7 @@ def _header_facts(file: Path) -> dict[str, Any]:
 
 
 def _shards(tensors: Tensors) -> list[Tensors]:
-    """In runs of at most SHARD_BYTES."""
+    """Split the tensors, in order, into shards of at most SHARD_BYTES."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,4 @@
-"""Where a model named by folder or hub name lies on this disk.
-
-Knows the hub's client. Knows nothing of what the files hold.
-"""
+"""The folder on this disk of a model given by folder or hub name."""
 
 from __future__ import annotations
 
@@ -11,12 +8,14 @@ from pathlib import Path
 from rlx.heartbeat import FETCHING, Heartbeat
 
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]
-UNWANTED = ["consolidated*", "original/*"]  # the same weights once more, under the names of their makers
+UNWANTED = ["consolidated*", "original/*"]  # the same weights under the original names
 
 
 def fetch(name: str, heartbeat: Heartbeat | None) -> Path:
-    """The folder of a local path or a hub name. What the disk lacks of the hub's files is fetched, which may take an hour; `heartbeat`
-    says so meanwhile. Of several processes that want the same file, one fetches it and the others wait.
+    """The folder of a local path or a hub name.
+
+    Downloads missing files from the hub, which may take an hour; `heartbeat` reports it meanwhile. If several processes want the same
+    file, one downloads it and the others wait.
     """
     if Path(name).is_dir():
         return Path(name)

@@ -1,7 +1,7 @@
-"""The checksum of a tensor's bytes: one definition, for whoever computes it without torch. With torch, and on a GPU: `attest.py`.
+"""The checksum of a tensor's bytes, computed without torch. `attest.py` computes the same one with torch, also on a GPU.
 
-The sum, modulo 2^64, of the bytes as 64-bit words (zeros fill the last), each times an odd number that its place gives. Integers wrap
-around, so the order of adding does not matter. It finds what was copied wrongly, not what somebody forged.
+It is the sum, modulo 2^64, of the bytes as 64-bit words (zero-padded), each times an odd factor that depends on its place. Integers
+wrap around, so the order of the additions does not matter. It detects copying errors, not forgery.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-ROW = 1 << 16  # words that are summed up at once: half a MB, which stays near the core
-STEP = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples are spread over all 64 bits
+ROW = 1 << 16  # words per partial sum: half a MB, which fits the cache
+STEP = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread over all 64 bits
 
 
 def combined(rows: Iterable[int]) -> str:
-    """16 hexadecimal digits from the sums of the rows."""
+    """16 hexadecimal digits from the rows' sums."""
     return f"{sum(row * (number * STEP % 2**64 | 1) for number, row in enumerate(rows)) % 2**64:016x}"
 
 
 @functools.cache
 def _factors() -> np.ndarray:
-    """The odd number of every place in a row, int64 [ROW]."""
+    """The odd factor of each place in a row, int64 [ROW]."""
     import numpy as np
 
     return (np.arange(ROW, dtype=np.int64) * np.int64(STEP - 2**64)) | 1
 
 
 def sum_of_file(file: IO[bytes], size: int) -> str:
-    """The checksum of the next `size` bytes of a file; of fewer where the file ends."""
+    """The checksum of the next `size` bytes of a file, or of fewer at the end of the file."""
     import numpy as np
 
     factors, rows = _factors(), []

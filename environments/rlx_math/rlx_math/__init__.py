@@ -3,7 +3,7 @@
 Level 1 is learnable by a character model of under a million parameters; levels 4 and 5 are for real language models.
 A row is `question`, `answer` (the answer's text) and `info` (`source`: the reasoning-gym data set).
 The reward is 1.0 for a right answer and 0.0 otherwise, so the mean reward is the accuracy.
-Every answer is a number: comparing needs no symbolic algebra, and nothing a model writes can make the comparison slow.
+Every answer is a number. Comparing needs no symbolic algebra, so no reply can make it slow.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BOXED = "Think step by step, then give the final answer as a number inside \\box
 
 @dataclass(frozen=True)
 class Level:
-    """One level: reasoning-gym data sets by name with their configuration, and how the answer is to be given."""
+    """One level: reasoning-gym data sets by name, with their configuration, and the form of the answer."""
 
     meaning: str
     sources: dict[str, dict[str, Any]]
     terse: bool = False  # the question is the bare expression ("3 + 4 =") and the reply is the bare answer
-    only: str = ""  # keep questions whose expression has no other operator
+    only: str = ""  # if set, keep only questions whose expression has no other operator
 
 
 def _terms(min_terms: int, max_terms: int, min_digits: int, max_digits: int) -> dict[str, int]:
@@ -53,7 +53,7 @@ LEVELS: dict[int, Level] = {
 
 
 def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level, its data sets in turn; the same seed gives the same rows."""
+    """`num_examples` rows of a level, taken from its data sets in turn. The same seed gives the same rows."""
     spec = LEVELS[level]
     rng = random.Random(seed)
     entries = {
@@ -79,7 +79,10 @@ _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(/\d+)?")
 
 
 def to_number(text: str) -> Fraction | None:
-    """The number that a text is, with or without thousands separators, a unit sign, LaTeX fraction or closing full stop."""
+    """The number in a text; None if the text is not a number.
+
+    The text may have thousands separators, a `$` or `%` sign, a LaTeX fraction or a closing full stop.
+    """
     text = _FRACTION.sub(r"\1/\2", text.strip().rstrip(".").strip("$")).replace(",", "").replace("\\", "").replace(" ", "")
     text = text.removeprefix("$").removesuffix("%")
     if len(text) > 64 or not _NUMBER.fullmatch(text):
@@ -92,7 +95,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 class AnswerParser(vf.Parser):
-    """The answer is what stands in the last `\\boxed{}` behind any `</think>`; without a box the whole reply."""
+    """The answer is the content of the last `\\boxed{}` after `</think>`. Without a box it is the whole reply."""
 
     def parse(self, text: str) -> str:
         text = text.rpartition("</think>")[2]
@@ -109,7 +112,7 @@ def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
 
 
 def is_number(parser: vf.Parser, completion: vf.Messages) -> float:
-    """1.0 if the reply is a number at all. Not part of the reward."""
+    """1.0 if the reply is a number. Not part of the reward."""
     return float(to_number(parser.parse_answer(completion) or "") is not None)
 
 

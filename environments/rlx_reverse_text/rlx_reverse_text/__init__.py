@@ -1,7 +1,7 @@
 """Reverse a short random word: the task that a character model of under a million parameters learns in a minute.
 
 The reward is 1.0 for the exact answer and 0.0 otherwise, so the mean reward is the accuracy.
-A row is `question` ("abc"), `answer` ("cba"); there is no system prompt, so that a prompt is a dozen characters.
+A row is `question` ("abc") and `answer` ("cba"). There is no system prompt, so a prompt has a dozen characters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def similarity(parser: vf.Parser, completion: vf.Messages, answer: str) -> float
 
 
 def build_rows(num_examples: int, min_length: int, max_length: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows; lengths are uniform, letters are uniform, and the same seed gives the same rows."""
+    """`num_examples` rows. Lengths and letters are uniform; the same seed gives the same rows."""
     rng = random.Random(seed)
     rows = []
     for _ in range(num_examples):

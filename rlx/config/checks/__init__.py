@@ -1,22 +1,21 @@
-"""The rules between configuration keys, one function a rule. Types and single values are checked in `tree.py`.
+"""The rules between configuration keys, one function per rule. `tree.py` checks types and single values.
 
-`data.py`: what is learnt from; `objective.py`: loss, advantage, optimizer, reference; `run.py`: model, servers, machines, directories.
-A rule reads the configuration, asks the machine at most for what a file or the driver says, and yields its problems.
-`@rule(keys…)` names the keys that it reads: it is not asked when one of them has a problem already, nor where the command's root has not
-got one. Knows nothing of hydra or torch.
+`data.py`: environments, batches, lengths; `objective.py`: loss, advantage, optimizer, reference; `run.py`: model, servers, machines,
+directories. A rule reads the configuration and at most some files and the driver, and yields its problems. `@rule(keys…)` names the
+keys that it reads. A rule is skipped when one of these keys already has a problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlx.config.checks import data, objective, run  # noqa: F401  (their rules are registered)
+from rlx.config.checks import data, objective, run  # noqa: F401  (importing them registers their rules)
 from rlx.config.rules import RULES, applies
 from rlx.config.tree import Origins, Problem
 
 
 def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
-    """Every rule's problem with a configuration of any root. `wrong`: keys that have a problem already."""
+    """The problems that the rules find in a configuration of any root. `wrong`: keys that already have a problem."""
     origins = origins or Origins()
 
     def show_key(key: str) -> str:

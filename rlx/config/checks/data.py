@@ -1,4 +1,4 @@
-"""The rules of what is learnt from: environments, batches and their filters, lengths, sampling, shaped rewards."""
+"""The rules for training data: environments, batches and their filters, lengths, sampling, shaped rewards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
-        yield f"no environment has a share of the mix: {weights}. Give at least one a weight above 0."
+        yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
         module = module_of(env.id)
         if not module.isidentifier():
-            yield f"{of(f'envs.{name}.id')} names no Python module. Write the name of an installed environment, or owner/name."
+            yield f"{of(f'envs.{name}.id')} is not the name of a Python module. Write the name of an installed environment, or owner/name."
         elif not is_installed(module):
             yield (
-                f"the environment of {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
+                f"the environment {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
                 f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
             )
 
@@ -50,8 +50,9 @@ def minibatches(cfg: Config, of: Show) -> Iterator[str]:
     groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
     if 0 < groups < cfg.trainer.num_minibatches:
         yield (
-            f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches: {of('trainer.num_minibatches')}, "
-            f"{of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\nUse trainer.num_minibatches={groups} or fewer."
+            f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches than groups: "
+            f"{of('trainer.num_minibatches')}, {of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\n"
+            f"Use trainer.num_minibatches={groups} or fewer."
         )
 
 
@@ -60,7 +61,7 @@ def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
     low, high = cfg.orchestrator.difficulty_filter.min_reward, cfg.orchestrator.difficulty_filter.max_reward
     if low is not None and high is not None and low > high:
         keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
-        yield f"the filter leaves out every group: {keys}. Lower the first or raise the second."
+        yield f"the difficulty filter drops every group: {keys}. Lower the first or raise the second."
 
 
 # lengths
@@ -88,7 +89,10 @@ def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
 @rule("sampling.min_tokens", "sampling.max_tokens")
 def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
-        yield f"a turn cannot have both: {of('sampling.min_tokens')} fewest and {of('sampling.max_tokens')} most new tokens."
+        yield (
+            f"the minimum number of new tokens is above the maximum: {of('sampling.min_tokens')} > {of('sampling.max_tokens')}.\n"
+            "Lower the first or raise the second."
+        )
 
 
 @rule("trainer.micro_batch_tokens", "seq_len")
@@ -97,7 +101,7 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
     if tokens is not None and tokens < cfg.seq_len:
         yield (
             f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
-            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more; null chooses."
+            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more, or null to let rlx choose."
         )
 
 
@@ -106,8 +110,8 @@ def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
     longest = min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
     if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
         yield (
-            f"every rollout would be punished for its length: {of('reward.overlong_cache')} is above the most new tokens of a turn, "
-            f"{longest}. Lower it, or leave it null."
+            f"every rollout would get a length penalty: {of('reward.overlong_cache')} is above the maximum number of new tokens in a turn, "
+            f"{longest}. Lower it, or set it to null."
         )
 
 
@@ -124,11 +128,12 @@ def top_k(cfg: Config, of: Show) -> Iterator[str]:
 def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
         return
-    from renderers.base import MODEL_RENDERER_MAP  # half a second: only where it is asked for
+    from renderers.base import MODEL_RENDERER_MAP  # takes half a second, so import it only when needed
 
-    if cfg.model.name not in MODEL_RENDERER_MAP:  # whom it knows it renders with all reasoning kept (rlx.policy.chat)
+    if cfg.model.name not in MODEL_RENDERER_MAP:  # for models that it knows, the renderer keeps all reasoning (rlx.policy.chat)
         yield (
-            f"the chat template removes earlier reasoning, so turns do not extend each other: {of('model.strips_thinking')} with "
-            f"{of('orchestrator.trajectory_strategy')}.\nThe package `renderers`, which could keep it, does not know {of('model.name')}. "
+            "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones: "
+            f"{of('model.strips_thinking')} with {of('orchestrator.trajectory_strategy')}.\n"
+            f"The package `renderers` could keep the reasoning, but does not know {of('model.name')}. "
             "Use orchestrator.trajectory_strategy=branching."
         )

@@ -1,6 +1,6 @@
-"""The rules of the objective, its advantage, its optimizer, its reference model and how tokens are sampled for them.
+"""The rules for the objective, the advantage, the optimizer, the reference model, and sampling for them.
 
-Knows no objective and no advantage by name: what a rule asks for, they declare in their own files (`rlx.config.declared`).
+No rule names an objective or an advantage: the rules read what these declare in their own files (`rlx.config.declared`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.advantage)
     if cfg.orchestrator.rollouts_per_example == 1 and declared(cfg.advantage).compares_group:
         yield (
-            f"the advantage {name} compares the rollouts of a group, and is always 0 in a group of one: "
-            f"{of('orchestrator.rollouts_per_example')}.\nUse at least 2 rollouts, or advantage=none."
+            f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
+            f"{of('orchestrator.rollouts_per_example')}.\nSet orchestrator.rollouts_per_example to at least 2, or use advantage=none."
         )
 
 
 @rule("sampling", "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
-    # min_tokens forbids the end-of-sequence token, and the engine's log-probabilities are of what is left.
+    # min_tokens forbids the end-of-sequence token, so the engine's log-probabilities are over the other tokens.
     is_cut = {"top_p": s.top_p < 1, "top_k": s.top_k > 0, "min_p": s.min_p > 0, "min_tokens": s.min_tokens > 0}
     cut = [key for key, cuts in is_cut.items() if cuts]
     name = target_name(cfg.loss)
-    # A correction is a ratio against the engine, whatever the objective does.
+    # A correction is a ratio against the engine, whether or not the objective uses one.
     weighs = declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
     if cut and not s.allow_biased_ratio and weighs:
         keys = ", ".join(of(f"sampling.{key}") for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
-            "The engine samples from a cut distribution, the trainer scores with the whole one. Turn it off "
+            "The engine samples from a truncated distribution, but the trainer scores with the full one. Turn truncation off "
             "(top_p=1, top_k=-1, min_p=0, min_tokens=0), or accept the bias with sampling.allow_biased_ratio=true."
         )
 
@@ -53,8 +53,8 @@ def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
 def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.loss.get("correction", "none") != "none" and cfg.loss.get("proximal", "inference") == "inference":
         yield (
-            f"there is nothing to correct where the ratios are against the engine already: {of('loss.correction')} with "
-            "loss.proximal=inference.\nSet loss.proximal=recompute, or leave loss.correction=none."
+            f"there is nothing to correct, because the ratios already use the engine's log-probabilities: {of('loss.correction')} with "
+            "loss.proximal=inference.\nSet loss.proximal=recompute or loss.correction=none."
         )
 
 
@@ -63,8 +63,8 @@ def corrected_twice(cfg: Config, of: Show) -> Iterator[str]:
     name = target_name(cfg.loss)
     if declared(cfg.loss).against_engine and cfg.loss.get("correction", "none") in ("tis", "seq_tis"):
         yield (
-            f"the weight of {name} is against the engine already, and a second one would count the mismatch twice: "
-            f"{of('loss.correction')}.\nSet loss.correction=none; `mis` or `seq_mis`, which only leave tokens out, are possible."
+            f"{name} already weighs tokens by their ratio to the engine, so a second weight would count the mismatch twice: "
+            f"{of('loss.correction')}.\nSet loss.correction=none, or `mis` or `seq_mis`, which only drop tokens."
         )
 
 
@@ -73,9 +73,9 @@ def correction_by_token_of_a_sequence(cfg: Config, of: Show) -> Iterator[str]:
     correction = cfg.loss.get("correction", "none")
     if declared(cfg.loss).by_sequence and correction in ("tis", "mis"):
         yield (
-            f"all tokens of a rollout carry one weight in {target_name(cfg.loss)}, so none can be weighed or left out by itself: "
-            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which goes by rollout, or take an objective whose "
-            "tokens have losses of their own, as loss=gspo_token."
+            f"all tokens of a rollout share one weight in {target_name(cfg.loss)}, so a correction cannot weigh or drop single tokens: "
+            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which works per rollout, or use an objective with "
+            "a loss per token, such as loss=gspo_token."
         )
 
 
@@ -90,8 +90,8 @@ def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
     if own_sign is True or (isinstance(value, int | float) and value > 0):
         and_key = f" with {of(f'loss.{key}')}" if key else ""
         yield (
-            f"dual clip holds what has a negative advantage, and {name}{and_key} does not go by the sign of the reward's advantage: "
-            f"{of('loss.dual_clip')}.\nLeave loss.dual_clip null{f', or loss.{key}=0' if key else ''}."
+            f"dual clip limits the loss where the advantage is negative, but {name}{and_key} does not follow the sign of the reward's "
+            f"advantage: {of('loss.dual_clip')}.\nSet loss.dual_clip=null{f', or loss.{key}=0' if key else ''}."
         )
 
 
@@ -102,9 +102,9 @@ def negative_rewards(cfg: Config, of: Show) -> Iterator[str]:
         off = {"soft_overlong": "false", "length_penalty": "0"}
         on = [key for key in shaped if shaped[key]]
         yield (
-            f"the advantage {target_name(cfg.advantage)} takes no reward below 0, and shaping makes some: "
+            f"the advantage {target_name(cfg.advantage)} needs rewards of at least 0, but reward shaping makes some negative: "
             f"advantage._target_={cfg.advantage['_target_']} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
-            f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or take advantage=group_norm."
+            f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or use advantage=group_norm."
         )
 
 
@@ -136,21 +136,21 @@ def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
     if size > 1 and cfg.advantage["ddof"] >= size:
         yield (
             f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of('advantage.ddof')}, {of(key)}.\n"
-            "Set advantage.ddof=1, or 0 for the population's."
+            "Set advantage.ddof=1, or 0 for the population's standard deviation."
         )
 
 
 @rule("loss", "ref")
 def reference(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.kl_terms.get("target_kl") is not None and not cfg.kl_terms.get("beta"):
-        yield f"a KL weight of 0 stays 0 whatever it is multiplied by: {of('loss.kl.target_kl')}. Give it a start: loss.kl.beta=0.01."
+        yield f"a KL target needs a KL weight to start from, but loss.kl.beta is 0: {of('loss.kl.target_kl')}. Set loss.kl.beta=0.01 or so."
     if declared(cfg.loss).needs_teacher and cfg.ref.name is None:
         name = target_name(cfg.loss)
-        yield f"the objective {name} learns from a teacher, and none is named. Set ref.name to a model with the policy's vocabulary."
+        yield f"the objective {name} learns from a teacher, but ref.name is null. Set ref.name to a model with the policy's vocabulary."
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (
             f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "
-            "Leave one of them null; without ref.name the reference is the initial policy."
+            "Set one of them to null; without ref.name the reference is the initial policy."
         )
     if cfg.ref.sync_interval is not None and not cfg.uses_reference:
-        yield f"there is no reference model that could follow the policy: {of('ref.sync_interval')}. Set loss.kl.beta above 0."
+        yield f"no reference model is loaded that could follow the policy: {of('ref.sync_interval')}. Set loss.kl.beta above 0."

@@ -1,4 +1,4 @@
-"""The rules of where and how a run is carried out: model, servers, hardware, cluster, run directory, loggers."""
+"""The rules for where and how a run executes: model, servers, hardware, cluster, run directory, loggers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 from rlx.config.signatures import is_installed
 
-OWNED_BY_RLX = {  # vLLM's names of what other keys set
+OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "model": "model.name",
     "tokenizer": "model.name",
     "dtype": "model.dtype",
@@ -40,7 +40,7 @@ def model_folder(cfg: Config, of: Show) -> Iterator[str]:
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        yield f"the model's folder does not exist: {of('model.name')} (seen from {Path.cwd()})."
+        yield f"the model's folder does not exist: {of('model.name')}; the current directory is {Path.cwd()}. Correct the path."
     elif not (folder / "config.json").is_file():
         yield f"the model's folder has no config.json: {of('model.name')}. It must be a Hugging Face model folder."
 
@@ -49,7 +49,7 @@ def model_folder(cfg: Config, of: Show) -> Iterator[str]:
 def model_context(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.seq_len > cfg.model.context_length:
         yield (
-            f"the model cannot attend that far: {of('seq_len')} > {of('model.context_length')}.\n"
+            f"training samples are longer than the model's context: {of('seq_len')} > {of('model.context_length')}.\n"
             f"Use seq_len={cfg.model.context_length} or less, or another model."
         )
 
@@ -57,7 +57,7 @@ def model_context(cfg: Config, of: Show) -> Iterator[str]:
 @rule("model.num_attention_heads", "model.num_key_value_heads")
 def head_groups(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.model.num_attention_heads % cfg.model.num_key_value_heads:
-        yield f"key heads must divide query heads: {of('model.num_attention_heads')}, {of('model.num_key_value_heads')}."
+        yield f"key and value heads must divide the query heads: {of('model.num_attention_heads')}, {of('model.num_key_value_heads')}."
 
 
 @rule("model.attention", "hardware.device")
@@ -78,11 +78,11 @@ def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
     if name == "triton" and cpu:
         yield f"Triton needs a GPU: {of('model.logprob_backend')} with {of('hardware.device')}. {remedy}"
     if name == "liger" and cfg.model.dtype != "float32":
-        yield f"Liger's op rounds its results to {of('model.dtype')}: {of('model.logprob_backend')}. {remedy}"
+        yield f"Liger's op rounds its results to {of('model.dtype')}, so it needs float32: {of('model.logprob_backend')}. {remedy}"
     own = {key: env.sampling.temperature for key, env in cfg.envs.items() if env.sampling.temperature is not None}
     if name == "liger" and len({own.get(key, cfg.sampling.temperature) for key in cfg.envs}) > 1:
         keys = ", ".join(of(f"envs.{key}.sampling.temperature") for key in own)
-        yield f"Liger's op knows one temperature: {of('model.logprob_backend')} with {of('sampling.temperature')} and {keys}. {remedy}"
+        yield f"Liger's op supports one temperature: {of('model.logprob_backend')} with {of('sampling.temperature')} and {keys}. {remedy}"
 
 
 # servers
@@ -94,7 +94,7 @@ def engine_context(cfg: Config, of: Show) -> Iterator[str]:
     if length is not None and length < cfg.seq_len:
         yield (
             f"the engine's context is shorter than a training sample: {of('inference.max_model_len')} < {of('seq_len')}.\n"
-            "Raise inference.max_model_len, or leave it null: then it is seq_len."
+            "Raise inference.max_model_len, or set it to null, which means seq_len."
         )
 
 
@@ -102,7 +102,10 @@ def engine_context(cfg: Config, of: Show) -> Iterator[str]:
 def model_context_of_engine(cfg: Config, of: Show) -> Iterator[str]:
     length = cfg.inference.max_model_len
     if length is not None and length > cfg.model.context_length:
-        yield f"the model cannot attend that far: {of('inference.max_model_len')} > {of('model.context_length')}."
+        yield (
+            f"the engine's context is longer than the model's: {of('inference.max_model_len')} > {of('model.context_length')}.\n"
+            "Lower inference.max_model_len, or set it to null, which means seq_len."
+        )
 
 
 @rule("inference.vllm")
@@ -110,7 +113,7 @@ def engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
     for name in cfg.inference.vllm:
         plain = name.replace("-", "_")
         if plain in OWNED_BY_RLX:
-            yield f"{of(f'inference.vllm.{name}')} has a key of its own: set {OWNED_BY_RLX[plain]} instead."
+            yield f"{of(f'inference.vllm.{name}')} cannot be set here, because rlx has a key for it: set {OWNED_BY_RLX[plain]} instead."
 
 
 @rule("inference.base_url")
@@ -128,13 +131,13 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
     size, heads, kv = cfg.hardware.tensor_parallel, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
     if heads % size:
         yield (
-            f"tensor parallelism must divide the heads: {of('model.num_attention_heads')} is not a multiple of "
+            f"tensor parallelism must divide the query heads: {of('model.num_attention_heads')} is not a multiple of "
             f"{of('hardware.tensor_parallel')}.\nUse {_divisors(heads)}."
         )
     elif kv % size and size % kv:
         yield (
             f"tensor parallelism must divide the key and value heads or be a multiple of them: {of('model.num_key_value_heads')}, "
-            f"{of('hardware.tensor_parallel')}."
+            f"{of('hardware.tensor_parallel')}. Choose another hardware.tensor_parallel."
         )
 
 
@@ -148,19 +151,19 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
     if h.device != "cuda":
         return
     if h.tensor_parallel > h.gpus_per_node:
-        yield f"a server must fit on one host: {of('hardware.tensor_parallel')} > {of('hardware.gpus_per_node')}."
+        yield f"a server must fit on one host: {of('hardware.tensor_parallel')} > {of('hardware.gpus_per_node')}. Lower the first."
     elif h.gpus_per_node % h.tensor_parallel:
         yield (
             f"tensor parallelism must divide the GPUs of a host: {of('hardware.gpus_per_node')} is not a multiple of "
             f"{of('hardware.tensor_parallel')}.\nUse {_divisors(h.gpus_per_node)}."
         )
     elif cfg.num_gpus > h.nodes * h.gpus_per_node:
-        how = "the larger of both, as they share" if h.shared else "their sum"
+        how = "the larger number counts, because they share GPUs" if h.shared else "the numbers add up"
         trainer = "at least 1" if h.trainer_processes is None else of("hardware.trainer_processes")
         yield (
-            f"the layout needs {cfg.num_gpus} GPUs and has {h.nodes * h.gpus_per_node}: {of('hardware.inference_replicas')} x "
-            f"{of('hardware.tensor_parallel')} for inference, {trainer} for the trainer ({how}); "
-            f"{of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
+            f"the layout needs {cfg.num_gpus} GPUs but has {h.nodes * h.gpus_per_node}. Needed for inference: "
+            f"{of('hardware.inference_replicas')} x {of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
+            f"Available: {of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
         )
 
 
@@ -168,15 +171,15 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
 def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.hardware.device == "cuda" and cfg.hardware.shared and not cfg.inference.base_url and cfg.inference.gpu_memory_utilization > 0.7:
         yield (
-            f"the engine leaves no memory for the trainer on the GPU they share: {of('inference.gpu_memory_utilization')} with "
-            f"{of('hardware.shared')}.\nUse inference.gpu_memory_utilization=0.4 or so."
+            f"the engine leaves too little memory for the trainer on their shared GPU: {of('inference.gpu_memory_utilization')} with "
+            f"{of('hardware.shared')}.\nUse inference.gpu_memory_utilization=0.4 or so, at most 0.7."
         )
 
 
 @rule("hardware", "launcher", "inference.base_url", "dry_run")
 def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
-    if cfg.dry_run or cfg.launcher.name != "local":  # the plan may be for another machine
+    if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine
         return
     if h.nodes > 1:
         yield f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm, or dry_run=true to plan."
@@ -185,8 +188,8 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.num_gpus > visible:
         has = "no GPU is" if visible == 0 else f"only {visible} {'is' if visible == 1 else 'are'}"
         yield (
-            f"{of('hardware.name')} needs {cfg.num_gpus} GPU{'s' * (cfg.num_gpus > 1)} and {has} visible here.\n"
-            "Use hardware=auto, which takes what is there, hardware=cpu, or dry_run=true to plan for another machine."
+            f"{of('hardware.name')} needs {cfg.num_gpus} GPU{'s' * (cfg.num_gpus > 1)}, but {has} visible here.\n"
+            "Use hardware=auto, which fits the GPUs here, hardware=cpu, or dry_run=true to plan for another machine."
         )
 
 
@@ -197,22 +200,22 @@ def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
     missing = [command for command in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(command) is None]
     if missing and not cfg.dry_run:
         yield (
-            f"launcher=slurm needs the commands of a SLURM cluster, and {', '.join(missing)} cannot be found here.\n"
-            "Start it on a login node, or use dry_run=true to see what would be submitted."
+            f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
+            "Run the command on a login node, or use dry_run=true to see what would be submitted."
         )
     if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
         yield (
-            f"the layout wants more GPUs on a host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
+            f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
             f"{of('slurm.gpus_per_node')}.\nChoose another hardware=, or another slurm=."
         )
     if cfg.launcher.preempt_grace + cfg.launcher.grace >= cfg.slurm.signal_seconds:
         yield (
-            f"SLURM ends the job before it has left by itself: {of('launcher.preempt_grace')} + {of('launcher.grace')} seconds are not "
-            f"less than {of('slurm.signal_seconds')}.\nRaise slurm.signal_seconds or lower launcher.preempt_grace."
+            f"SLURM would kill the job before it can stop by itself: {of('launcher.preempt_grace')} + {of('launcher.grace')} seconds "
+            f"are not less than {of('slurm.signal_seconds')}.\nRaise slurm.signal_seconds or lower launcher.preempt_grace."
         )
     if cfg.slurm.signal_seconds >= 60 * cfg.slurm.time_minutes:
         yield (
-            f"the job would be told of its end before it starts: {of('slurm.signal_seconds')} seconds are not less than "
+            f"the signal before the time limit would come before the job starts: {of('slurm.signal_seconds')} seconds are not less than "
             f"{of('slurm.time_minutes')} minutes.\nRaise slurm.time_minutes or lower slurm.signal_seconds."
         )
 
@@ -225,9 +228,9 @@ def resuming(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.resume is None:
         return
     if cfg.clean:
-        yield f"a run cannot be deleted and go on: {of('resume')}, {of('clean')}.\nLeave one of the two out."
+        yield f"a run cannot be both deleted and resumed: {of('resume')}, {of('clean')}.\nRemove one of the two."
     if (cfg.resume == "latest" or cfg.resume.isdecimal()) and cfg.run.name is None and cfg.run.dir is None:
-        yield f"{of('resume')} does not say which run goes on.\nName it: run.name=NAME or run.dir=PATH; or fork it: resume=PATH."
+        yield f"{of('resume')} does not say which run to resume.\nName it: run.name=NAME or run.dir=PATH; or fork a run: resume=PATH."
 
 
 @rule("logger", "dry_run")

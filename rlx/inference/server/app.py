@@ -1,8 +1,7 @@
-"""The HTTP face of the policy: our own routes, cheap, and vLLM's `/v1/…` behind them.
+"""The server's HTTP application (ASGI): our own routes, which are cheap, and vLLM's `/v1/…`.
 
-`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, before any framework. Every
-other path goes to vLLM's own application, which is built when it is first asked for: a run never needs it, and it costs seconds.
-Knows HTTP (ASGI). Knows nothing of how a version is served (`engine.py`) nor of the run directory (`rlx.roles.inference`).
+`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, without a framework. Every
+other path goes to vLLM's own application. That one is built on its first request, because it takes seconds and a run never needs it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class PolicyApp:
                 await send({"type": "websocket.accept"})
                 await Session(self.engine, send).run(receive)
             else:
-                await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the client reads 403
+                await send({"type": "websocket.close", "code": 1008})  # closed before it was accepted, so the client gets status 403
             return
         if path != "/health" and not self._authorized(scope["headers"]):
             await _fail(send, 401, WRONG_KEY)
@@ -116,7 +115,7 @@ class PolicyApp:
         try:
             application = await asyncio.shield(building)
         except Exception as error:
-            if self._vllm is building:  # the next request tries again
+            if self._vllm is building:  # let the next request retry
                 self._vllm = None
                 log.exception("vLLM's own routes could not be built")
             await _fail(send, 500, f"vLLM's own routes could not be built: {type(error).__name__}: {error}")
@@ -145,7 +144,7 @@ class PolicyApp:
 
 
 class Session:
-    """The server's end of one client's connection. What is ready in one turn of the event loop leaves in one message."""
+    """The server's end of one client's connection. Answers that are ready in one turn of the event loop leave in one message."""
 
     def __init__(self, engine: PolicyEngine, send: Send) -> None:
         self.engine = engine
@@ -155,7 +154,7 @@ class Session:
         self._ready = asyncio.Event()
 
     async def run(self, receive: Receive) -> None:
-        """Until the client has hung up; then what it asked for is given up."""
+        """Serve until the client disconnects. Then abort its open requests."""
         sending = asyncio.ensure_future(self._send())
         try:
             while (message := await receive())["type"] != "websocket.disconnect":
@@ -178,7 +177,7 @@ class Session:
         engine = self.engine
         try:
             if request.version > engine.version:
-                text = f"asked for version {request.version}, have {engine.version}: tell me /update_weights first"
+                text = f"the request needs version {request.version}, but this server has {engine.version}; call /update_weights first"
                 answer = Answer(number, 409, error=text)
             else:
                 answer = Answer(number, 200, await engine.generate(request))
@@ -220,7 +219,7 @@ async def _fail(send: Send, status: int, message: str, version: int | None = Non
 
 
 class Server(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: the role decides how to end."""
+    """Uvicorn without its own signal handlers, because the role handles signals."""
 
     def __init__(self, app: PolicyApp) -> None:
         super().__init__(
@@ -229,7 +228,7 @@ class Server(uvicorn.Server):
                 http="httptools",
                 ws="websockets-sansio",
                 ws_max_size=2**31 - 1,
-                ws_ping_interval=None,  # a loop that is busy for a while is not a dead peer
+                ws_ping_interval=None,  # a peer with a busy event loop is not dead
                 ws_per_message_deflate=False,
                 lifespan="off",
                 access_log=False,

@@ -1,12 +1,10 @@
-"""vLLM's engine core behind `AsyncLLM`, with the tokens of policy requests taken out on the way, each stamped with its policy version.
+"""vLLM's engine core behind `AsyncLLM`. It extracts the tokens of policy requests and stamps each with its policy version.
 
-Two homes of the same core: in a thread of this process (CPU: no second process, no sockets, nothing to serialise) and in a process of
-its own (GPU: the event loop never waits for the engine's Python). `AsyncLLM` works with either and serves `/v1/…` beside us.
+The core runs either in a thread of this process (CPU: no second process, no sockets, no serialisation) or in a separate process (GPU: the
+event loop never waits for the engine's Python). `AsyncLLM` works with both and serves `/v1/…` beside us.
 
-A token's version is the value of `version` when it arrives here. That is exact because whoever changes `version` first pauses the
-core and then calls `settle`: by then every token that the old weights sampled has passed through `_take`.
-
-Knows vLLM's engine core. Knows nothing of HTTP, files, or when a version changes.
+A token's version is the value of `version` when the token arrives here. That is exact, because `PolicyEngine` pauses the core and calls
+`settle` before it changes `version`: by then every token that the old weights sampled has passed through `_take`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ FINISH_REASONS = {0: "stop", 1: "length", 2: "abort", 3: "error", 4: "stop"}  # 
 
 
 class Sink:
-    """What one policy request has sampled so far."""
+    """The tokens sampled so far for one policy request."""
 
     __slots__ = ("done", "finish_reason", "logprobs", "max_tokens", "token_ids", "versions")
 
@@ -42,7 +40,7 @@ class Sink:
 
 
 class PolicyOutputs:
-    """Takes the outputs of requests in `sinks` and counts what the scheduler reports. Mixed into both cores."""
+    """Takes the outputs of requests in `sinks` and keeps the scheduler's statistics. A mixin of both cores."""
 
     sinks: dict[str, Sink]
     version: int
@@ -58,7 +56,7 @@ class PolicyOutputs:
         self.kv_cache_usage = 0.0
 
     def _take(self, outputs: EngineCoreOutputs) -> bool:
-        """Move our requests' tokens into their sinks; True where something is left for `AsyncLLM`."""
+        """Move our requests' tokens into their sinks. True if outputs are left for `AsyncLLM`."""
         others = []
         version = self.version
         for output in outputs.outputs:
@@ -89,7 +87,7 @@ class PolicyOutputs:
         return bool(others)
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is dead: every open request ends with it."""
+        """Fail every open request, because the engine is dead."""
         for sink in self.sinks.values():
             if not sink.done.done():
                 sink.done.set_exception(EngineDeadError())
@@ -97,7 +95,7 @@ class PolicyOutputs:
 
 
 class SeparateCore(PolicyOutputs, AsyncMPClient):
-    """The engine in a process of its own, over vLLM's sockets."""
+    """The engine in a separate process, over vLLM's sockets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._open()
@@ -114,17 +112,17 @@ class SeparateCore(PolicyOutputs, AsyncMPClient):
                 return outputs
 
     async def settle(self) -> None:
-        """Return when everything that the paused core has sent was taken.
+        """Return when all outputs of the paused core have been taken.
 
-        The answer to the pause comes through the same socket behind the last tokens, and a queue is empty only after its reader
-        has taken the last item, which it then hands to `_take` without another wait.
+        The answer to the pause comes through the same socket after the last tokens. Once the queue is empty, its reader has the last item
+        and passes it to `_take` without another wait.
         """
         while not self.outputs_queue.empty():
             await asyncio.sleep(0)
 
 
 class InProcessCore(PolicyOutputs, AsyncMPClient):
-    """The engine in one thread of this process. Steps run when `AsyncLLM` asks for outputs; calls run between steps."""
+    """The engine in one thread of this process. Steps run when `AsyncLLM` requests outputs; calls run between steps."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class InProcessCore(PolicyOutputs, AsyncMPClient):
         client_count: int = 1,
         client_index: int = 0,
     ) -> None:
-        """The base class's own constructor is left out: it would start the process and its sockets."""
+        """The base class's constructor is not called, because it would start the process and its sockets."""
         self._open()
         self.vllm_config = vllm_config
         self.resources: Any = SimpleNamespace(engine_dead=False)
@@ -144,7 +142,7 @@ class InProcessCore(PolicyOutputs, AsyncMPClient):
         self.engines_running = False
         self._inbox: deque[EngineCoreRequest | list[str]] = deque()
         self._work = asyncio.Event()
-        # OpenMP keeps its thread count per thread: the engine must be made by the thread that runs it.
+        # OpenMP keeps its thread count per thread, so the thread that runs the engine must also create it.
         self._thread = ThreadPoolExecutor(1, "engine")
         self.engine: EngineCore = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
 
@@ -187,7 +185,7 @@ class InProcessCore(PolicyOutputs, AsyncMPClient):
             raise
 
     def _step(self) -> EngineCoreOutputs | None:
-        """Take in what was asked meanwhile, then one step of the engine. Runs in the engine's thread."""
+        """Pass new requests and aborts to the engine, then run one step. Runs in the engine's thread."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, list):
@@ -199,4 +197,4 @@ class InProcessCore(PolicyOutputs, AsyncMPClient):
         return outputs.get(self.client_index) if outputs else None
 
     async def settle(self) -> None:
-        """Nothing to do: a step's tokens are taken before the call that follows it in the engine's thread is answered."""
+        """Nothing to do: a step's tokens are taken before the next call in the engine's thread is answered."""

@@ -1,10 +1,8 @@
-"""The policy that is served: vLLM's engine, the version of its weights, and how one version becomes the next.
+"""The served policy: vLLM's engine, the version of its weights, and the update to the next version.
 
-An update is exact for requests in flight: the files are checked while the old version generates on, then the engine is paused between
-two steps, all tokens of the old weights are stamped, the weights change, keys and values computed with the old ones are thrown away
-(requests in flight recompute theirs), and the engine goes on. Where all requests in flight end soon, waiting for them is cheaper.
-
-Knows vLLM. Knows nothing of HTTP, of keys or of the run directory.
+An update is exact for requests in flight. The old version keeps generating while the files are checked. Then the engine is paused between
+two steps, all tokens of the old weights are stamped, the weights are replaced, the keys and values of the old weights are dropped (requests
+in flight recompute theirs), and the engine resumes. If all requests in flight end soon, waiting for them is cheaper (`drain_tokens`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class BadRequest(ValueError):
-    """The request cannot be served as it is; `kind` is `context` where the prompt is too long."""
+    """The request is invalid. `kind` is `context` if the prompt is too long."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -42,19 +40,19 @@ class BadRequest(ValueError):
 
 
 class RequestFailed(RuntimeError):
-    """The engine gave this request up because of an error of its own; others go on."""
+    """The engine failed this request with an internal error. Other requests continue."""
 
 
 class BadWeights(ValueError):
-    """New weights were refused; the old ones are served as before."""
+    """New weights were refused. The old ones are still served."""
 
 
 class Broken(RuntimeError):
-    """The engine can no longer serve a whole model; the process must end."""
+    """A failed update left a model that is partly old and partly new. The process must end."""
 
 
 class PolicyEngine:
-    """One vLLM engine and the policy version it has. Made and used on one running event loop."""
+    """One vLLM engine and its policy version. It is made and used on one running event loop."""
 
     def __init__(self, llm: AsyncLLM, model: Path, served: Shapes) -> None:
         self.llm = llm
@@ -66,27 +64,27 @@ class PolicyEngine:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
-        self._open = asyncio.Event()  # whether new requests are let in
+        self._open = asyncio.Event()  # set while new requests are admitted
         self._open.set()
         self._context = llm.model_config.max_model_len
-        untied_by_vllm = getattr(llm.model_config, "word_embeddings_untied_by_checkpoint", False)  # since the checkpoint has a head, too
+        untied_by_vllm = getattr(llm.model_config, "word_embeddings_untied_by_checkpoint", False)  # because the files store a head, too
         self._tied = bool(llm.model_config.hf_config.tie_word_embeddings) or (untied_by_vllm and twin_of_head(model) is not None)
         self._tasks: tuple[Any, ...] = ()
 
     @classmethod
     async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
-        """Load version 0 and be ready to serve. Blocks the loop meanwhile, as vLLM does."""
+        """Load version 0 and get ready to serve. This blocks the event loop, as vLLM does."""
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
             keep_weights()
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just asked for spawn, which takes 10 s more
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
         kind = InProcessCore if in_process else SeparateCore
 
         def make_core(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
             return kind(vllm_config, executor_class, True, *args, **kwargs)
 
-        # AsyncLLM makes its core by this name and takes no other.
+        # AsyncLLM always makes its core through this function.
         core_client.EngineCoreClient.make_async_mp_client = staticmethod(make_core)  # type: ignore[method-assign]
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
         engine = cls(llm, Path(arguments["model"]), served)
@@ -95,7 +93,7 @@ class PolicyEngine:
         return engine
 
     def shutdown(self) -> None:
-        """End the processes that belong to the engine; one in this process ends with it, and tidying it up takes seconds."""
+        """End the engine's own process. An engine in this process ends with the process; shutting it down would take seconds."""
         if isinstance(self.core, SeparateCore):
             self.llm.shutdown(timeout=0)
 
@@ -104,12 +102,12 @@ class PolicyEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Cancelling the call aborts the request in the engine.
 
-        Raises BadRequest for parameters that vLLM refuses or a prompt that fills the context, RequestFailed when the engine could not
-        finish it, EngineDeadError when the engine dies.
+        Raises BadRequest for parameters that vLLM refuses or a prompt that fills the context, RequestFailed if the engine could not
+        finish the request, and EngineDeadError if the engine dies.
         """
         prompt = np.frombuffer(request.prompt_ids, INT).tolist()
         if len(prompt) >= self._context:
-            raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new one", "context")
+            raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new token", "context")
         try:
             core_request = self.llm.input_processor.process_inputs(
                 request.request_id, {"type": "token", "prompt_token_ids": prompt}, sampling_params(request.sampling), self._tasks
@@ -119,7 +117,7 @@ class PolicyEngine:
         while not self._open.is_set():
             await self._open.wait()
         core_request.external_req_id = request.request_id
-        core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique, whatever clients call theirs
+        core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique even if clients' ids are not
         sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
         self.core.sinks[core_request.request_id] = sink
         try:
@@ -132,7 +130,7 @@ class PolicyEngine:
                 await self.core.abort_requests_async([core_request.request_id])
             raise
         if sink.finish_reason == "error":
-            raise RequestFailed(f"the engine gave request {request.request_id} up after {len(sink.token_ids)} tokens; its log says why")
+            raise RequestFailed(f"the engine failed request {request.request_id} after {len(sink.token_ids)} tokens; see its log")
         return Completion(
             token_ids=pack_ids(sink.token_ids),
             logprobs=np.asarray(sink.logprobs, FLOAT).tobytes(),
@@ -160,10 +158,10 @@ class PolicyEngine:
         )
 
     async def update_weights(self, folder: Path, version: int, drain_tokens: int = 0) -> None:
-        """Serve `version` from the Hugging Face folder with its `COMPLETE` marker.
+        """Serve `version` from a Hugging Face folder with a `COMPLETE` marker.
 
-        When every request in flight has at most `drain_tokens` tokens to go, they end under the old version first, and new ones wait.
-        Raises BadWeights while nothing is changed yet, Broken when the engine was left without a whole model.
+        If every request in flight has at most `drain_tokens` tokens left, they finish under the old version first, and new ones wait.
+        Raises BadWeights if nothing was changed, Broken if loading failed midway.
         """
         async with self._updating:
             started = time.perf_counter()
@@ -178,7 +176,7 @@ class PolicyEngine:
                 self._open.set()
 
     async def reload_weights(self) -> None:
-        """Back to version 0. Raises as `update_weights` does."""
+        """Return to version 0. Raises the same errors as `update_weights`."""
         async with self._updating:
             started = time.perf_counter()
             try:
@@ -190,7 +188,7 @@ class PolicyEngine:
             await self._load(self.model, 0, started)
 
     async def _drain(self, tokens: int) -> None:
-        """Let nothing in and wait for all requests in flight, if each of them runs already and has at most `tokens` tokens to go."""
+        """If all requests in flight are running and each has at most `tokens` tokens left, admit no more and wait for them."""
         sinks = list(self.core.sinks.values())
         running = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
         if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
@@ -202,7 +200,7 @@ class PolicyEngine:
             raise Broken(self.broken.result())
         checked = time.perf_counter()
         try:
-            await self.core.pause_scheduler_async("keep", True)  # True: forget all keys and values
+            await self.core.pause_scheduler_async("keep", True)  # True: drop all keys and values
             await self.core.settle()
             shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
             compared = min(shares)
@@ -217,13 +215,13 @@ class PolicyEngine:
             raise Broken(message) from error
         ended = time.perf_counter()
         log.info(
-            "version %d: checked in %.0f ms, paused for %.0f ms; %.1f %% of what is served was compared with what was trained",
+            "version %d: checked in %.0f ms, paused for %.0f ms; compared %.1f %% of the served weights with the trained ones",
             version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared,
         )  # fmt: skip
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, no text."""
+    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

@@ -1,9 +1,7 @@
 """Layers of vLLM's CPU engine whose weights stay readable after they were packed.
 
-vLLM packs a layer's weight and throws it away: what is served could not be compared with what was trained, and a new version would go
-through its machinery for reloading, 40 ms for a tiny model. Here the weight is kept, new values are copied into it, and it is packed again.
-
-Knows vLLM's `UnquantizedLinearMethod`. Knows nothing of models.
+vLLM packs a layer's weight and drops the original. What is served could then not be compared with what was trained, and a new version
+would take a slow path (40 ms for a tiny model). Here the original is kept, new values are copied into it, and it is packed again.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ def keep_weights() -> None:
         weight = layer.weight
         pack(method, layer)
         if len(weight) and not len(layer.weight):
-            layer.__dict__["rlx_weight"] = weight  # not as a parameter of the module
+            layer.__dict__["rlx_weight"] = weight  # in `__dict__`, so that it is not a parameter of the module
 
     UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
 
 
 def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
-    """Layers whose weight was packed and kept, with that weight; empty where some layer of the model is processed in another way."""
+    """Layers whose weight was packed, with the original weight. Empty if any layer of the model uses another quantization method."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

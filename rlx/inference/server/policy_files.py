@@ -1,7 +1,4 @@
-"""Whether a folder of weights can become the served policy, decided from the files alone, before anything is touched.
-
-Knows safetensors headers and the `COMPLETE` marker. Knows neither vLLM nor torch.
-"""
+"""Checks whether a folder of weights can become the served policy. It reads only the files, before the engine changes anything."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from rlx.weights.files import header, verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
-CHUNK = 2**24  # bytes compared at once
-SHOWN = 5  # names listed of a difference
+CHUNK = 2**24  # bytes compared at a time
+SHOWN = 5  # names listed in a message
 
 
 def tensor_shapes(folder: Path) -> Shapes:
     """Name and shape of every tensor of the model in a folder (`weight_files`), from the files' headers.
 
-    Raises ValueError where there is none, where a file is no safetensors file or not as long as its header says, or where a name is twice;
-    OSError where one is missing.
+    Raises ValueError if there are no weight files, if a file is not a safetensors file or its length does not match its header, or if two
+    files have a tensor of the same name. Raises OSError if a file is missing.
     """
     shapes: Shapes = {}
     for path in weight_files(folder):
@@ -37,9 +34,9 @@ def tensor_shapes(folder: Path) -> Shapes:
 
 
 def twin_of_head(folder: Path) -> str | None:
-    """Name of the tensor whose bytes the folder's `lm_head.weight` repeats: the head is tied to it, and is stored a second time.
+    """Name of the tensor that has the same bytes as the folder's `lm_head.weight`: the head is tied to it and stored a second time.
 
-    None where there is no head, or one with values of its own. Reads both.
+    None if the files have no head or its values differ from every other tensor. Reads the head and all tensors of its shape.
     """
     found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in weight_files(folder):
@@ -67,14 +64,14 @@ def _content(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[np.uin
 def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None:
     """Raise ValueError unless the folder is complete, undamaged, of this version, and has the names and shapes of the served model.
 
-    With `tied` embeddings the head may be there or not. What is served may have it too: stored twice, see `twin_of_head`.
+    With `tied` embeddings, the head is optional, both here and in the served model (see `twin_of_head`).
     """
     manifest = verify(folder)
     if manifest.get("version") != version:
         raise ValueError(f"{folder} holds version {manifest.get('version')}, not {version}")
     for path in folder.glob("*.safetensors"):
         if path.name not in manifest["files"]:
-            raise ValueError(f"{path} is not in the manifest: it is no part of version {version}")
+            raise ValueError(f"{path} is not in the manifest, so it is not part of version {version}")
     given = tensor_shapes(folder)
     allowed = {TIED_HEAD} if tied else set()
     missing = sorted(served.keys() - given.keys() - allowed)

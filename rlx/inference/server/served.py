@@ -1,10 +1,9 @@
-"""Whether the parameters that vLLM serves are those that the trainer wrote: finds each tensor of a version in the engine's parameters.
+"""Checks whether the parameters that vLLM serves are those that the trainer wrote.
 
-vLLM keeps several of a model's tensors in one parameter (`qkv_proj`, `gate_up_proj`) and pads vocabularies. What it cuts into parts for
-tensor parallelism, renames or casts is not found here: then it is not compared, and the share that was says so. Some models' loaders
-rearrange values under the old name and shape; which tensors are served as they are in their file is seen on the model that vLLM itself
-loaded (`faithful`).
-Knows vLLM's `packed_modules_mapping`. Knows nothing of how weights are loaded.
+It finds each tensor of a version in the engine's parameters. vLLM keeps several tensors in one parameter (`qkv_proj`, `gate_up_proj`)
+and pads vocabularies. Tensors that vLLM splits for tensor parallelism, renames or casts are skipped; the returned share shows how much was
+compared. Some models' loaders rearrange values but keep name and shape. So `faithful` finds, in the model that vLLM itself loaded, the
+tensors whose served values equal those in their file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from rlx.weights.attest import checksum
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # may have more rows than tokens
-SHOWN = 5  # names listed
+SHOWN = 5  # names listed in a message
 
 
 def faithful(
@@ -27,9 +26,10 @@ def faithful(
     shapes: Mapping[str, Sequence[int]],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> frozenset[str]:
-    """Names of those of `tensors`, which the engine has just loaded, that it serves value by value as they are, but for their dtype.
+    """Names of the tensors that the engine serves with the same values as in `tensors`, apart from the dtype.
 
-    `shapes`: of all of them. `kept`: weights of layers that hold a packed copy instead (`kept.kept_weights`), which cannot be read.
+    `tensors`: the tensors that the engine has just loaded. `shapes`: all their shapes. `kept`: original weights of layers whose own weight
+    is a packed copy, which cannot be read (`kept.kept_weights`).
     """
     parameters, packed = _parameters(model, kept)
     names = []
@@ -43,9 +43,9 @@ def faithful(
 def compare(
     model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor], written: Mapping[str, Mapping[str, Any]], comparable: frozenset[str]
 ) -> float:
-    """The share of the elements in `written` (by name: `shape`, `dtype`, `sum`) that are served as they were written.
+    """Compare the served tensors with `written` (by name: `shape`, `dtype`, `sum`). Returns the share of elements that were compared.
 
-    Those in `comparable` are looked at. Raises ValueError naming tensors whose values are others.
+    Only tensors in `comparable` are compared. Raises ValueError, which names the tensors with other values.
     """
     parameters, packed = _parameters(model, kept)
     shapes = {name: fact["shape"] for name, fact in written.items()}
@@ -61,12 +61,12 @@ def compare(
             wrong.append(name)
     if wrong:
         names = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        raise ValueError(f"what is served is not what was trained: {len(wrong)} of {len(written)} tensors have other values: {names}")
+        raise ValueError(f"the served weights are not those that were trained: {len(wrong)} of {len(written)} tensors differ: {names}")
     return compared / total if total else 0.0
 
 
 def _parameters(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor]) -> tuple[dict[str, Tensor], Mapping[str, Sequence[str]]]:
-    """All parameters by name, and which of them hold several of the files' tensors."""
+    """All parameters by name, and the mapping of those that hold several of the files' tensors."""
     parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
     return parameters, getattr(model, "packed_modules_mapping", {})
@@ -75,7 +75,7 @@ def _parameters(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor]) 
 def _find(
     name: str, parameters: Mapping[str, Tensor], packed: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]
 ) -> Tensor | None:
-    """The part of a parameter in which the tensor `name` is served."""
+    """The part of a parameter that serves the tensor `name`; None if it is not found."""
     shape = list(shapes[name])
     whole = parameters.get(name)
     if whole is not None:

@@ -1,7 +1,7 @@
-"""What is added to vLLM's worker so that a policy version can be loaded inside the engine.
+"""Extends vLLM's worker with a method that loads a policy version inside the engine.
 
-vLLM mixes `PolicyWorker` into its worker class by name (`worker_extension_cls`), in whatever process the worker lives.
-Knows safetensors and vLLM's model runner. It trusts its caller: the files were checked, the engine is paused.
+vLLM mixes `PolicyWorker` into its worker class by name (`worker_extension_cls`), in the worker's own process.
+The caller must have checked the files and paused the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlx.weights.hub import fetch
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in the weight files of a model folder, in the files' own order."""
+    """Name and tensor of everything in the weight files of a model folder, in the order of the files."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
@@ -31,7 +31,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def with_head(entries: Iterator[tuple[str, torch.Tensor]], twin: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The entries, and where they have no head one that equals the tensor `twin`."""
+    """The entries. If `twin` is given and they have no head, a copy of the tensor `twin` is added as the head."""
     head = twin
     for name, tensor in entries:
         if name == TIED_HEAD:
@@ -44,25 +44,25 @@ def with_head(entries: Iterator[tuple[str, torch.Tensor]], twin: str | None) -> 
 
 
 class PolicyWorker:
-    """Methods for `collective_rpc`. vLLM's own names (`update_weights`, `reload_weights`) are taken."""
+    """Methods for `collective_rpc`. vLLM already uses the names `update_weights` and `reload_weights`."""
 
     vllm_config: Any
     model_runner: Any
-    comparable: frozenset[str] | None = None  # tensors that vLLM serves as they are in their file
-    twin: str | None = None  # the tensor that vLLM's head equals where vLLM has un-tied it, because version 0 stores it twice
+    comparable: frozenset[str] | None = None  # tensors that vLLM serves with the values of their file
+    twin: str | None = None  # the tensor that equals the head, if vLLM untied the head because version 0 stores it twice
 
     def load_policy(self, folder: str) -> float:
-        """Replace the model's weights by those in a Hugging Face folder, and compare what is served then with what its manifest says.
+        """Replace the model's weights by those in a Hugging Face folder, then compare them with the checksums in its manifest.
 
-        The share of the weights that could be compared: 0 where the manifest says nothing of tensors, or there is none.
-        Anything that raises here leaves a model of two halves: the caller must let no request see it.
+        Returns the share of the weights that were compared: 0 if the manifest has no checksums of tensors, or if there is no manifest.
+        An error here leaves a model that is partly old and partly new. The caller must not serve it.
         """
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.model_runner.get_model()
             packed = kept_weights(model)
-            if self.comparable is None:  # what vLLM loaded at its start is there still
+            if self.comparable is None:  # the model still has the weights that vLLM loaded at its start
                 initial = fetch(self.vllm_config.model_config.model, None)
                 self.comparable = faithful(model, packed, tensor_shapes(initial), tensors(initial))
                 if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
@@ -78,7 +78,7 @@ class PolicyWorker:
                 self.model_runner.reload_weights(weights_iterator=entries)
             head = getattr(model, "lm_head", None)
             if self.vllm_config.device_config.device_type == "cpu" and head is not None:
-                # It multiplies with a packed copy, which `load_weights` leaves as it was; so does vLLM's reload where the head is tied.
+                # The head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
                 head.quant_method.process_weights_after_loading(head)
             manifest = Path(folder) / COMPLETE
             written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}

@@ -1,4 +1,4 @@
-"""An environment whose reward compares the rollouts of a group: only the shortest replies are right."""
+"""An environment whose reward compares the rollouts of a group: only the shortest replies get 1."""
 
 import verifiers as vf
 from rlx_test_envs import words

@@ -1,11 +1,11 @@
-"""A MultiTurnEnv: the word is asked for until it comes back reversed, at most `max_turns` times."""
+"""A MultiTurnEnv that repeats the word until the reply is the reversed word, for at most `max_turns` turns."""
 
 import verifiers as vf
 from rlx_test_envs import words
 
 
 class AskAgain(vf.MultiTurnEnv):
-    """Says "again" after a wrong answer."""
+    """Repeats the question after a wrong answer."""
 
     @vf.stop
     async def answered(self, state: vf.State) -> bool:

@@ -1,4 +1,4 @@
-"""A ToolEnv: the tool reverses, the model is to use it and to repeat its result."""
+"""A ToolEnv. The tool reverses a text; the model should call it and repeat the result."""
 
 import verifiers as vf
 from rlx_test_envs import words

@@ -7,7 +7,7 @@ from rlx_test_envs import words
 
 
 class Stumble(vf.SingleTurnEnv):
-    """Fails while setting up, for every `every`-th example."""
+    """The set-up of every `every`-th example fails."""
 
     def __init__(self, every: int, error: type[Exception], **kwargs) -> None:
         super().__init__(**kwargs)
@@ -21,7 +21,7 @@ class Stumble(vf.SingleTurnEnv):
 
 
 class Sleepy(vf.SingleTurnEnv):
-    """Sleeps `seconds` before every `every`-th example; with `deaf` it does not let itself be cancelled."""
+    """Sleeps `seconds` before every `every`-th example. With `deaf` it ignores the first cancellation."""
 
     def __init__(self, every: int, seconds: float, deaf: bool, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -56,12 +56,12 @@ def sometimes_raising(completion: vf.Messages, answer: str) -> float:
 
 
 def not_a_number(completion: vf.Messages) -> float:
-    """Always nan."""
+    """Always returns NaN."""
     return float("nan")
 
 
 async def slow(completion: vf.Messages) -> float:
-    """Takes for ever."""
+    """Takes an hour."""
     await asyncio.sleep(3600)
     return 1.0
 

@@ -1,4 +1,4 @@
-"""What the environments of this package share: rows of short words."""
+"""Rows of short words, shared by the environments of this package."""
 
 from __future__ import annotations
 
