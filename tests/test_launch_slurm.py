@@ -65,9 +65,9 @@ def test_what_is_null_is_left_to_the_cluster():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs on a host than the cluster's nodes have"),
+        (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs per host than the cluster's nodes have"),
         (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
-        (["slurm.time_minutes=2"], "told of its end before it starts"),
+        (["slurm.time_minutes=2"], "signal before the time limit would come before the job starts"),
     ],
 )
 def test_what_cannot_work_on_the_cluster_is_said_before_anything_is_submitted(argv: list[str], said: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -33,6 +34,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)  # lazy: the run's console output may still be open
 
 
+def fill(disk: Path, leave: int) -> None:
+    """Take the disk's space but for `leave` bytes, in small pieces because the run takes some of it meanwhile."""
+    with (disk / "full").open("wb", buffering=0) as full, contextlib.suppress(OSError):
+        while (free := shutil.disk_usage(disk).free) > leave:
+            full.write(bytes(min(MIB, free - leave)))
+
+
 def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_one_intact(disk, model_cache):
     keys = ("orchestrator.batch_size=32", "ckpt.interval=3", "ckpt.keep_last=null")
     env = {"RLX_CACHE": str(model_cache)}
@@ -41,8 +49,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
     try:
         run.until(lambda: folders.steps(paths), "first checkpoint")
         # A version's weights fit into the remaining space, a checkpoint of 10 MB does not.
-        with (disk / "full").open("wb") as full:
-            os.posix_fallocate(full.fileno(), 0, shutil.disk_usage(disk).free - 8 * MIB)
+        fill(disk, leave=8 * MIB)
         assert run.wait(timeout=120) == 1
         # Any process that meets the full disk reports it, and the output ends with that line, not with a traceback.
         said = [line for line in run.text().splitlines() if f"the disk is full: {disk}" in line]
