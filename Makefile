@@ -22,7 +22,7 @@ train: install
 # Parts of a tier all run, also when one before them failed; the exit code says whether all passed.
 PYTEST = .venv/bin/python -m pytest
 FAST = $(PYTEST) -n 2 -m "not slow and not slurm and not gpu"
-SLOW = $(PYTEST) -n 2 --dist loadfile -m "slow and not slurm and not gpu
+SLOW = $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not slurm and not gpu
 SLURM = $(PYTEST) -m "slurm and not gpu
 
 test: install

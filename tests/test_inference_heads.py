@@ -58,7 +58,7 @@ async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn
         return before + after, await servers.fleet.states()
 
 
-@pytest.mark.parametrize("program", [None, SEPARATE], ids=["in a thread", "in a process"])
+@pytest.mark.parametrize("program", [None, pytest.param(SEPARATE, marks=pytest.mark.long)], ids=["in a thread", "in a process"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_path: Path, equal: bool, program: str | None) -> None:
     """Equal: trainer and engine tie the head. Different: both untie it and use the stored head, from version 0 on."""

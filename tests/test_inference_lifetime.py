@@ -91,7 +91,10 @@ inference.run()
 
 @pytest.mark.parametrize(
     ("script", "cause"),
-    [(HALF, "the disk is gone"), (STALE, r"not those that were trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight")],
+    [
+        pytest.param(HALF, "the disk is gone", marks=pytest.mark.long),
+        (STALE, r"not those that were trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight"),
+    ],
     ids=["half", "other values"],
 )
 def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_path: Path, script: str, cause: str) -> None:

@@ -42,7 +42,7 @@ def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freq", [0, 1])
+@pytest.mark.parametrize("freq", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int):
     _, expected = graphs_and_gradients(freq, compiled=False)
     traced, found = graphs_and_gradients(freq, compiled=True)

@@ -44,6 +44,7 @@ def test_a_role_killed_at_start_up_stops_the_run(start, role):
     assert job.status()["cause"]["role"] == role
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_leaves_nothing_behind(start):
     job = start("run", *LONG)
     job.until_step(1)

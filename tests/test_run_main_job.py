@@ -89,6 +89,7 @@ def test_the_script_of_a_run_reproduces_it_bit_for_bit(start, model_cache):
     assert reproducible_lines(again) == job.reproducible_lines()
 
 
+@pytest.mark.long
 def test_two_trainer_processes_train_like_one(start):
     overrides = ("max_async_level=0", "orchestrator.batch_size=64", "max_steps=3")
     one, two = start("one", *overrides), None

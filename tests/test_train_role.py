@@ -114,6 +114,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     assert manifests[0] == manifests[1], "bit for bit"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_path):
     paths = make_run(
