@@ -2,7 +2,7 @@
 # make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
 # make test-fast                         install, then run the tests that start neither vLLM nor SLURM (2 minutes)
 # make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
-#                                        that the tests install, start and stop (a quarter of an hour on two cores)
+#                                        that the tests install, start and stop
 # make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
 SHELL := /bin/bash
 ARGS ?=
