@@ -1,0 +1,95 @@
+"""The configuration keys of rollouts: sampling, environments, rewards, filters and the orchestrator. `schema.py` has the others."""
+
+# ruff: noqa: RUF009  (key and section return dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.config.keys import MISSING, key, section
+
+
+@dataclass
+class SamplingConfig:
+    max_tokens: int = key(MISSING, "maximum number of new tokens in one turn", low=1)
+    temperature: float = key(1.0, "sampling temperature; the trainer scores tokens at the same temperature", above=0)
+    top_p: float = key(1.0, "nucleus sampling; below 1 it biases the importance ratio: the trainer uses the full softmax", above=0, high=1)
+    top_k: int = key(-1, "sample only from the k most likely tokens; -1 keeps the whole vocabulary", low=-1)
+    min_p: float = key(0.0, "drop tokens below this share of the largest probability; 0 keeps the whole vocabulary", low=0, high=1)
+    min_tokens: int = key(0, "minimum number of new tokens in one turn", low=0)
+    allow_biased_ratio: bool = key(False, "allow truncated sampling with objectives that use importance ratios")
+
+
+@dataclass
+class EnvSampling:
+    """Sampling parameters of one environment; None takes the run's value."""
+
+    max_tokens: int | None = key(None, "maximum number of new tokens in one turn; null: `sampling.max_tokens`", low=1)
+    temperature: float | None = key(None, "sampling temperature; null: `sampling.temperature`", above=0)
+
+
+@dataclass
+class EnvConfig:
+    id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
+    args: dict[str, Any] = key({}, "arguments of its `load_environment`")
+    weight: float = key(1.0, "weight of this environment in the mix, relative to the others", low=0)
+    rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
+    sampling: EnvSampling = section(EnvSampling)
+
+
+@dataclass
+class RewardConfig:
+    """How rewards are changed before advantages are computed. Reported rewards stay the environment's.
+
+    The length of a rollout is that of its longest turn, because max_tokens limits a turn.
+    """
+
+    soft_overlong: bool = key(
+        False, "add 0 up to max_tokens - overlong_cache tokens of the longest turn, then linearly less, down to -1 at max_tokens"
+    )
+    overlong_cache: int | None = key(
+        None, "tokens over which that falls to -1; null: a fifth of max_tokens, as DAPO's 4096 of 20480", low=1
+    )
+    length_penalty: float = key(
+        0.0,
+        "c: subtract c · tokens of the longest turn / max_tokens · share of the group's rollouts with a reward above 0; 0 is off",
+        low=0,
+    )
+
+
+@dataclass
+class DifficultyFilter:
+    """Which groups are dropped before training. Drops are counted by rule; dropped groups are replaced until the batch is full."""
+
+    min_reward: float | None = key(None, "drop groups whose mean reward is below this; null is off")
+    max_reward: float | None = key(None, "drop groups whose mean reward is above this; null is off")
+    min_reward_variance: float | None = key(None, "drop groups whose reward variance is below this; null is off", low=0)
+    zero_advantage: bool = key(False, "drop groups whose advantages are all 0")
+    max_rounds: int = key(
+        10, "most groups replaced per environment and batch, in multiples of its groups in a batch; then the batch stays smaller", low=1
+    )
+
+
+@dataclass
+class OrchestratorConfig:
+    batch_size: int = key(MISSING, "rollouts per step; a multiple of `rollouts_per_example`", low=1)
+    rollouts_per_example: int = key(MISSING, "rollouts per prompt: the group size G", low=1)
+    difficulty_filter: DifficultyFilter = section(DifficultyFilter)
+    oversampling_factor: float = key(
+        1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
+    )
+    max_concurrent: int = key(256, "maximum number of rollouts in flight", low=1)
+    rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)
+    max_retries: int = key(
+        3,
+        "retries of a failed rollout before its group fails (a timeout is not retried); "
+        "also how many failed groups in a row are replaced, per environment, before the run stops with the last failure",
+        low=0,
+    )
+    trajectory_strategy: str = key(
+        "interleaved",
+        "`interleaved`: turns that extend each other become one sample; `branching`: one sample per turn",
+        choices=("interleaved", "branching"),
+    )
+    save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
+    save_batches: bool = key(True, "keep the batches that are trained on in `recorded/`, compressed, for `replay=`")
