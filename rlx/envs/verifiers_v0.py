@@ -22,8 +22,9 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
+from rlx.envs.errors import FailureLog, failure_of, sources_of
 from rlx.envs.verifiers_client import EpisodeClient, for_template
-from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
+from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
 from rlx.inference.protocol import Sampling
 from rlx.policy.base import Episode, Message, Policy
 from rlx.types import Rollout, Status, Task
@@ -65,6 +66,8 @@ class VerifiersEnvironment:
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
+        self.sources = sources_of(env.env_id) if env.env_id else None
+        self.failures = FailureLog(log)
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
@@ -106,11 +109,10 @@ class VerifiersEnvironment:
             await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := playing.exception()) is not None:
-            log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
-            return fail("error", "environment_error", describe(raised))
+            return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
         if (error := state.get("error")) is not None:
-            return fail("error", _snake(type(error).__name__), describe(error))
+            return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
         if not episode.replies:
@@ -146,12 +148,13 @@ class VerifiersEnvironment:
             await _abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
         if (raised := scoring.exception()) is not None:
-            log.warning("%s: scoring a group failed", self.name, exc_info=raised)
-            return [replace(r, status="error", stop="environment_error", error=describe(raised)) for r in rollouts]
+            text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
+            return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
         """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
+        self.failures.close()
         closing = asyncio.create_task(self.env._teardown())
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
@@ -184,8 +187,14 @@ class VerifiersEnvironment:
             reward=reward,
             rewards={name: value for name, value in values.items() if name in self.reward_names},
             metrics=metrics,
-            error="; ".join(f"{name} raised {what}" for name, what in errors) or None,
+            error="; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None,
         )
+
+    def _noted(self, what: str, error: BaseException) -> str:
+        """The error in one line. The log gets its traceback, once for all errors of its kind."""
+        failure = failure_of(error, self.sources)
+        self.failures.note(self.name, what, failure)
+        return failure.text
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
