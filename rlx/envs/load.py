@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 
+from rlx.config.checks.objective import needs_exact_sampling
 from rlx.config.schema import Config
 from rlx.envs.base import Local, sampling_of
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
@@ -40,6 +41,7 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
             context_length=min(config.seq_len, config.max_model_len),
             seed=config.seed,
             sampling=sampling_of(config, config.envs[name]),
+            exact=needs_exact_sampling(config, sampling_of(config, config.envs[name])),
             label=label,
         )
 

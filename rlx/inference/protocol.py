@@ -29,6 +29,11 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    stop: list[str] = []  # the answer ends with the token that completes one of these texts
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}  # token id → what is added to its logit
 
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):

@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
@@ -120,6 +121,8 @@ class PolicyEngine:
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique even if clients' ids are not
         sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
+        if parameters.stop:
+            sink.text = IncrementalDetokenizer.from_new_request(self.llm.tokenizer, core_request)
         self.core.sinks[core_request.request_id] = sink
         try:
             await self.core.add_request_async(core_request)
@@ -130,6 +133,8 @@ class PolicyEngine:
             if isinstance(error, asyncio.CancelledError):
                 await self.core.abort_requests_async([core_request.request_id])
             raise
+        if sink.cut:
+            await self.core.abort_requests_async([core_request.request_id])
         if sink.finish_reason == "error":
             raise RequestFailed(f"the engine failed request {request.request_id} after {len(sink.token_ids)} tokens; see its log")
         return Completion(
@@ -223,7 +228,7 @@ class PolicyEngine:
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text."""
+    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text unless it is searched for stops."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -233,8 +238,13 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         min_p=sampling.min_p,
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias or None,
         logprobs=0,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
