@@ -22,7 +22,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
 from rlx.inference.protocol import Sampling
 from rlx.policy.base import Episode, Message, Policy
@@ -66,6 +66,7 @@ class VerifiersEnvironment:
         self.env = env
         self.timeout = timeout
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.tools = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlx.inference.protocol import Sampling
-from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
 from rlx.types import Task, Turn
 
@@ -47,13 +47,14 @@ class TokenPolicy:
 class TokenEpisode:
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_call_ids", "_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
+        self._call_ids: set[str] = set()
         self._turns: dict[int, Turn] = {}  # the trained turns, by request number
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
@@ -73,7 +74,7 @@ class TokenEpisode:
         policy, number, prompt = self.policy, self._num_requests, list(messages)
         functions = [dict(tool) for tool in tools] if tools else None
         self._num_requests += 1
-        ids = self._extended(prompt, functions) or policy.chat.render(prompt, functions)
+        ids = self._prompt_ids(prompt, functions)
         room = policy.context_length - len(ids)
         if room <= 0:
             raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
@@ -86,7 +87,7 @@ class TokenEpisode:
         reply = Reply(
             said.content,
             said.reasoning,
-            said.calls,
+            self._with_ids(said.calls, number),
             truncated=turn.finish_reason == "length",
             request_id=request_id,
             num_prompt_tokens=len(turn.prompt_ids),
@@ -114,13 +115,23 @@ class TokenEpisode:
         asked["stop_token_ids"] = [*self.policy.chat.stop_token_ids, *(asked.get("stop_token_ids") or [])]
         return asked
 
-    def _extended(self, prompt: list[Message], tools: list[dict] | None) -> list[int] | None:
-        """The prompt's ids if it extends an earlier turn (its messages, then only messages of the environment); otherwise None."""
+    def _with_ids(self, calls: Sequence[Call], number: int) -> tuple[Call, ...]:
+        """The calls of request `number`, each with an id that no other call of the episode has. Ids that the model wrote stay."""
+        named = []
+        for index, call in enumerate(calls):
+            # Nine letters and digits, because Mistral's templates refuse anything else.
+            own = f"call{number:03d}{index:02d}" if number < 1000 and index < 100 else f"call_{number}_{index}"
+            named.append(replace(call, id=own if not call.id or call.id in self._call_ids else call.id))
+            self._call_ids.add(named[-1].id)
+        return tuple(named)
+
+    def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
+        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens."""
         for messages, turn in reversed(self._history):
             new = prompt[len(messages) :]
             if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
-                return self.policy.chat.extend(turn, new, tools)
-        return None
+                return self.policy.chat.extend(turn, messages, new, tools)
+        return self.policy.chat.render(prompt, tools)
 
 
 @functools.cache
