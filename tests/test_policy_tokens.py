@@ -165,7 +165,7 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
         def __init__(self) -> None:
             self.__dict__ |= vars(chat)
 
-        def extend(self, turn: Turn, new: Any, tools: Any = None) -> list[int]:
+        def extend(self, turn: Turn, before: Any, new: Any, tools: Any = None) -> list[int]:
             extended.append((turn, list(new)))
             return [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist(), 9]
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 
 from rlx.config.checks.objective import needs_exact_sampling
 from rlx.config.schema import Config
-from rlx.envs.base import Local, sampling_of
+from rlx.envs.base import Environment, Local, sampling_of
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat, load_chat
+from rlx.policy.templates import refusal, tokenizer_of
 from rlx.policy.tokens import Generator, TokenPolicy
 from rlx.waiting import wait_for
 
@@ -46,6 +47,12 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
         )
 
 
+def check_chat(envs: Mapping[str, Environment], config: Config, chat: Chat) -> None:
+    """Raise ValueError if the model's chat format loses the tools of an environment, the model's calls, or their results."""
+    if text := refusal(config.model.name, chat, {name: env.tools for name, env in envs.items()}):
+        raise ValueError(text)
+
+
 def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
     """The chat format of the initial model. Waits until that model exists."""
     wait_for(
@@ -55,7 +62,5 @@ def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None])
         tick=lambda: beat(WAITING_FOR_MODEL),
         excused=AtWork(paths, "prepare"),
     )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(paths.initial_model.read_text().strip(), trust_remote_code=config.model.trust_remote_code)
-    return load_chat(tokenizer, config.model.name, keep_reasoning=config.orchestrator.trajectory_strategy == "interleaved")
+    tokenizer = tokenizer_of(paths.initial_model.read_text().strip(), config.model)
+    return load_chat(tokenizer, config.model, keeps_tokens=config.orchestrator.trajectory_strategy == "interleaved")

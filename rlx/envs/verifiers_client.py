@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import verifiers as vf
 from verifiers.clients.client import Client
 from verifiers.clients.openai_chat_completions_client import content_to_text
 from verifiers.errors import OverlongPromptError
@@ -83,6 +84,22 @@ class EpisodeClient(Client):
 def function_of(tool: Tool) -> dict[str, Any]:
     """A tool as a function in OpenAI's form."""
     return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+
+
+def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The functions that an environment is known to offer before a rollout, each once: its own, those of a group's members, and those of
+    its first row. An environment may add others later."""
+    found: list[Any] = []
+    waiting = [env]
+    while waiting:
+        child = waiting.pop()
+        found += child.tool_defs or []
+        waiting += child.envs if isinstance(child, vf.EnvGroup) else []
+    info = rows[0].get("info") if len(rows) else None
+    if isinstance(info, Mapping):
+        found += info.get("tool_defs") or []
+    tools = [function_of(tool) for tool in env._normalize_tool_defs(found) or []]
+    return list({tool["function"]["name"]: tool for tool in tools}.values())
 
 
 def for_template(message: Any) -> Message:

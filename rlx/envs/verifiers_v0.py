@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
-from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
 from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 from rlx.policy.base import Episode, Message, Policy
@@ -69,6 +69,7 @@ class VerifiersEnvironment:
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.

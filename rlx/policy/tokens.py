@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlx.config.sampling import biases
 from rlx.policy.asked import before_stop, parameters_of, raw_text
-from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
 from rlx.types import Task, Turn
 
@@ -47,13 +47,14 @@ class TokenPolicy:
 class TokenEpisode:
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_call_ids", "_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
+        self._call_ids: set[str] = set()
         self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
@@ -79,7 +80,7 @@ class TokenEpisode:
         self._num_requests += 1
         raw = raw_text(prompt)
         if raw is None:
-            ids = self._extended(prompt, functions) or policy.chat.render(prompt, functions)
+            ids = self._prompt_ids(prompt, functions)
         elif functions:
             raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
         else:
@@ -103,7 +104,7 @@ class TokenEpisode:
         reply = Reply(
             content,
             said.reasoning,
-            said.calls,
+            self._with_ids(said.calls, number),
             truncated=turn.finish_reason == "length",
             request_id=request_id,
             num_prompt_tokens=len(turn.prompt_ids),
@@ -122,13 +123,23 @@ class TokenEpisode:
                 self._turns[number] = (request_id, turn)
         return reply
 
-    def _extended(self, prompt: list[Message], tools: list[dict] | None) -> list[int] | None:
-        """The prompt's ids if it extends an earlier turn (its messages, then only messages of the environment); otherwise None."""
+    def _with_ids(self, calls: Sequence[Call], number: int) -> tuple[Call, ...]:
+        """The calls of request `number`, each with an id that no other call of the episode has. Ids that the model wrote stay."""
+        named = []
+        for index, call in enumerate(calls):
+            # Nine letters and digits, because Mistral's templates refuse anything else.
+            own = f"call{number:03d}{index:02d}" if number < 1000 and index < 100 else f"call_{number}_{index}"
+            named.append(replace(call, id=own if not call.id or call.id in self._call_ids else call.id))
+            self._call_ids.add(named[-1].id)
+        return tuple(named)
+
+    def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
+        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens."""
         for messages, turn in reversed(self._history):
             new = prompt[len(messages) :]
             if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
-                return self.policy.chat.extend(turn, new, tools)
-        return None
+                return self.policy.chat.extend(turn, messages, new, tools)
+        return self.policy.chat.render(prompt, tools)
 
 
 @functools.cache

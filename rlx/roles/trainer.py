@@ -66,7 +66,15 @@ class Trainer:
         )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
-        self.publisher = Publisher.of(self.model, self.mesh, paths, source=name, dtype=dtype, trust_remote_code=trusted)
+        self.publisher = Publisher.of(
+            self.model,
+            self.mesh,
+            paths,
+            source=name,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            chat_template=cfg.model.chat_template,
+        )
         watch.checks.append(self.publisher.check)
         facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(

@@ -122,18 +122,3 @@ def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
 def top_k(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.sampling.top_k == 0:
         yield f"`sampling.top_k` must be -1 (all tokens) or at least 1: {of('sampling.top_k')}."
-
-
-@rule("model.strips_thinking", "model.name", "orchestrator.trajectory_strategy")
-def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
-        return
-    from renderers.base import MODEL_RENDERER_MAP  # takes half a second, so import it only when needed
-
-    if cfg.model.name not in MODEL_RENDERER_MAP:  # for models that it knows, the renderer keeps all reasoning (rlx.policy.chat)
-        yield (
-            "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones: "
-            f"{of('model.strips_thinking')} with {of('orchestrator.trajectory_strategy')}.\n"
-            f"The package `renderers` could keep the reasoning, but does not know {of('model.name')}. "
-            "Use orchestrator.trajectory_strategy=branching."
-        )
