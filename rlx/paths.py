@@ -119,6 +119,11 @@ class RunPaths:
         return self.recorded / f"step_{step:06d}.batch.zst"
 
     @property
+    def failures(self) -> Path:
+        """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
+        return self.root / "failures.json"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlx.config.schema import Config
 from rlx.heartbeat import read_heartbeats
+from rlx.rollout.failures import in_words
 from rlx.runs.history import History
 from rlx.runs.run import Run
 
@@ -243,6 +244,9 @@ class Console:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
         drops = self._drops()
         lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        if self.paths.failures.exists():
+            failures = in_words(json.loads(self.paths.failures.read_text()))
+            lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
         if self.paths.kernels.exists():
             kernels = json.loads(self.paths.kernels.read_text())
             lines.append(f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}")

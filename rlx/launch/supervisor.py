@@ -159,7 +159,7 @@ class Supervisor:
         """Start all processes. Returns a verdict only if one cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
         # Delete the files of an earlier attempt: they would be read as this one's.
-        single = (self.paths.preempt, self.paths.preempted, self.paths.kernels)
+        single = (self.paths.preempt, self.paths.preempted, self.paths.kernels, self.paths.failures)
         for old in (*single, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
             old.unlink(missing_ok=True)
         self.specs = {spec.name: spec for spec in read_plan(self.paths.plan)}

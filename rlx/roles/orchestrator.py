@@ -80,7 +80,7 @@ class Orchestrator:
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
         self.collector = self._make_collector()
-        self.reward_errors = RewardErrors(config.orchestrator.max_retries)
+        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
