@@ -27,6 +27,7 @@ from rlx.envs.verifiers_client import EpisodeClient, for_template
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
 from rlx.inference.protocol import Sampling
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class VerifiersEnvironment:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, episode))
+        playing = asyncio.create_task(self._episode(task, episode), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:

@@ -200,6 +200,11 @@ class Collector:
         """Rollouts being played now."""
         return sum(pending.left for pending, _ in self._playing.values())
 
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """Task, members still being played and seconds of each group in flight."""
+        now = time.monotonic()
+        return [(pending.task, pending.left, now - pending.began) for pending, _ in list(self._playing.values())]
+
     @property
     def phase(self) -> str:
         """What the collector waits for, in words."""
