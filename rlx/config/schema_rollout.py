@@ -86,6 +86,12 @@ class OrchestratorConfig:
         "also how many failed groups in a row are replaced, per environment, before the run stops with the last failure",
         low=0,
     )
+    max_reward_errors: int | None = key(
+        3,
+        "how many groups in a row of one environment may have a reward function that raised in every rollout, before the run ends; "
+        "null: any number. A rollout scores 0 where a reward function raises",
+        low=0,
+    )
     trajectory_strategy: str = key(
         "interleaved",
         "`interleaved`: turns that extend each other become one sample; `branching`: one sample per turn",

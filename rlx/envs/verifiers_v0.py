@@ -27,6 +27,7 @@ from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
 from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class VerifiersEnvironment:
         episode = self.policy.episode(task, member, attempt)
         client = EpisodeClient(episode, raw=self.env.message_type == "completion")
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:

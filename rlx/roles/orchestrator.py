@@ -47,9 +47,11 @@ from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
+from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
 from rlx.waiting import LEFT, Preempted, first_failure
@@ -80,7 +82,7 @@ class Orchestrator:
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
         self.collector = self._make_collector()
-        self.reward_errors = RewardErrors(config.orchestrator.max_retries)
+        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -129,6 +131,7 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
+        explain_with(explainer(self.collector.waiting, self.envs, asyncio.get_running_loop()))
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             await first_failure(self._work_until_preempted(), forever=forever)
@@ -246,6 +249,7 @@ def main() -> int:
     config, paths = load_run(run_dir), RunPaths(run_dir)
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, "orchestrator")
+    answer(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
     envs = load_environments(config, heartbeat.beat)

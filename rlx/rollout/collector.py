@@ -139,6 +139,7 @@ class Collector:
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
+        self.tally.log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -198,6 +199,11 @@ class Collector:
     def in_flight(self) -> int:
         """Rollouts being played now."""
         return sum(pending.left for pending, _ in self._playing.values())
+
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """Task, members still being played and seconds of each group in flight."""
+        now = time.monotonic()
+        return [(pending.task, pending.left, now - pending.began) for pending, _ in list(self._playing.values())]
 
     @property
     def phase(self) -> str:

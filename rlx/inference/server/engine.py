@@ -62,6 +62,7 @@ class PolicyEngine:
         self.model = model
         self.served = served
         self.attested = 0.0
+        self._answered = 0  # tokens of the requests that have ended
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -133,6 +134,7 @@ class PolicyEngine:
             if isinstance(error, asyncio.CancelledError):
                 await self.core.abort_requests_async([core_request.request_id])
             raise
+        self._answered += len(sink.token_ids)
         if sink.cut:
             await self.core.abort_requests_async([core_request.request_id])
         if sink.finish_reason == "error":
@@ -150,6 +152,11 @@ class PolicyEngine:
     @property
     def version(self) -> int:
         return self.core.version
+
+    @property
+    def activity(self) -> int:
+        """A number that changes as long as requests are answered: tokens of those in flight, and of those that have ended."""
+        return self._answered + sum(len(sink.token_ids) for sink in self.core.sinks.values())
 
     def state(self) -> PolicyState:
         core = self.core
