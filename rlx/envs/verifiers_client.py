@@ -23,7 +23,7 @@ class EpisodeClient(Client):
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
 
     async def to_native_tool(self, tool: Tool) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+        return function_of(tool)
 
     async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict]:
         return with_tool_names([for_template(message) for message in messages]), {}
@@ -68,6 +68,11 @@ class EpisodeClient(Client):
 
     async def close(self) -> None:
         """Nothing to close: the policy belongs to the run."""
+
+
+def function_of(tool: Tool) -> dict[str, Any]:
+    """A tool as a function in OpenAI's form."""
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
 
 
 def for_template(message: Any) -> Message:
