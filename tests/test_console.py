@@ -240,12 +240,12 @@ def next_commands(console: Console) -> list[str]:
 
 def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_what_is_of_one_run(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    given = ["env=[math,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
+    given = ["env=[sums,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
     given += ["inference.api_key=hidden", "+sampling.stop='a b'", "max_steps=10"]
     another = next_commands(finished(run, *given))[0]
     arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
-    assert arguments == ["env=[math,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
-    assert "'env=[math,reverse_text]'" in another, "the shell would read the brackets as a pattern"
+    assert arguments == ["env=[sums,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
+    assert "'env=[sums,reverse_text]'" in another, "the shell would read the brackets as a pattern"
 
 
 @pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
@@ -254,10 +254,10 @@ def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_o
 
 
 def test_the_next_command_composes(run):
-    another = next_commands(finished(run, "env=[math,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
+    another = next_commands(finished(run, "env=[sums,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
     arguments = [part for part in shlex.split(another) if "=" in part]
     cfg = compose(arguments, {}).cfg
-    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["math", "reverse_text"])
+    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["sums", "reverse_text"])
 
 
 def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys):

@@ -15,7 +15,7 @@ from rlx.config.signatures import is_installed, module_of
 @rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
-        yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
+        yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
