@@ -93,6 +93,10 @@ class Episode(Protocol):
         """
         ...
 
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """The turns to train on: those of these requests (`Reply.request_id`), in the order of the requests."""
+        ...
+
 
 class Policy(Protocol):
     """The model of one environment."""

@@ -90,6 +90,9 @@ class OpenAIEpisode:
             self.replies.append(reply.message)
         return reply
 
+    def keep(self, request_ids: Sequence[str]) -> tuple[()]:
+        return ()
+
     async def _ask(self, messages: Any, parameters: dict[str, Any]) -> Any:
         """The endpoint's answer, after its retries."""
         import openai
