@@ -46,7 +46,14 @@ class Scripted(StandIn):
             return turn
         ids = np.array(self.tokens, dtype=np.int32)
         zeros = np.zeros(len(ids), dtype=np.int32)
-        return Turn(prompt_ids=turn.prompt_ids, completion_ids=ids, logprobs=-ids.astype(np.float32), versions=zeros, finish_reason="stop")
+        return Turn(
+            prompt_ids=turn.prompt_ids,
+            completion_ids=ids,
+            logprobs=-ids.astype(np.float32),
+            versions=zeros,
+            temperature=turn.temperature,
+            finish_reason="stop",
+        )
 
 
 def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:

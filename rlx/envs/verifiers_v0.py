@@ -96,8 +96,9 @@ class VerifiersEnvironment:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
+        client = EpisodeClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, episode))
+        playing = asyncio.create_task(self._episode(task, client))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -115,20 +116,25 @@ class VerifiersEnvironment:
             return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        if not episode.replies:
+        trajectory = [step["response"].id for step in state["trajectory"]]
+        beside = set(client.answered) - set(trajectory)
+        if len(beside) == len(client.answered):
             if state.get("prompt_too_long"):
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            if beside:
+                what = f"none of the {len(beside)} requests of the episode is in its trajectory, so nothing can be trained"
+                return fail("error", "no_turns", what)
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
             task=task,
             member=member,
-            turns=episode.turns,
+            turns=episode.keep(trajectory),
             prompt=[_plain(message) for message in state["prompt"]],
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
-            metrics={},
+            metrics={"requests_beside": float(len(beside))},
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
@@ -160,9 +166,9 @@ class VerifiersEnvironment:
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, episode: Episode) -> State:
-        state = await self._play(task.row, EpisodeClient(episode), "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and episode.replies and not self.scores_groups:
+    async def _episode(self, task: Task, client: EpisodeClient) -> State:
+        state = await self._play(task.row, client, "policy", dict(self.sampling))
+        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not self.scores_groups:
             await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
             await self.env.rubric.cleanup(state)
         return state
@@ -176,7 +182,7 @@ class VerifiersEnvironment:
     def _scored(self, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in self.reward_names}
+        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in self.reward_names}
         errors = state.get(REWARD_ERRORS, [])
         metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
         reward = float(state["reward"])

@@ -69,7 +69,15 @@ class Episode(Protocol):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns to train on: the requests with known tokens so far, in the order of the requests."""
+        """The requests with known tokens so far, in the order of the requests, except those made with `trained=False`."""
+        ...
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """Those of `turns` whose `Reply.request_id` is among `request_ids`, in the order of the requests: the turns to train on.
+
+        An environment's adapter calls it after the episode, when it knows which requests belong to the trajectory. Ids of other requests
+        are ignored.
+        """
         ...
 
     @property
@@ -91,10 +99,6 @@ class Episode(Protocol):
         `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `turns`.
         Raises PromptTooLong, PolicyError, or an error of the policy's servers.
         """
-        ...
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        """The turns to train on: those of these requests (`Reply.request_id`), in the order of the requests."""
         ...
 
 

@@ -69,6 +69,9 @@ class OpenAIEpisode:
         self.replies: list[Message] = []
         self._num_requests = 0
 
+    def keep(self, request_ids: Sequence[str]) -> tuple[()]:
+        return ()
+
     async def respond(
         self,
         messages: Sequence[Message],
@@ -89,9 +92,6 @@ class OpenAIEpisode:
         if trained:
             self.replies.append(reply.message)
         return reply
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[()]:
-        return ()
 
     async def _ask(self, messages: Any, parameters: dict[str, Any]) -> Any:
         """The endpoint's answer, after its retries."""

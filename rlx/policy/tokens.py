@@ -47,20 +47,23 @@ class TokenPolicy:
 class TokenEpisode:
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_history", "_num_requests", "_numbers", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
-        self._turns: dict[int, Turn] = {}  # the trained turns, by request number
-        self._numbers: dict[str, int] = {}  # number of each request, by its id
+        self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number] for number in sorted(self._turns))
+        return tuple(self._turns[number][1] for number in sorted(self._turns))
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -97,14 +100,9 @@ class TokenEpisode:
         message = reply.message
         self._history.append(([*prompt, message], turn))
         if trained:
-            self._turns[number] = turn
-            self._numbers[request_id] = number
+            self._turns[number] = (request_id, turn)
             self.replies.append(message)
         return reply
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        numbers = sorted({self._numbers[request_id] for request_id in request_ids})
-        return tuple(self._turns[number] for number in numbers)
 
     def _parameters(self, own: Mapping[str, Any] | None, room: int) -> dict[str, Any]:
         """The parameters of a request. `own`: its own parameters, if any. `room`: tokens left in the context."""
