@@ -317,7 +317,7 @@ def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
         loops(made, env._interception)
         return made
 
-    env._episode_agents = with_loops  # type: ignore[method-assign]
+    env._episode_agents = with_loops
     return list(asked) or can
 
 

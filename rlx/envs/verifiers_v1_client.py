@@ -37,7 +37,7 @@ except ImportError:
     from verifiers.v1.harnesses.null import program as tool_client
 
 CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
-TOO_LONG: type[Exception] | None = getattr(errors, "OverlongPromptError", None)  # 0.3 ends the rollout; 0.4 leaves it to the harness
+TOO_LONG: Any = getattr(errors, "OverlongPromptError", errors.ProviderError)  # 0.3 ends the rollout; 0.4 leaves it to the harness
 LIST_TOOLS_TIMEOUT = 60.0  # seconds
 
 
@@ -72,7 +72,7 @@ class PolicyClient(Client):
             reply = await self.episode.respond([for_template(message) for message in prompt], body.get("tools"), settings)
         except PromptTooLong as error:
             self.too_long.add(trace)
-            raise (TOO_LONG or errors.ProviderError)(f"maximum context length: {error}", status_code=400) from error
+            raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
         except Exception as error:
             self.failures[trace] = error
             raise errors.ProviderError(describe(error), status_code=502) from error
@@ -105,7 +105,7 @@ class PolicyEndpoint(TrainClientConfig):
 def give_clients(server: InterceptionServer) -> None:
     """Make `server` ask the episode's policy for agents without an endpoint of their own."""
     stock = server._client
-    server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)  # type: ignore[method-assign]
+    server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)
 
 
 class ChatLoop(NullHarness):

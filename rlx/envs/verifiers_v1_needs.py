@@ -6,10 +6,15 @@ processes of this machine; sandboxes and containers are never started.
 
 from __future__ import annotations
 
+import ast
+import dis
 import importlib.metadata
+import importlib.util
+import inspect
 import re
 import socket
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,19 +53,27 @@ class Needs:
         task_type = type(env.taskset).task_type()
         for name in env._agent_specs:
             yield from self.task(task_type, name)
-        for server in [*env.taskset.toolsets(config.taskset), *task_type.toolsets(config.taskset.task)]:
+        for server in self._servers(env):
             yield from self._server(server)
         for where, endpoint in endpoints(config, self.key):
             yield from self._endpoint(where, endpoint)
+        classes = [(type(env), vf.Env), (type(env.taskset), vf.Taskset), (task_type, vf.Task)]
+        classes += [(type(server), vf.Toolset) for server in self._servers(env)]
+        if lacking := sorted(set().union(*(missing_imports(each, base) for each, base in classes))):
+            yield f"it imports {', '.join(lacking)} when it runs, which this Python lacks; install it ({sys.executable})"
         if first is not None:
             yield from self._data(first)
+
+    def _servers(self, env: vf.Env) -> list[Any]:
+        tasks = env.config.taskset
+        return [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]
 
     def task(self, task_type: type[vf.Task], agent: str) -> Iterator[str]:
         """The needs of the tasks of a class, if `agent` plays them."""
         if task_type.NEEDS_CONTAINER:
             yield f"its tasks ({task_type.__name__}) need a container, which rlx does not start"
             return
-        uses = [function.__qualname__ for function in hooks(task_type) if "runtime" in _parameters(function)]
+        uses = [function.__qualname__ for function in hooks(task_type) if _reads(function, "runtime")]
         if not uses:
             return
         if agent not in self.chosen:
@@ -114,7 +127,8 @@ class Needs:
             )
 
     def _endpoint(self, where: str, endpoint: BaseClientConfig) -> Iterator[str]:
-        if endpoint.api_key_var == "PRIME_API_KEY" and resolve_api_key(endpoint) == "EMPTY" and "base_url" not in endpoint.model_fields_set:
+        host = urlsplit(endpoint.base_url).hostname or ""
+        if host.endswith("pinference.ai") and resolve_api_key(endpoint) == "EMPTY":
             yield (
                 f"it asks another model at {endpoint.base_url} ({where}), which needs a key, and PRIME_API_KEY is not set; export it, or "
                 f"point {where}.base_url (and .model, .api_key_var) to another OpenAI-compatible endpoint"
@@ -177,7 +191,7 @@ def is_met(requirement: Requirement) -> bool:
 
 def scripts_in_this_python() -> None:
     """Make verifiers run scripts of local agents in this Python if it has their packages, instead of installing them with uv."""
-    SubprocessRuntime.prepare_uv_script = _prepared  # type: ignore[method-assign]
+    SubprocessRuntime.prepare_uv_script = _prepared
 
 
 async def _prepared(self: Any, script: str | bytes, env: dict | None = None, *, activate: bool = True) -> list[str]:
@@ -222,6 +236,37 @@ def _names(code: CodeType | None) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _parameters(function: Callable) -> set[str]:
+def _reads(function: Callable, name: str) -> bool:
+    """Whether a function has a parameter of this name and reads it."""
     code = getattr(function, "__code__", None)
-    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) if code is not None else set()
+    if code is None or name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    if name in code.co_cellvars:
+        return True
+    read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
+    return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
+
+
+def missing_imports(of: type, base: type) -> set[str]:
+    """Packages that functions of a class import when they run, and that this Python lacks. Imports inside `try` may fail on purpose."""
+    missing: set[str] = set()
+    for each in of.__mro__:
+        if each in base.__mro__ or each.__module__ == "builtins":
+            continue
+        try:
+            waiting: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(each)))]
+        except (OSError, SyntaxError, TypeError):  # made without a file
+            continue
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Try):
+                continue
+            waiting += ast.iter_child_nodes(node)
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            missing |= {top for name in names if not _is_installed(top := name.partition(".")[0])}
+    return missing
+
+
+def _is_installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
