@@ -31,7 +31,9 @@ class EnvSampling:
 @dataclass
 class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
-    args: dict[str, Any] = key({}, "arguments of its `load_environment`")
+    args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
+    agents: list[str] = key([], "agents of a v1 taskset that train, one in each group, in turn; empty: all that the environment trains")
+    num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
     weight: float = key(1.0, "weight of this environment in the mix, relative to the others", low=0)
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
     sampling: EnvSampling = section(EnvSampling)

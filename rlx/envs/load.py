@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from rlx.config.checks.objective import needs_exact_sampling
 from rlx.config.schema import Config
 from rlx.envs.base import Environment, Local, sampling_of
+from rlx.envs.kinds import loader_of
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat, load_chat
@@ -22,13 +23,11 @@ from rlx.waiting import wait_for
 def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Local]:
     """The environments of the mix by name. Call it on the main thread. They can be played after `give_policy`."""
     beat("importing verifiers")
-    from rlx.envs.verifiers_v0 import load_environment
-
     envs: dict[str, Local] = {}
     for name, env in config.envs.items():
         beat(f"loading environment {name}")
         timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
-        envs[name] = load_environment(name, env, sampling_of(config, env), timeout, concurrency)
+        envs[name] = loader_of(env.id)(name, env, sampling_of(config, env), timeout, concurrency)
     return envs
 
 

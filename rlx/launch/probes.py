@@ -31,9 +31,10 @@ from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
 PATIENCE = 5.0  # seconds after which the user is told what is being loaded
+FIELDS = ("id", "args", "agents", "num_tasks")  # of an environment, that loading it needs
 SCHEMA = 1  # changes when the meaning of a kept answer changes
 
-Identity = tuple[str, str, str]  # Python, verifiers' name, arguments as JSON
+Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
 def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
@@ -74,7 +75,7 @@ def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps(env.args, sort_keys=True, default=repr)
+    return sys.executable, env.id, json.dumps([env.args, env.agents, env.num_tasks], sort_keys=True, default=repr)
 
 
 # the cache
@@ -112,7 +113,12 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     while left:
         named = {str(number): each for number, each in enumerate(left)}
         entries = [
-            {"name": wanted[each][0], "key": key, "id": wanted[each][1].id, "args": wanted[each][1].args} for key, each in named.items()
+            {
+                "name": wanted[each][0],
+                "key": key,
+                **{field: getattr(wanted[each][1], field) for field in ("id", "args", "agents", "num_tasks")},
+            }
+            for key, each in named.items()
         ]
         answers, loading, ending = _run(python, entries)
         for key, answer in answers.items():
