@@ -80,10 +80,11 @@ METRICS: dict[str, str] = {
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
     "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
     # inference
-    "perf/kv_cache_usage": "share of the key-value cache in use when the step's batch was complete",
+    "perf/servers": "servers that answered when the step's batch was complete",
+    "perf/kv_cache_usage": "share of the key-value cache in use at that moment, mean of the servers",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
-    "perf/preemptions": "requests preempted since the server started",
+    "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
 }
 
 

@@ -34,7 +34,7 @@ from rlx.data.source import send
 from rlx.envs.base import Environment, Local
 from rlx.envs.load import give_policy, load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.inference.endpoints import find_servers
+from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
@@ -229,8 +229,9 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens)
+    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
     async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+        fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()

@@ -28,7 +28,7 @@ FINISH_REASONS = {0: "stop", 1: "length", 2: "abort", 3: "error", 4: "stop"}  # 
 class Sink:
     """The tokens sampled so far for one policy request."""
 
-    __slots__ = ("done", "finish_reason", "logprobs", "max_tokens", "token_ids", "versions")
+    __slots__ = ("done", "finish_reason", "interrupted", "logprobs", "max_tokens", "token_ids", "versions")
 
     def __init__(self, done: asyncio.Future[None], max_tokens: int) -> None:
         self.token_ids: list[int] = []
@@ -36,6 +36,7 @@ class Sink:
         self.versions: list[list[int]] = []  # runs [version, tokens]
         self.finish_reason = ""
         self.max_tokens = max_tokens
+        self.interrupted = False  # by a weight update: the engine reports this as a preemption
         self.done = done
 
 
@@ -60,9 +61,12 @@ class PolicyOutputs:
         others = []
         version = self.version
         for output in outputs.outputs:
-            if output.events:
-                self.preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
             sink = self.sinks.get(output.request_id)
+            if output.events:
+                preempted = sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
+                if sink is not None and preempted:
+                    preempted, sink.interrupted = preempted - sink.interrupted, False
+                self.preemptions += preempted
             if sink is None:
                 others.append(output)
                 continue
@@ -85,6 +89,11 @@ class PolicyOutputs:
             self.running, self.waiting, self.kv_cache_usage = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
         outputs.outputs = others
         return bool(others)
+
+    def interrupt(self) -> None:
+        """A weight update has interrupted the running requests. That is not for lack of cache, so it does not count as preemption."""
+        for sink in self.sinks.values():
+            sink.interrupted = bool(sink.token_ids)  # a request that waits has no tokens, except after a preemption
 
     def _fail(self, error: BaseException) -> None:
         """Fail every open request, because the engine is dead."""
