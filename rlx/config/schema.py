@@ -18,10 +18,19 @@ from rlx.config.keys import MISSING, key, section
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
-from rlx.config.schema_rollout import DifficultyFilter, EnvConfig, EnvSampling, OrchestratorConfig, RewardConfig, SamplingConfig
+from rlx.config.schema_rollout import (
+    BufferConfig,
+    DifficultyFilter,
+    EnvConfig,
+    EnvSampling,
+    OrchestratorConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 
 __all__ = [
     "MISSING",
+    "BufferConfig",
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
@@ -296,7 +305,25 @@ class Config:
     @property
     def num_groups(self) -> int:
         """Prompts per training step."""
-        return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+        return max(1, round(self.orchestrator.batch_size / self.mean_group_size))
+
+    def group_size(self, env: str) -> int:
+        """Rollouts per prompt of an environment."""
+        return self.envs[env].rollouts_per_example or self.orchestrator.rollouts_per_example
+
+    @property
+    def mean_group_size(self) -> float:
+        """Rollouts per prompt, mean over the mix."""
+        total = sum(env.weight for env in self.envs.values())
+        if total <= 0:
+            return self.orchestrator.rollouts_per_example
+        return sum(env.weight * self.group_size(name) for name, env in self.envs.items()) / total
+
+    @property
+    def concurrency(self) -> int:
+        """The most rollouts in flight; at the start, if that follows the engines."""
+        servers = len(self.inference.base_url) or self.hardware.inference_replicas
+        return self.orchestrator.max_concurrent or servers * self.inference.max_num_seqs
 
     @property
     def max_model_len(self) -> int:

@@ -26,7 +26,7 @@ def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, 
     envs: dict[str, Local] = {}
     for name, env in config.envs.items():
         beat(f"loading environment {name}")
-        timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
+        timeout, concurrency = config.orchestrator.rollout_timeout, config.concurrency
         envs[name] = loader_of(env.id)(name, env, sampling_of(config, env), timeout, concurrency)
     return envs
 

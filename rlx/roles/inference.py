@@ -149,4 +149,7 @@ def run() -> NoReturn:
 if __name__ == "__main__":
     run()
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned because it could not fork
+    from rlx.inference.server.rendezvous import leave_no_files
+
     die_with_parent()
+    leave_no_files()

@@ -104,6 +104,7 @@ def describe(
     for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
         values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
+        values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
         values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
         values |= _means(f"env/{name}", [rollout.metrics for rollout in own])

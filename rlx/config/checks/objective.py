@@ -24,14 +24,20 @@ def targets_named(cfg: Config, of: Show) -> Iterator[str]:
             yield f"`{name}._target_` must be the dotted path of a function or class: {shown}. Choose a preset: {name}=NAME."
 
 
-@rule("orchestrator.rollouts_per_example", "advantage")
+@rule("orchestrator.rollouts_per_example", "envs", "advantage")
 def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
-    name = target_name(cfg.advantage)
-    if cfg.orchestrator.rollouts_per_example == 1 and declared(cfg.advantage).compares_group:
-        yield (
-            f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
-            f"{of('orchestrator.rollouts_per_example')}.\nSet orchestrator.rollouts_per_example to at least 2, or use advantage=none."
-        )
+    name, run = target_name(cfg.advantage), "orchestrator.rollouts_per_example"
+    if not declared(cfg.advantage).compares_group:
+        return
+    sizes = {f"envs.{env}.rollouts_per_example": one.rollouts_per_example for env, one in cfg.envs.items()}
+    if not sizes or None in sizes.values():
+        sizes[run] = cfg.orchestrator.rollouts_per_example
+    for key, size in sizes.items():
+        if size == 1:
+            yield (
+                f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
+                f"{of(key)}.\nSet {key} to at least 2, or use advantage=none."
+            )
 
 
 def weighs_tokens(cfg: Config) -> bool:
@@ -46,13 +52,14 @@ def needs_exact_sampling(cfg: Config, env: Mapping[str, Any]) -> bool:
     return not accepted and (weighs_tokens(cfg) or declared_by(str(cfg.loss.get("_target_", ""))) is None)
 
 
-@rule("sampling", "loss")
+@rule("sampling", "envs", "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
-    cut = biases({"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p, "min_tokens": s.min_tokens})
+    sections: dict[str, Any] = {"sampling": s} | {f"envs.{name}.sampling": env.sampling for name, env in cfg.envs.items()}
+    cut = [f"{place}.{key}" for place, own in sections.items() for key in biases({k: v for k, v in vars(own).items() if v is not None})]
     name = target_name(cfg.loss)
     if cut and not s.allow_biased_ratio and weighs_tokens(cfg):
-        keys = ", ".join(of(f"sampling.{key}") for key in cut)
+        keys = ", ".join(of(key) for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
             "The engine samples from a truncated distribution, but the trainer scores with the full one. Turn truncation off "
@@ -137,13 +144,17 @@ def optimizer_in_range(cfg: Config, of: Show) -> Iterator[str]:
                 break
 
 
-@rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")
+@rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size", "envs")
 def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
     over = declared(cfg.advantage).std_over
     if over is None or not isinstance(cfg.advantage.get("ddof"), int):
         return
-    key = "orchestrator.rollouts_per_example" if over == "group" else "orchestrator.batch_size"
-    size = cfg.orchestrator.rollouts_per_example if over == "group" else cfg.orchestrator.batch_size
+    key, size = "orchestrator.batch_size", cfg.orchestrator.batch_size
+    if over == "group":
+        smallest = min(cfg.envs, key=cfg.group_size, default="")
+        own = bool(smallest) and cfg.envs[smallest].rollouts_per_example is not None
+        key = f"envs.{smallest}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
+        size = cfg.group_size(smallest) if smallest else cfg.orchestrator.rollouts_per_example
     if size > 1 and cfg.advantage["ddof"] >= size:
         yield (
             f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of('advantage.ddof')}, {of(key)}.\n"

@@ -33,7 +33,7 @@ class Sink:
     The tokens that the core has sampled beyond it are dropped, and the core is told to abort the request (`cut`).
     """
 
-    __slots__ = ("cut", "done", "finish_reason", "logprobs", "max_tokens", "text", "token_ids", "versions")
+    __slots__ = ("cut", "done", "finish_reason", "interrupted", "logprobs", "max_tokens", "text", "token_ids", "versions")
 
     def __init__(self, done: asyncio.Future[None], max_tokens: int) -> None:
         self.token_ids: list[int] = []
@@ -41,6 +41,7 @@ class Sink:
         self.versions: list[list[int]] = []  # runs [version, tokens]
         self.finish_reason = ""
         self.max_tokens = max_tokens
+        self.interrupted = False  # by a weight update: the engine reports this as a preemption
         self.done = done
         self.text: IncrementalDetokenizer | None = None
         self.cut = False  # ended by a stop string while the core goes on
@@ -84,9 +85,12 @@ class PolicyOutputs:
         others = []
         version = self.version
         for output in outputs.outputs:
-            if output.events:
-                self.preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
             sink = self.sinks.get(output.request_id)
+            if output.events:
+                preempted = sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
+                if sink is not None and preempted:
+                    preempted, sink.interrupted = preempted - sink.interrupted, False
+                self.preemptions += preempted
             if sink is None:
                 others.append(output)
                 continue
@@ -105,6 +109,11 @@ class PolicyOutputs:
             self.running, self.waiting, self.kv_cache_usage = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
         outputs.outputs = others
         return bool(others)
+
+    def interrupt(self) -> None:
+        """A weight update has interrupted the running requests. That is not for lack of cache, so it does not count as preemption."""
+        for sink in self.sinks.values():
+            sink.interrupted = bool(sink.token_ids)  # a request that waits has no tokens, except after a preemption
 
     def _fail(self, error: BaseException) -> None:
         """Fail every open request, because the engine is dead."""

@@ -28,6 +28,7 @@ from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, Poli
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes, twin_of_head
+from rlx.inference.server.rendezvous import leave_no_files
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class PolicyEngine:
     @classmethod
     async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
         """Load version 0 and get ready to serve. This blocks the event loop, as vLLM does."""
+        leave_no_files()
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
@@ -216,6 +218,7 @@ class PolicyEngine:
         try:
             await self.core.pause_scheduler_async("keep", True)  # True: drop all keys and values
             await self.core.settle()
+            self.core.interrupt()
             shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
             compared = min(shares)
             self.core.version = version
