@@ -18,13 +18,26 @@ from rlx.config.keys import MISSING, key, section
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
-from rlx.config.schema_rollout import DifficultyFilter, EnvConfig, EnvSampling, OrchestratorConfig, RewardConfig, SamplingConfig
+from rlx.config.schema_rollout import (
+    DifficultyFilter,
+    EnvConfig,
+    EnvSampling,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSampling,
+    OrchestratorConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 
 __all__ = [
     "MISSING",
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "EvalSampling",
     "LauncherConfig",
     "LoggerConfig",
     "OrchestratorConfig",
@@ -170,6 +183,9 @@ class CkptConfig:
     )
     keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
     keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
+    keep_best: str | None = key(
+        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
+    )
 
 
 @dataclass
@@ -263,6 +279,7 @@ class Config:
     reward: RewardConfig = section(RewardConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
+    eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)

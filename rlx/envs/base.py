@@ -8,6 +8,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from rlx.config.schema import Config, EnvConfig
@@ -19,7 +20,7 @@ class Environment(Protocol):
     """One environment of the mix."""
 
     name: str  # key of the `envs` section
-    rows: Sequence[dict[str, Any]]  # the data set: `example_id`, `prompt`, `answer`, … always in the same order
+    rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
@@ -43,12 +44,6 @@ class Local(Environment, Protocol):
 
 def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
-    run = config.sampling
-    return {
-        "max_tokens": run.max_tokens if env.sampling.max_tokens is None else env.sampling.max_tokens,
-        "temperature": run.temperature if env.sampling.temperature is None else env.sampling.temperature,
-        "top_p": run.top_p,
-        "top_k": run.top_k,
-        "min_p": run.min_p,
-        "min_tokens": run.min_tokens,
-    }
+    values = {name: getattr(config.sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens")}
+    own = {f.name: getattr(env.sampling, f.name) for f in fields(env.sampling)}
+    return values | {name: value for name, value in own.items() if value is not None}
