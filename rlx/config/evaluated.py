@@ -25,6 +25,11 @@ def evaluated(cfg: Config) -> dict[str, EvalEnvConfig]:
     return {name: _filled(cfg, name, entry) for name, entry in (cfg.eval.envs or {name: EvalEnvConfig() for name in cfg.envs}).items()}
 
 
+def environments(cfg: Config) -> dict[str, EnvConfig]:
+    """All environments that a run loads: those of the mix, and those to evaluate on under their names with the prefix."""
+    return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
+
+
 def is_due(cfg: Config, version: int) -> bool:
     """Whether a policy version is evaluated: 0 with `eval.eval_base`, multiples of `eval.interval`, and the last version."""
     if cfg.eval.interval is None:

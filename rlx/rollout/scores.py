@@ -2,9 +2,9 @@
 
 Pure functions of numbers, for evaluations beside training and for any other.
 
-The examples are the sample: a larger evaluation would have more of them. So every interval is over examples, and the rollouts of one example
-are one cluster (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640). The standard error of the mean of N examples' scores is their
-standard deviation / √N. It includes the chance of sampling, because each example's score does.
+The examples are the sample: a larger evaluation would have more of them. So every interval is over examples, and the rollouts of one
+example are one cluster (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640). The standard error of the mean of N examples' scores
+is their standard deviation / √N. It includes the chance of sampling, because each example's score does.
 
 The usual interval, mean ± 1.96 standard errors, is wrong near 0 and 1: a model that solves all of 30 examples would get [1, 1]. For scores
 in [0, 1] the interval is therefore Wilson's score interval, with the effective number of independent draws that the standard error implies

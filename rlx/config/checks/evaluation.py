@@ -37,7 +37,8 @@ def room_for_prompt_of_evaluation(cfg: Config, of: Show) -> Iterator[str]:
             key = f"eval.envs.{name}.sampling.max_tokens" if own and own.sampling.max_tokens else "eval.sampling.max_tokens"
             yield (
                 f"a completion leaves no room for its prompt when {name} is evaluated: {env.sampling.max_tokens} new tokens >= the "
-                f"engine's context of {cfg.max_model_len} (inference.max_model_len, or seq_len).\nLower {key} or raise inference.max_model_len."
+                f"engine's context of {cfg.max_model_len} (inference.max_model_len, or seq_len).\n"
+                f"Lower {key} or raise inference.max_model_len."
             )
 
 
