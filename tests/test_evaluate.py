@@ -183,6 +183,7 @@ def test_the_version_of_every_token_is_checked() -> None:
         completion_ids=np.zeros(3, np.int32),
         logprobs=np.zeros(3, np.float32),
         versions=np.array([4, 4, 5], np.int32),
+        temperature=1.0,
         finish_reason="stop",
     )
     task = Task(env="e", example_id=3, index=0, row={})

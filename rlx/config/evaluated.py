@@ -30,6 +30,11 @@ def environments(cfg: Config) -> dict[str, EnvConfig]:
     return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
 
 
+def section_of(name: str) -> str:
+    """The section of an environment that a run loads under this name."""
+    return f"eval.envs.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else f"envs.{name}"
+
+
 def is_due(cfg: Config, version: int) -> bool:
     """Whether a policy version is evaluated: 0 with `eval.eval_base`, multiples of `eval.interval`, and the last version."""
     if cfg.eval.interval is None:

@@ -47,11 +47,17 @@ class Chat:
             self._prompts[key] = ids
         return ids
 
-    def _render(self, messages: list[Message], tools: list[dict] | None) -> list[int]:
+    def transcript(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
+        """Token ids [L] of the conversation as it stands, without the head of a next answer."""
+        return self._render(list(messages), tools, answer=False)
+
+    def _render(self, messages: list[Message], tools: list[dict] | None, answer: bool = True) -> list[int]:
         if self.renderer is not None:
-            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=answer))
         decoded = [_with_decoded_arguments(message) for message in messages]
-        return list(self.tokenizer.apply_chat_template(decoded, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return list(
+            self.tokenizer.apply_chat_template(decoded, tools=tools, add_generation_prompt=answer, tokenize=True, return_dict=False)
+        )
 
     def extend(self, turn: Turn, new: Sequence[Message], tools: list[dict] | None = None) -> list[int] | None:
         """The prompt after `turn` and the messages `new` that follow it, with sampled tokens verbatim; None if that cannot be proven."""

@@ -12,7 +12,7 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs")
+@rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
@@ -20,15 +20,15 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        yield from module_problems(f"envs.{name}.id", env.id, of)
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
 
 
-def module_problems(key: str, env_id: str, of: Show) -> Iterator[str]:
-    """Whether the environment that a key names can be imported."""
+def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
+    """Whether a key names an environment. `installed`: it must be installed here."""
     module = module_of(env_id)
     if not module.isidentifier():
         yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
-    elif not is_installed(module):
+    elif installed and not is_installed(module):
         yield (
             f"the environment {of(key)} is not installed: there is no module {module}.\n"
             f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."

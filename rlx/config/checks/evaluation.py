@@ -11,11 +11,11 @@ from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
 
-@rule("eval", "envs")
+@rule("eval", "envs", "launcher")
 def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
     for name, entry in cfg.eval.envs.items():
         if entry.id is not None:
-            yield from module_problems(f"eval.envs.{name}.id", entry.id, of)
+            yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs, of)
         elif name not in cfg.envs:
             known = ", ".join(cfg.envs)
             yield (
