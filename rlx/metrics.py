@@ -88,6 +88,20 @@ METRICS: dict[str, str] = {
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
     "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
+    # eval: one record an evaluation; its step is the policy version
+    "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
+    "eval/<env>/pass@<k>": "probability that at least one of k rollouts of an example passes (`eval.pass_threshold`), by the unbiased "
+    "estimator; k = 1, 2, 4, … up to n",
+    "eval/<env>/<score>_low": "lower end of the 95 % confidence interval of `avg@<n>` or `pass@<k>`, over examples",
+    "eval/<env>/<score>_high": "its upper end",
+    "eval/<env>/examples": "examples evaluated",
+    "eval/<env>/error_frac": "share of rollouts that failed, after retries",
+    "eval/<env>/truncated_frac": "share of rollouts cut by a length limit",
+    "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
+    "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
+    "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

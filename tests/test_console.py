@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import rich.console
 import zstandard
+from test_checkpoint_folders import write as write_checkpoint
 
 from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
@@ -222,6 +223,19 @@ def test_the_summary_has_rewards_times_speed_and_what_was_dropped(run):
     assert lines[5] == "  speed     2.00 steps/s · 4.2k tokens/s sampled · 36.5k tokens/s trained"
     assert lines[6] == "  dropped   16 dropped off policy, 2 failed timeout"
     assert lines[7] == f"  run       {run}"
+
+
+def test_the_last_evaluation_is_shown_with_its_interval_and_the_best_checkpoint(run):
+    writer = MetricsWriter(RunPaths(run).metrics, "eval")
+    for step, score in ((0, 0.25), (8, 0.75)):
+        writer.write(step, {"eval/math/avg@4": score, "eval/math/avg@4_low": score - 0.1, "eval/math/avg@4_high": score + 0.1})
+        write_checkpoint(RunPaths(run), step)
+    console = finished(run)
+    console.cfg.ckpt.keep_best = "eval/math/avg@4"
+    assert "eval math avg@4 0.750 (step 8)" in rendered(console)
+    lines = console.summary(0).splitlines()
+    assert lines[3] == "  eval      math avg@4: 0.250 → 0.750 at step 8  [0.650, 0.850]"
+    assert lines[4] == f"  best      eval/math/avg@4 0.750: {RunPaths(run).checkpoint_of(8)}"
 
 
 def test_without_drops_the_summary_says_so(run):

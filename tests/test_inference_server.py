@@ -9,6 +9,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import ANY
 
 import aiohttp
 import numpy as np
@@ -21,6 +22,7 @@ from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
+from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIPolicy
 from rlx.types import Task, Turn
 
@@ -361,6 +363,15 @@ def test_our_server_is_an_openai_endpoint_too(run: Run) -> None:
             short = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], None, {"max_tokens": 1, "min_tokens": 1})
             with pytest.raises(PromptTooLong, match="context length"):
                 await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
+            assert await check(policy, tokens=True) == Capabilities(no_tokens=None, no_tools=ANY)
+            with pytest.raises(PolicyError, match=r"does not take tools: .*auto.*tool"):
+                await check(policy, tools=True)
+            exact = policy.asking_for(tokens=True).episode(task, 0, 0)
+            known = await exact.respond([{"role": "user", "content": "abc"}])
+            assert exact.turns == (known.turn,)
+            assert (known.content, known.num_prompt_tokens) == (reply.content, len(known.turn.prompt_ids))
+            assert len(known.turn.completion_ids) == len(known.turn.logprobs) == 5
+            assert (known.turn.logprobs < 0).all()
             wrong = OpenAIPolicy(f"{endpoint.url}/v1", "guess", "tiny", max_retries=0)
             with pytest.raises(PolicyError, match=r"\(401\)"):
                 await wrong.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])

@@ -23,6 +23,9 @@ from rlx.config.schema_rollout import (
     DifficultyFilter,
     EnvConfig,
     EnvSampling,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSampling,
     OrchestratorConfig,
     RewardConfig,
     SamplingConfig,
@@ -34,6 +37,9 @@ __all__ = [
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "EvalSampling",
     "LauncherConfig",
     "LoggerConfig",
     "OrchestratorConfig",
@@ -197,6 +203,9 @@ class CkptConfig:
     )
     keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
     keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
+    keep_best: str | None = key(
+        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
+    )
 
 
 @dataclass
@@ -290,6 +299,7 @@ class Config:
     reward: RewardConfig = section(RewardConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
+    eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)

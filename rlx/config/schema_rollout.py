@@ -38,6 +38,7 @@ class EnvConfig:
     args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
     agents: list[str] = key([], "agents of a v1 taskset that train, one in each group, in turn; empty: all that the environment trains")
     num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
+    split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
     weight: float = key(1.0, "weight of this environment in the mix: its share of the prompts, relative to the others", low=0)
     rollouts_per_example: int | None = key(None, "rollouts per prompt; null: `orchestrator.rollouts_per_example`", low=1)
     curriculum: str | None = key(
@@ -47,6 +48,50 @@ class EnvConfig:
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
     sampling: EnvSampling = section(EnvSampling)
+
+
+@dataclass
+class EvalSampling(EnvSampling):
+    """Sampling parameters of evaluations; None takes the next more general value."""
+
+    max_tokens: int | None = key(None, "maximum number of new tokens in one turn; null: as in training", low=1)
+    temperature: float | None = key(None, "sampling temperature; 0 is greedy; null: as in training", low=0)
+    top_p: float | None = key(None, "nucleus sampling; null: `sampling.top_p`", above=0, high=1)
+    top_k: int | None = key(None, "sample only from the k most likely tokens; -1 keeps all; null: `sampling.top_k`", low=-1)
+    min_p: float | None = key(None, "drop tokens below this share of the largest probability; null: `sampling.min_p`", low=0, high=1)
+
+
+@dataclass
+class EvalEnvConfig(EnvConfig):
+    """One environment of an evaluation. Without an `id` it is the environment of the same name in `envs`, with what is set here."""
+
+    id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
+    split: str = key("eval", "which data set of the environment to use", choices=("train", "eval"))
+    num_examples: int | None = key(None, "how many of its first examples to evaluate on; null: `eval.num_examples`", low=1)
+    rollouts_per_example: int | None = key(None, "rollouts of each example; null: `eval.rollouts_per_example`", low=1)
+    sampling: EvalSampling = section(EvalSampling)
+
+
+@dataclass
+class EvalConfig:
+    """Evaluations beside training, each at one policy version. `rlx.config.evaluated` says what is evaluated."""
+
+    interval: int | None = key(
+        None, "evaluate every policy version that is a multiple of this, and the last one; null: no evaluation", low=1
+    )
+    envs: dict[str, EvalEnvConfig] = key({}, "the environments to evaluate on, by name; empty: all of `envs`, on their evaluation data")
+    num_examples: int | None = key(128, "how many of the first examples of an environment to evaluate on; null: all", low=1)
+    rollouts_per_example: int = key(1, "rollouts of each example: n of avg@n, and the largest k of pass@k", low=1)
+    sampling: EvalSampling = section(EvalSampling)
+    eval_base: bool = key(True, "also evaluate version 0, the initial model")
+    share: float = key(
+        0.25,
+        "rollouts of an evaluation in flight, as a share of what the servers decode together (`inference.max_num_seqs` each); more while "
+        "training leaves them idle",
+        above=0,
+        high=1,
+    )
+    pass_threshold: float = key(0.5, "a rollout passes, for pass@k, if its reward is at least this")
 
 
 @dataclass

@@ -54,22 +54,20 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
-    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float) -> None:
-        if env.dataset_source is None and env.dataset is None:
-            raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train") -> None:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
-        self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.rows = rows_of(name, env, split)
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
@@ -202,6 +200,21 @@ class VerifiersEnvironment:
         failure = failure_of(error, self.sources)
         self.failures.note(self.name, what, failure)
         return failure.text
+
+
+def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:
+    """The data set of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
+
+    Raises ValueError without training examples.
+    """
+    trains = env.dataset_source is not None or env.dataset is not None
+    if split == "eval" and (env.eval_dataset_source is not None or env.eval_dataset is not None):
+        return env.get_eval_dataset()
+    if not trains:
+        raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    if split == "eval":
+        log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
+    return env.get_dataset()
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

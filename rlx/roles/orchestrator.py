@@ -45,6 +45,7 @@ from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threa
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
+from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.stalls import explainer
@@ -84,7 +85,6 @@ class Orchestrator:
         self.collector = collector_of(config, envs, self._left_out)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
-        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
@@ -92,11 +92,14 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
         self.sampler.version = version
         self.collector.set_version(version)
+        self.evaluations.begin(version)
 
     def _go_on_from(self, start: Start) -> None:
         """Load the state of a checkpoint. `run` brings its policy version to the servers."""
@@ -120,7 +123,7 @@ class Orchestrator:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             await first_failure(self._work_until_preempted(), forever=forever)
         finally:
-            await self.collector.close()
+            await asyncio.gather(self.collector.close(), self.evaluations.close())
             await asyncio.gather(*(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
@@ -136,6 +139,7 @@ class Orchestrator:
             await asyncio.Event().wait()
 
     async def _work(self) -> None:
+        self.evaluations.begin(self.updates.version)
         await self.updates.reach(self.first_step)  # the servers need the checkpoint's policy before the first token
         parts = [self._train(), self.updates.follow()]
         if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
@@ -197,6 +201,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
+            phase = self.evaluations.instead_of(phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -241,8 +246,8 @@ def main() -> int:
     envs = load_environments(config, heartbeat.beat)
     chat = load_tokenizer(config, paths, heartbeat.beat)
     heartbeat.beat("reading the data sets")
-    for name, env in envs.items():
-        check_rows(name, env.rows)
+    for name in config.envs:
+        check_rows(name, envs[name].rows)
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
     gc.freeze()  # the objects loaded so far stay; the garbage collector can skip them
 

@@ -106,8 +106,8 @@ def describe(
         values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
         values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
-        values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
-        values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
+        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
+        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}
@@ -141,7 +141,7 @@ class RewardErrors:
                 )
 
 
-def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of every name over the records that have it."""
     names = sorted({name for one in values for name in one})
     return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}

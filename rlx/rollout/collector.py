@@ -58,6 +58,7 @@ class Pending:
 def collector_of(config: Config, envs: Mapping[str, Environment], left_out: Callable[[Sequence[Rollout]], str | None]) -> Collector:
     """The collector of a run. `left_out`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
     orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
+    envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
     weights = {name: env.weight for name, env in config.envs.items()}
     return Collector(
         envs=envs,

@@ -22,7 +22,10 @@ def renderer_exists(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.model.renderer not in known:
         close = difflib.get_close_matches(cfg.model.renderer, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        yield f"there is no such renderer: {of('model.renderer')}.{hint}\nUse auto, default (the chat template), or one of {', '.join(known)}."
+        yield (
+            f"there is no such renderer: {of('model.renderer')}.{hint}\n"
+            f"Use auto, default (the chat template), or one of {', '.join(known)}."
+        )
 
 
 @rule("model.chat_template", "model.renderer")

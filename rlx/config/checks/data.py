@@ -20,14 +20,19 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        module = module_of(env.id)
-        if not module.isidentifier():
-            yield f"{of(f'envs.{name}.id')} is not the name of a Python module. Write the name of an installed environment, or owner/name."
-        elif cfg.launcher.check_envs and not is_installed(module):
-            yield (
-                f"the environment {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
-                f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
-            )
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
+
+
+def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
+    """Whether a key names an environment. `installed`: it must be installed here."""
+    module = module_of(env_id)
+    if not module.isidentifier():
+        yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
+    elif installed and not is_installed(module):
+        yield (
+            f"the environment {of(key)} is not installed: there is no module {module}.\n"
+            f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
+        )
 
 
 # batches
