@@ -47,6 +47,7 @@ class StandInEnvironment:
         words = [f"word {number} {salt}" for number in range(2500 if args["salt"] is None else 40)]
         self.rows = [{"example_id": number, "prompt": [{"role": "user", "content": word}]} for number, word in enumerate(words)]
         self.policy: Any = None
+        self.tools = ()
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`."""

@@ -30,7 +30,7 @@ class Child:
         Call it on the main thread: the kernel ends the child when the thread that started it ends. Raises OSError if it cannot start.
         """
         self.name, self._reaped = name, False
-        self.folders: tuple[str, ...] = ()  # the environment's own code
+        self.sources = ""  # folder or file of the environment's own code
         ours, theirs = socket.socketpair()
         marks, self._stacks = Marks.create(), os.memfd_create("rlx-stacks")
         self._log = os.memfd_create("rlx-log") if log is None else os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -95,7 +95,7 @@ class Child:
         found = threads(dump.decode(errors="replace"))
         # The event loop may only be waiting for the interpreter, which the rollout's own call in a thread holds.
         own = [call.thread for call in self.marks.calls() if mark is not None and call.play == mark.play]
-        return culprit(found.get(own[0] if own else 0, []), self.folders)
+        return culprit(found.get(own[0] if own else 0, []), self.sources)
 
     def kill(self) -> None:
         """End it and all that it started."""

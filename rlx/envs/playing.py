@@ -73,7 +73,7 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
     if episode is None:
         turns: Any = ()
     else:
-        turns = episode.turns if result.kept is None else episode.keep(result.kept)  # type: ignore[attr-defined]
+        turns = episode.turns if result.kept is None else episode.keep(result.kept)
     return Rollout(
         task=playing.task,
         member=result.member,

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class WorkerPool:
         self.name = name
         self.policy: Policy | None = None
         self.rows: Sequence[dict[str, Any]] = ()
+        self.tools: Sequence[Mapping[str, Any]] = ()
         self.scores_groups = False
         self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
         self.replayed = 0  # requests played again because their worker ended
@@ -124,6 +125,7 @@ class WorkerPool:
                         self._introduced(worker, message)
                         if worker.place == 0:
                             self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
+                            self.tools = message.tools
 
     def _raise_not_loaded(self, worker: Worker) -> None:
         error = worker.not_loaded(self.name, self._config.id, worker.child.process.wait())
@@ -133,7 +135,7 @@ class WorkerPool:
 
     def _introduced(self, worker: Worker, message: Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
-        worker.loaded, worker.alive, worker.child.folders = True, time.monotonic(), tuple(message.folders)
+        worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
         if self._digest and message.digest != self._digest:
             raise WorkerError(
                 f"envs.{self.name}: {self._config.id} makes other examples in each process, so a worker cannot score another's; give it a "
@@ -314,7 +316,7 @@ class WorkerPool:
             if mark is None or mark.since != verdict.mark.since:  # it went on after all
                 worker.verdict = None
                 return
-        worker.verdict = Verdict(verdict.cause, verdict.mark, f"{verdict.text} in {where}" if where else verdict.text)
+        worker.verdict = Verdict(verdict.cause, verdict.mark, f"{verdict.text}; at {where}" if where else verdict.text)
         worker.child.kill()
 
     def _soon(self, work: Any) -> None:

@@ -28,7 +28,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.file}:{self.line})"
+        return f"{self.file}:{self.line} in {self.function}"
 
 
 def threads(dump: str) -> dict[int, list[Frame]]:
@@ -45,19 +45,19 @@ def threads(dump: str) -> dict[int, list[Frame]]:
     return found
 
 
-def culprit(frames: Sequence[Frame], folders: Sequence[str]) -> str:
+def culprit(frames: Sequence[Frame], sources: str) -> str:
     """The innermost function of the environment, and the one in which it is stuck if that is another. Empty without frames.
 
-    `folders`: the environment's own code. If no frame lies there, the innermost one outside the standard library, verifiers and rlx
+    `sources`: folder or file of the environment's own code. If no frame lies there, the innermost one outside the standard library, verifiers and rlx
     counts as the environment's.
     """
     if not frames:
         return ""
     others = [frame for frame in frames if not _of_the_machinery(frame.file)]
-    own = next((frame for frame in frames if frame.file.startswith(tuple(folders))), None) if folders else None
+    own = next((frame for frame in frames if sources and (frame.file == sources or frame.file.startswith(f"{sources}/"))), None)
     own = own or (others[0] if others else frames[0])
     deepest = others[0] if others else own
-    return str(own) if deepest == own else f"{own}, inside {deepest}"
+    return str(own) if deepest == own else f"{own}, which is at {deepest}"
 
 
 def _of_the_machinery(file: str) -> bool:

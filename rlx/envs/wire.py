@@ -103,7 +103,8 @@ class Loaded(Message):
     columns: bool  # a slice of the rows is a dict of columns, as in `datasets`
     scores_groups: bool
     digest: str  # of a sample of the rows: all workers of an environment must have the same
-    folders: list[str]  # folders or files of the environment's own code
+    tools: list[Any]  # `Environment.tools`
+    sources: str  # folder or file of the environment's own code; empty: not known
 
 
 class LoadFailed(Message):

@@ -12,7 +12,6 @@ import asyncio
 import faulthandler
 import gc
 import hashlib
-import importlib.util
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rlx.envs.errors import describe, sources_of
 from rlx.envs.load import load_one
 from rlx.envs.marks import PLAYING, Marks, ThreadMarks, marked_tasks
 from rlx.envs.remote import RemoteEpisode, RemotePolicy
@@ -65,7 +65,7 @@ def main(name: str, sock: int, marks: int, stacks: int) -> None:
         _introduce(link, env, load)
     except Exception as error:
         log.exception("loading failed")
-        link.send_now(LoadFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        link.send_now(LoadFailed(describe(error, sources_of(load.config.id)), traceback.format_exc()))
         os._exit(1)
     gc.freeze()  # as in the orchestrator: what is loaded stays
     new_loop, memory = _loop_class(), Marks(marks)
@@ -112,18 +112,9 @@ def _introduce(link: Link, env: Any, load: Load) -> None:
     digest = hashlib.blake2b(str(len(rows)).encode(), digest_size=16)
     for place in range(0, len(rows), max(1, len(rows) // SAMPLE)):
         digest.update(pack_row(rows[place]))
-    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), code_of(load.config.id)))
-
-
-def code_of(env_id: str) -> list[str]:
-    """The folders and files of an environment's module; empty if there is none of that name."""
-    try:
-        spec = importlib.util.find_spec(env_id.rpartition("/")[2].replace("-", "_"))
-    except (ImportError, ValueError):
-        return []
-    if spec is None:
-        return []
-    return [f"{folder}/" for folder in spec.submodule_search_locations or ()] or [spec.origin or ""]
+    tools = [dict(tool) for tool in env.tools]
+    sources = str(sources_of(load.config.id) or "")
+    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources))
 
 
 class Server:
