@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlx.envs import boot
 from rlx.envs.marks import Mark, Marks
-from rlx.envs.stacks import culprit, threads
+from rlx.envs.stacks import environments_line, threads
 from rlx.envs.wire import FromWorker, Link
 
 STACK_WAIT = 2.0  # seconds for a process to write its stacks
@@ -95,7 +95,7 @@ class Child:
         found = threads(dump.decode(errors="replace"))
         # The event loop may only be waiting for the interpreter, which the rollout's own call in a thread holds.
         own = [call.thread for call in self.marks.calls() if mark is not None and call.play == mark.play]
-        return culprit(found.get(own[0] if own else 0, []), self.sources)
+        return environments_line(found.get(own[0] if own else 0, []), self.sources)
 
     def kill(self) -> None:
         """End it and all that it started."""
