@@ -36,7 +36,7 @@ class Child:
         self._log = os.memfd_create("rlx-log") if log is None else os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._log_from = os.fstat(self._log).st_size
         shared = (theirs.fileno(), marks, self._stacks)
-        command = [python or sys.executable, boot.__file__, name, *map(str, shared)]
+        command = [os.path.expanduser(python or sys.executable), boot.__file__, "worker", name, *map(str, shared)]
         environment = {key: value for key, value in os.environ.items() if python is None or key not in ("PYTHONHOME", "VIRTUAL_ENV")}
         try:
             # A session of its own: a signal to its group reaches all that the environment starts, and nothing else.

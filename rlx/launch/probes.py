@@ -23,6 +23,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import Config, EnvConfig
+from rlx.envs import boot
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import die_with
@@ -75,7 +76,11 @@ def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
+    return (
+        os.path.expanduser(env.python or sys.executable),
+        env.id,
+        json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr),
+    )
 
 
 # the cache
@@ -138,7 +143,7 @@ def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], st
     loading: str | None = None
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [python, "-m", "rlx.envs.probe"],
+            [python, boot.__file__, "probe"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
