@@ -324,7 +324,7 @@ def test_our_server_is_an_openai_endpoint_too(run: Run) -> None:
             with pytest.raises(PromptTooLong, match="context length"):
                 await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
             assert await check(policy, tokens=True) == Capabilities(no_tokens=None, no_tools=ANY)
-            with pytest.raises(PolicyError, match="does not take tools: .*auto.*tool"):
+            with pytest.raises(PolicyError, match=r"does not take tools: .*auto.*tool"):
                 await check(policy, tools=True)
             exact = policy.asking_for(tokens=True).episode(task, 0, 0)
             known = await exact.respond([{"role": "user", "content": "abc"}])
