@@ -153,7 +153,7 @@ def test_tools_are_offered_called_and_answered() -> None:
     first, second = rollout.turns
     known = [*first.prompt_ids, *first.completion_ids]
     assert second.prompt_ids[: len(known)].tolist() == known
-    assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call_0"}
+    assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call00000"}
 
 
 def test_a_call_of_an_unknown_tool_is_answered_and_the_episode_goes_on() -> None:

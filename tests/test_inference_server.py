@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
+from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIPolicy
@@ -257,6 +258,45 @@ def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
     first = greedy.completion_ids.tolist().index(greedy.completion_ids[5])
     assert stopped.completion_ids.tolist() == greedy.completion_ids[: first + 1].tolist()
     assert stopped.finish_reason == "stop"
+
+
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(run: Run) -> None:
+    decode = build_tokenizer(CONTEXT).decode
+
+    async def conversation(client: Servers) -> tuple[list[Turn], list[Turn], list[str]]:
+        whole = await asyncio.gather(*[sample(client, ids, seed, max_tokens=200) for seed, ids in enumerate(prompts(8))])
+        texts = [decode(turn.completion_ids, skip_special_tokens=True) for turn in whole]
+        wanted = [text[len(text) // 2 :][:3] or "zzz" for text in texts]
+        cut = await asyncio.gather(
+            *[sample(client, ids, seed, max_tokens=200, stop=["never said", wanted[seed]]) for seed, ids in enumerate(prompts(8))]
+        )
+        async with asyncio.timeout(10):
+            while (await client.fleet.stats())["perf/running"]:  # the engine has ended them, too
+                await asyncio.sleep(0.05)
+        return whole, cut, wanted
+
+    whole, cut, wanted = talk(run, conversation)
+    assert any(len(short.completion_ids) < len(long.completion_ids) for short, long in zip(cut, whole, strict=True))
+    for short, long, stop in zip(cut, whole, wanted, strict=True):
+        length = len(short.completion_ids)
+        assert short.completion_ids.tolist() == long.completion_ids[:length].tolist(), "the tokens are those that were sampled"
+        assert short.logprobs.tobytes() == long.logprobs[:length].tobytes()
+        assert short.finish_reason == "stop"
+        if stop != "zzz":
+            assert stop in decode(short.completion_ids, skip_special_tokens=True)
+            assert stop not in decode(short.completion_ids[:-1], skip_special_tokens=True)
+
+
+def test_penalties_and_biases_reach_the_engine_and_the_turn_says_its_temperature(run: Run) -> None:
+    async def conversation(client: Servers) -> list[Turn]:
+        ids, asked = prompts(1)[0], [{}, {"logit_bias": {20: 100.0}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}]
+        asked += [{"frequency_penalty": 2.0}, {"temperature": 0.001}, {"temperature": 0.0}]
+        return await asyncio.gather(*[sample(client, ids, 0, **one) for one in asked])
+
+    plain, biased, repetition, presence, frequency, cold, greedy = talk(run, conversation)
+    assert set(biased.completion_ids.tolist()) == {20}
+    assert not any(same(plain, other) for other in (repetition, presence, frequency))
+    assert [turn.temperature for turn in (plain, cold, greedy)] == [1.0, 0.01, 1.0], "vLLM raises 0.001, and scores greedy tokens at 1"
 
 
 def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:

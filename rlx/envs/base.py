@@ -7,7 +7,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ class Environment(Protocol):
 
     name: str  # key of the `envs` section
     rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
+    tools: Sequence[Mapping[str, Any]]  # the functions that it is known to offer before a rollout, in OpenAI's form
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
@@ -44,6 +45,5 @@ class Local(Environment, Protocol):
 
 def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
-    values = {name: getattr(config.sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens")}
-    own = {f.name: getattr(env.sampling, f.name) for f in fields(env.sampling)}
-    return values | {name: value for name, value in own.items() if value is not None}
+    own = {field.name: getattr(env.sampling, field.name) for field in fields(env.sampling)}
+    return {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,10 +23,11 @@ from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
-from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
-from rlx.inference.protocol import Sampling
+from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -67,15 +68,15 @@ class VerifiersEnvironment:
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
         self.rows = rows_of(name, env, split)
+        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.
-        own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
-        own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
-        unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
-        if unknown:
-            log.warning("envs.%s asks for sampling parameters that the server does not support; they are ignored: %s", name, unknown)
-        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
+        own = servers_names(env.sampling_args)
+        ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
+        if ignored:
+            log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
+        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in ignored}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._play, self._score = prepare(env)
@@ -94,9 +95,9 @@ class VerifiersEnvironment:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
-        client = EpisodeClient(episode)
+        client = EpisodeClient(episode, raw=self.env.message_type == "completion")
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:

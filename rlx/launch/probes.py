@@ -24,7 +24,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import Config, EnvConfig
 from rlx.envs.errors import sources_of
-from rlx.envs.probe import Probed, file_digest, packages_digest
+from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import die_with
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
@@ -34,7 +34,7 @@ from rlx.runs.status import describe_returncode
 PATIENCE = 5.0  # seconds after which the user is told what is being loaded
 SCHEMA = 2  # changes when the meaning of a kept answer changes
 
-Identity = tuple[str, str, str, str]  # Python, verifiers' name, arguments as JSON, split of the data
+Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
 def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
@@ -75,7 +75,7 @@ def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps(env.args, sort_keys=True, default=repr), env.split
+    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
 
 
 # the cache
@@ -113,7 +113,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     while left:
         named = {str(number): each for number, each in enumerate(left)}
         entries = [
-            {"key": key, "name": wanted[each][0]} | {field: getattr(wanted[each][1], field) for field in ("id", "args", "split")}
+            {"key": key, "name": wanted[each][0]} | {field: getattr(wanted[each][1], field) for field in FIELDS}
             for key, each in named.items()
         ]
         answers, loading, ending = _run(python, entries)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlx.policy.asked import raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.endpoint import turn_of
 from rlx.types import Task, Turn
@@ -20,7 +21,7 @@ from rlx.types import Task, Turn
 log = logging.getLogger(__name__)
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
-OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
 
@@ -104,10 +105,17 @@ class OpenAIEpisode:
         parameters = parameters_of(asked)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
+        raw = raw_text(messages)
         if policy.tokens:
             parameters |= {"logprobs": True, "extra_body": {**parameters.get("extra_body", {}), "return_token_ids": True}}
-        answer = await self._ask([for_endpoint(message) for message in messages], parameters)
-        reply = reply_of(answer, policy.base_url)
+        if raw is None:
+            answer = await self._ask(policy.client.chat.completions, parameters | {"messages": [for_endpoint(m) for m in messages]})
+            reply = reply_of(answer, policy.base_url)
+        elif policy.tokens:
+            raise PolicyError("an endpoint whose tokens are known answers conversations only, not raw text prompts")
+        else:
+            answer = await self._ask(policy.client.completions, parameters | {"prompt": raw})
+            reply = text_reply_of(answer, policy.base_url)
         if policy.tokens:
             reply = replace(reply, turn=turn_of(answer, policy.base_url))
         if trained:
@@ -116,14 +124,14 @@ class OpenAIEpisode:
                 self._turns[number] = (reply.request_id, reply.turn)
         return reply
 
-    async def _ask(self, messages: Any, parameters: dict[str, Any]) -> Any:
-        """The endpoint's answer, after its retries."""
+    async def _ask(self, completions: Any, parameters: dict[str, Any]) -> Any:
+        """The endpoint's answer, after its retries. `completions`: one of the two routes, for conversations or for raw text."""
         import openai
 
         policy = self.policy
         tried = f"tried {policy.max_retries + 1} times"
         try:
-            return await policy.client.chat.completions.create(model=policy.model, messages=messages, **parameters)
+            return await completions.create(model=policy.model, **parameters)
         except openai.APIStatusError as error:
             text = f"{policy.base_url} ({error.status_code}): {error.message}"
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
@@ -168,6 +176,21 @@ def reply_of(answer: Any, base_url: str) -> Reply:
         reasoning=getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None),
         calls=tuple(Call(call.id, call.function.name, call.function.arguments) for call in calls),
         truncated=choice.finish_reason == "length",
+        request_id=answer.id or "",
+        num_prompt_tokens=usage.prompt_tokens if usage else 0,
+        num_tokens=usage.completion_tokens if usage else 0,
+    )
+
+
+def text_reply_of(answer: Any, base_url: str) -> Reply:
+    """A completion of raw text as a reply. Raises PolicyError if the answer is not a completion."""
+    choices = getattr(answer, "choices", None)
+    if not choices or not isinstance(getattr(choices[0], "text", None), str):
+        raise PolicyError(f"{base_url} gave an answer that is not a completion: {str(answer)[:200]}")
+    usage = answer.usage
+    return Reply(
+        content=choices[0].text,
+        truncated=choices[0].finish_reason == "length",
         request_id=answer.id or "",
         num_prompt_tokens=usage.prompt_tokens if usage else 0,
         num_tokens=usage.completion_tokens if usage else 0,

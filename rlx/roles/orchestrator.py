@@ -34,7 +34,7 @@ from rlx.data.source import send
 from rlx.envs.base import Environment, Local
 from rlx.envs.load import give_policy, load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.inference.endpoints import find_servers
+from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
@@ -44,13 +44,15 @@ from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
-from rlx.rollout.collector import Collector
+from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import TaskSequence, check_rows, data_digest
+from rlx.rollout.tasks import check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
+from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
 from rlx.waiting import LEFT, Preempted, first_failure
@@ -80,8 +82,8 @@ class Orchestrator:
         self.envs = envs
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
-        self.collector = self._make_collector()
-        self.reward_errors = RewardErrors(config.orchestrator.max_retries)
+        self.collector = collector_of(config, envs, self._left_out)
+        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -92,23 +94,6 @@ class Orchestrator:
             self._go_on_from(start)
         self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
-
-    def _make_collector(self) -> Collector:
-        config, orchestrator = self.config, self.config.orchestrator
-        mix = {name: self.envs[name] for name in config.envs}
-        return Collector(
-            envs=mix,
-            tasks=TaskSequence(mix, {name: env.weight for name, env in config.envs.items()}, config.seed),
-            num_groups=config.num_groups,
-            group_size=orchestrator.rollouts_per_example,
-            max_steps=config.max_steps,
-            max_async_level=config.max_async_level,
-            max_concurrent=orchestrator.max_concurrent,
-            max_retries=orchestrator.max_retries,
-            left_out=self._left_out,
-            max_rounds=orchestrator.difficulty_filter.max_rounds,
-            oversampling_factor=orchestrator.oversampling_factor,
-        )
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
@@ -133,6 +118,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
+        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
+        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             await first_failure(self._work_until_preempted(), forever=forever)
@@ -173,7 +160,8 @@ class Orchestrator:
             if isinstance(self.advantage, Remembers):
                 self.advantage.update(scores)
             batch = make_batch(step, groups, self.config)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | {"time/update_weights": self.updates.seconds}
+            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
+            values["time/update_weights"] = self.updates.seconds
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -235,8 +223,9 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens)
+    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
     async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+        fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
@@ -252,6 +241,7 @@ def main() -> int:
     config, paths = load_run(run_dir), RunPaths(run_dir)
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, "orchestrator")
+    answer(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
     envs = load_environments(config, heartbeat.beat)

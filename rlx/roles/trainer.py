@@ -29,6 +29,7 @@ from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.stacks import answer
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
@@ -68,7 +69,15 @@ class Trainer:
         )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
-        self.publisher = Publisher.of(self.model, self.mesh, paths, source=name, dtype=dtype, trust_remote_code=trusted)
+        self.publisher = Publisher.of(
+            self.model,
+            self.mesh,
+            paths,
+            source=name,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            chat_template=cfg.model.chat_template,
+        )
         watch.checks.append(self.publisher.check)
         facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(
@@ -228,7 +237,7 @@ class Trainer:
 
     def between_micro_batches(self) -> None:
         """Send a heartbeat. Raises Preempted if the step should be abandoned; this is possible only before it changes the weights."""
-        self.watch.beat_on()
+        self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
 
@@ -258,6 +267,7 @@ def main() -> int:
         signal.signal(number, stop)
     cfg = load_run(paths.root)
     place = Place.of(os.environ)
+    answer(paths, place.name or f"trainer_rank_{place.rank}")
     level = logging.INFO if place.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)

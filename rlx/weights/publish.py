@@ -47,12 +47,25 @@ class Publisher:
 
     @classmethod
     def of(
-        cls, model: PolicyModel, mesh: Mesh, paths: RunPaths, *, source: str, dtype: torch.dtype, trust_remote_code: bool = False
+        cls,
+        model: PolicyModel,
+        mesh: Mesh,
+        paths: RunPaths,
+        *,
+        source: str,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
     ) -> Publisher:
-        """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer."""
+        """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
+
+        `chat_template`: a file; the published folders have this template instead of the model's own.
+        """
         static = ModelFiles({})
         if mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+            if chat_template is not None:
+                static = static.with_chat_template(chat_template)
         return cls(model, mesh, paths, static, dtype)
 
     def gather(self, version: int) -> None:
