@@ -129,6 +129,19 @@ class Evaluations:
         self.metrics.write(self._now.version, values | {"time/wait_evaluation": time.monotonic() - began})
         self._now = self._playing = None
 
+    async def finish(self) -> None:
+        """`leave` the last version. During a preemption its evaluation is given up, because there would be nothing left to resume."""
+        leaving = asyncio.ensure_future(self.leave())
+        try:
+            while not leaving.done() and not self.paths.preempt.exists():
+                await asyncio.wait({leaving}, timeout=GLANCE)
+            if leaving.done() or self._now is None:
+                await leaving
+            else:
+                log.warning("version %d is not evaluated: the run is preempted, and all its steps are done", self._now.version)
+        finally:
+            leaving.cancel()
+
     def instead_of(self, phase: str) -> str:
         """The phase to report: the progress of an evaluation if training waits for weights meanwhile, otherwise the given one."""
         now = self._now
