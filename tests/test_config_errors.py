@@ -75,6 +75,16 @@ CASES = {
     "environment_not_named": Case("env=[sums,reverse_text] env.weight=2"),
     "batch_not_whole_groups": Case("orchestrator.batch_size=100"),
     "batch_smaller_than_group": Case("orchestrator.batch_size=4"),
+    "batch_not_whole_groups_of_a_mix": Case("env=[math,reverse_text] envs.math.rollouts_per_example=4 envs.reverse_text.weight=3"),
+    "group_of_one_in_an_environment": Case("envs.reverse_text.rollouts_per_example=1"),
+    "pools_without_sense": Case(
+        "orchestrator.buffer.easy_threshold=0.2 orchestrator.buffer.hard_threshold=0.5 orchestrator.buffer.easy_fraction=0.7 "
+        "orchestrator.buffer.hard_fraction=0.6"
+    ),
+    "pool_without_threshold": Case("orchestrator.buffer.hard_fraction=0.5"),
+    "sampling_of_an_environment": Case(
+        "envs.reverse_text.sampling.top_p=0.9 envs.reverse_text.sampling.top_k=0 envs.reverse_text.sampling.min_tokens=9999"
+    ),
     "group_of_one": Case("orchestrator.rollouts_per_example=1 orchestrator.batch_size=32"),
     "more_minibatches_than_groups": Case("trainer.num_minibatches=33"),
     "engine_context_below_seq_len": Case("inference.max_model_len=32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import rich.console
 import zstandard
+from test_checkpoint_folders import write as write_checkpoint
 
 from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
@@ -20,6 +22,7 @@ from rlx.cli.console import Console, clock, count, sparkline, started_as
 from rlx.cli.show import run as show
 from rlx.config.load import compose
 from rlx.config.schema import Config
+from rlx.launch.stall import STACKS
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.history import History
@@ -105,10 +108,10 @@ def test_the_pace_is_that_of_the_last_steps_and_unknown_before_there_are_two(run
 
 
 def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
+    beat(run, "orchestrator", "of an earlier attempt", age=60)
     console = Console(run, Config(max_steps=10))
     beat(run, "inference_0", "loading [bold]model[/]")
     beat(run, "trainer", "done")
-    beat(run, "orchestrator", "of an earlier attempt", age=60)
     console.update()
     text = rendered(console)
     assert "my-run" in text
@@ -118,6 +121,36 @@ def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
     assert "trainer" not in text
     assert "orchestrator" not in text
     assert "ETA" not in text
+
+
+def test_a_role_whose_hosts_clock_is_an_hour_behind_is_shown_with_the_right_age(run):
+    console = Console(run, Config(max_steps=10))
+    beat(run, "trainer", "loading model", age=3600)
+    file = RunPaths(run).heartbeats / "trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"since": time.time() - 3607}))
+    console.update()
+    assert re.search(r"trainer +loading model +0:0[678]", rendered(console))
+
+
+def test_a_stall_is_shown_once_and_its_end_too(run, capsys):
+    paths = RunPaths(run)
+    paths.logs(0).mkdir(parents=True)
+    paths.latest_logs.symlink_to("attempt_0")
+    console = Console(run, Config(max_steps=10))
+    capsys.readouterr()
+
+    def said() -> str:
+        console._looked = 0.0
+        console.update()
+        return capsys.readouterr().out
+
+    head = "no progress for 300 s: waiting for trainer\ntrainer: training step 3"
+    paths.stall_of(0, 1).write_text(f"{head}\n{STACKS}\n== trainer\n")
+    assert said() == f"{head}\n(stacks: {run}/logs/latest/stall_1.txt)\n"
+    assert said() == ""
+    assert "waiting for trainer" in rendered(console)
+    paths.stall_of(0, 1).write_text(f"{head}\nprogress again, after 412 s\n{STACKS}\n== trainer\n")
+    assert said() == "progress again, after 412 s\n"
 
 
 def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(run):
@@ -190,6 +223,19 @@ def test_the_summary_has_rewards_times_speed_and_what_was_dropped(run):
     assert lines[5] == "  speed     2.00 steps/s · 4.2k tokens/s sampled · 36.5k tokens/s trained"
     assert lines[6] == "  dropped   16 dropped off policy, 2 failed timeout"
     assert lines[7] == f"  run       {run}"
+
+
+def test_the_last_evaluation_is_shown_with_its_interval_and_the_best_checkpoint(run):
+    writer = MetricsWriter(RunPaths(run).metrics, "eval")
+    for step, score in ((0, 0.25), (8, 0.75)):
+        writer.write(step, {"eval/math/avg@4": score, "eval/math/avg@4_low": score - 0.1, "eval/math/avg@4_high": score + 0.1})
+        write_checkpoint(RunPaths(run), step)
+    console = finished(run)
+    console.cfg.ckpt.keep_best = "eval/math/avg@4"
+    assert "eval math avg@4 0.750 (step 8)" in rendered(console)
+    lines = console.summary(0).splitlines()
+    assert lines[3] == "  eval      math avg@4: 0.250 → 0.750 at step 8  [0.650, 0.850]"
+    assert lines[4] == f"  best      eval/math/avg@4 0.750: {RunPaths(run).checkpoint_of(8)}"
 
 
 def test_without_drops_the_summary_says_so(run):
