@@ -140,6 +140,15 @@ class RunPaths:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
     @property
+    def evaluations(self) -> Path:
+        """Results of evaluations, in verifiers' layout."""
+        return self.root / "eval"
+
+    def evaluation_of(self, name: str, model: str, version: int) -> Path:
+        """The results of one environment at a policy version."""
+        return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
+
+    @property
     def weights(self) -> Path:
         return self.root / "weights"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import rich.console
 import zstandard
+from test_checkpoint_folders import write as write_checkpoint
 
 from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
@@ -224,6 +225,19 @@ def test_the_summary_has_rewards_times_speed_and_what_was_dropped(run):
     assert lines[7] == f"  run       {run}"
 
 
+def test_the_last_evaluation_is_shown_with_its_interval_and_the_best_checkpoint(run):
+    writer = MetricsWriter(RunPaths(run).metrics, "eval")
+    for step, score in ((0, 0.25), (8, 0.75)):
+        writer.write(step, {"eval/math/avg@4": score, "eval/math/avg@4_low": score - 0.1, "eval/math/avg@4_high": score + 0.1})
+        write_checkpoint(RunPaths(run), step)
+    console = finished(run)
+    console.cfg.ckpt.keep_best = "eval/math/avg@4"
+    assert "eval math avg@4 0.750 (step 8)" in rendered(console)
+    lines = console.summary(0).splitlines()
+    assert lines[3] == "  eval      math avg@4: 0.250 → 0.750 at step 8  [0.650, 0.850]"
+    assert lines[4] == f"  best      eval/math/avg@4 0.750: {RunPaths(run).checkpoint_of(8)}"
+
+
 def test_without_drops_the_summary_says_so(run):
     add_step(run, 0, 1000.0)
     console = Console(run, Config(max_steps=1))
@@ -240,12 +254,12 @@ def next_commands(console: Console) -> list[str]:
 
 def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_what_is_of_one_run(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    given = ["env=[math,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
+    given = ["env=[sums,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
     given += ["inference.api_key=hidden", "+sampling.stop='a b'", "max_steps=10"]
     another = next_commands(finished(run, *given))[0]
     arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
-    assert arguments == ["env=[math,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
-    assert "'env=[math,reverse_text]'" in another, "the shell would read the brackets as a pattern"
+    assert arguments == ["env=[sums,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
+    assert "'env=[sums,reverse_text]'" in another, "the shell would read the brackets as a pattern"
 
 
 @pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
@@ -254,10 +268,10 @@ def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_o
 
 
 def test_the_next_command_composes(run):
-    another = next_commands(finished(run, "env=[math,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
+    another = next_commands(finished(run, "env=[sums,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
     arguments = [part for part in shlex.split(another) if "=" in part]
     cfg = compose(arguments, {}).cfg
-    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["math", "reverse_text"])
+    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["sums", "reverse_text"])
 
 
 def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys):

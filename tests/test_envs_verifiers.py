@@ -46,7 +46,14 @@ class Scripted(StandIn):
             return turn
         ids = np.array(self.tokens, dtype=np.int32)
         zeros = np.zeros(len(ids), dtype=np.int32)
-        return Turn(prompt_ids=turn.prompt_ids, completion_ids=ids, logprobs=-ids.astype(np.float32), versions=zeros, finish_reason="stop")
+        return Turn(
+            prompt_ids=turn.prompt_ids,
+            completion_ids=ids,
+            logprobs=-ids.astype(np.float32),
+            versions=zeros,
+            temperature=turn.temperature,
+            finish_reason="stop",
+        )
 
 
 def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
@@ -146,7 +153,7 @@ def test_tools_are_offered_called_and_answered() -> None:
     first, second = rollout.turns
     known = [*first.prompt_ids, *first.completion_ids]
     assert second.prompt_ids[: len(known)].tolist() == known
-    assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call_0"}
+    assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call00000"}
 
 
 def test_a_call_of_an_unknown_tool_is_answered_and_the_episode_goes_on() -> None:

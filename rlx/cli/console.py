@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rlx.checkpoints.best import best_of
 from rlx.config.schema import Config
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
@@ -197,6 +198,9 @@ class Console:
             text = f"reward {reward:.3f}"
             curve = sparkline(h.series("reward/mean", "orchestrator")) if markup else ""
             parts.append(f"[bold]{text}[/] [green]{curve}[/]" if markup else text)
+        for name, values in h.scores(h.first).items():
+            step = max(values)
+            parts.append(f"eval {name} {values[step]:.3f} (step {step})")
         lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
         if lag is not None and lag_max is not None:
             parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
@@ -249,6 +253,7 @@ class Console:
             first, last = rewards[:5], rewards[-5:]
             start, end = sum(first) / len(first), sum(last) / len(last)
             lines.append(f"  reward    {start:.3f} → {end:.3f}  {sparkline(rewards)}  (means of the first and last {len(last)} steps)")
+        lines += self._evaluations()
         for source, stages in STAGES.items():
             total = sum(h.series("time/step", source))
             if not total:
@@ -275,6 +280,22 @@ class Console:
         lines.append(f"  run       {root}")
         lines += self._next(exit_code)
         return "\n".join(lines)
+
+    def _evaluations(self) -> list[str]:
+        """The first and the last evaluation of each environment, and the checkpoint that `ckpt.keep_best` keeps."""
+        lines = []
+        for name, values in self.history.scores().items():
+            first, last = min(values), max(values)
+            metric = f"eval/{name.replace(' ', '/')}"
+            record = self.history.records["eval"][last]
+            ends = [record[end] for end in (f"{metric}_low", f"{metric}_high") if end in record]
+            interval = f"  [{ends[0]:.3f}, {ends[1]:.3f}]" if len(ends) == 2 else ""
+            start = f"{values[first]:.3f} → " if first != last else ""
+            lines.append(f"  eval      {name}: {start}{values[last]:.3f} at step {last}{interval}")
+        if self.cfg.ckpt.keep_best is not None and (best := best_of(self.paths, self.cfg.ckpt.keep_best)) is not None:
+            value, step = best
+            lines.append(f"  best      {self.cfg.ckpt.keep_best} {value:.3f}: {self.paths.checkpoint_of(step)}")
+        return lines
 
     def _drops(self) -> dict[str, float]:
         records = self.history.records["orchestrator"]

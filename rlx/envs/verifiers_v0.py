@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,9 +23,9 @@ from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
-from rlx.envs.verifiers_client import EpisodeClient, for_template
+from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
-from rlx.inference.protocol import Sampling
+from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
@@ -54,31 +54,29 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
-    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float) -> None:
-        if env.dataset_source is None and env.dataset is None:
-            raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train") -> None:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
-        self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.rows = rows_of(name, env, split)
+        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.
-        own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
-        own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
-        unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
-        if unknown:
-            log.warning("envs.%s asks for sampling parameters that the server does not support; they are ignored: %s", name, unknown)
-        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
+        own = servers_names(env.sampling_args)
+        ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
+        if ignored:
+            log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
+        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in ignored}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._play, self._score = prepare(env)
@@ -97,8 +95,9 @@ class VerifiersEnvironment:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
+        client = EpisodeClient(episode, raw=self.env.message_type == "completion")
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, episode), name=rollout_name(task, member))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -116,20 +115,25 @@ class VerifiersEnvironment:
             return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        if not episode.replies:
+        trajectory = [step["response"].id for step in state["trajectory"]]
+        beside = set(client.answered) - set(trajectory)
+        if len(beside) == len(client.answered):
             if state.get("prompt_too_long"):
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            if beside:
+                what = f"none of the {len(beside)} requests of the episode is in its trajectory, so nothing can be trained"
+                return fail("error", "no_turns", what)
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
             task=task,
             member=member,
-            turns=episode.turns,
+            turns=episode.keep(trajectory),
             prompt=[_plain(message) for message in state["prompt"]],
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
-            metrics={},
+            metrics={"requests_beside": float(len(beside))},
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
@@ -161,9 +165,9 @@ class VerifiersEnvironment:
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, episode: Episode) -> State:
-        state = await self._play(task.row, EpisodeClient(episode), "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and episode.replies and not self.scores_groups:
+    async def _episode(self, task: Task, client: EpisodeClient) -> State:
+        state = await self._play(task.row, client, "policy", dict(self.sampling))
+        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not self.scores_groups:
             await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
             await self.env.rubric.cleanup(state)
         return state
@@ -177,7 +181,7 @@ class VerifiersEnvironment:
     def _scored(self, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in self.reward_names}
+        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in self.reward_names}
         errors = state.get(REWARD_ERRORS, [])
         metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
         reward = float(state["reward"])
@@ -196,6 +200,21 @@ class VerifiersEnvironment:
         failure = failure_of(error, self.sources)
         self.failures.note(self.name, what, failure)
         return failure.text
+
+
+def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:
+    """The data set of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
+
+    Raises ValueError without training examples.
+    """
+    trains = env.dataset_source is not None or env.dataset is not None
+    if split == "eval" and (env.eval_dataset_source is not None or env.eval_dataset is not None):
+        return env.get_eval_dataset()
+    if not trains:
+        raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    if split == "eval":
+        log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
+    return env.get_dataset()
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

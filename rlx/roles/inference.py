@@ -106,7 +106,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
-    server = Server(PolicyApp(engine, api_key, arguments))
+    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -149,4 +149,7 @@ def run() -> NoReturn:
 if __name__ == "__main__":
     run()
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned because it could not fork
+    from rlx.inference.server.rendezvous import leave_no_files
+
     die_with_parent()
+    leave_no_files()

@@ -13,6 +13,7 @@ The exit code is 0 after `max_steps` steps and 75 after a preemption (0 under to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+from rlx.config.evaluated import is_due
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.metrics import MetricsWriter
@@ -67,11 +69,26 @@ class Trainer:
         )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
-        self.publisher = Publisher.of(self.model, self.mesh, paths, source=name, dtype=dtype, trust_remote_code=trusted)
+        self.publisher = Publisher.of(
+            self.model,
+            self.mesh,
+            paths,
+            source=name,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            chat_template=cfg.model.chat_template,
+        )
         watch.checks.append(self.publisher.check)
         facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(
-            paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=served, tick=watch.beat_on
+            paths,
+            cfg.ckpt,
+            self.step_trainer,
+            last=cfg.max_steps,
+            facts=facts,
+            with_orchestrator=served,
+            is_evaluated=functools.partial(is_due, cfg),
+            tick=watch.beat_on,
         )
         self.first_step = 0
         self.updated = False  # whether the current step has already changed the weights

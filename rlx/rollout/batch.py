@@ -52,7 +52,6 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
     loss, _ = split_terms(config.loss, LossTerms)
-    temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
     mini_batches = []
     for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
@@ -60,7 +59,6 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
-                temperature=temperatures[group.task.env],
                 mask_overlong=loss.mask_overlong,
             )
         mini_batches.append(tuple(samples))
@@ -106,9 +104,10 @@ def describe(
     for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
         values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
+        values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
-        values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
-        values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
+        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
+        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}
@@ -142,7 +141,7 @@ class RewardErrors:
                 )
 
 
-def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of every name over the records that have it."""
     names = sorted({name for one in values for name in one})
     return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}
