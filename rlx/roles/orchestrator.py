@@ -32,7 +32,8 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import give_policy, load_environments, load_tokenizer
+from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
@@ -163,7 +164,7 @@ class Orchestrator:
                 self.advantage.update(scores)
             batch = make_batch(step, groups, self.config)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values["time/update_weights"] = self.updates.seconds
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -246,8 +247,9 @@ def main() -> int:
     answer(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
-    envs = load_environments(config, heartbeat.beat)
+    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
     chat = load_tokenizer(config, paths, heartbeat.beat)
+    wait_loaded(envs, heartbeat.beat)
     heartbeat.beat("reading the data sets")
     for name in config.envs:
         check_rows(name, envs[name].rows)
