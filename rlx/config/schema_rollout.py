@@ -56,13 +56,9 @@ class EnvConfig:
 
 @dataclass
 class EvalSampling(EnvSampling):
-    """Sampling parameters of evaluations; None takes the next more general value."""
+    """Sampling parameters of evaluations; None takes the environment's value in training."""
 
-    max_tokens: int | None = key(None, "maximum number of new tokens in one turn; null: as in training", low=1)
     temperature: float | None = key(None, "sampling temperature; 0 is greedy; null: as in training", low=0)
-    top_p: float | None = key(None, "nucleus sampling; null: `sampling.top_p`", above=0, high=1)
-    top_k: int | None = key(None, "sample only from the k most likely tokens; -1 keeps all; null: `sampling.top_k`", low=-1)
-    min_p: float | None = key(None, "drop tokens below this share of the largest probability; null: `sampling.min_p`", low=0, high=1)
 
 
 @dataclass

@@ -43,6 +43,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
@@ -119,9 +120,11 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
-        explain_with(explainer(self.collector.waiting, self.envs, asyncio.get_running_loop()))
+        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
+        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
+            forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
         finally:
             await asyncio.gather(self.collector.close(), self.evaluations.close())
