@@ -23,6 +23,7 @@ from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
+from rlx.envs.stacks import waits_at
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
@@ -103,8 +104,9 @@ class VerifiersEnvironment:
         timing = {"total": time.monotonic() - started}
         fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
+            where = waits_at(playing, self.sources)
             await _abandon(playing)
-            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
