@@ -19,12 +19,10 @@ from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 
 from rlx.config.schema import EnvConfig
 from rlx.envs import boot
-from rlx.envs.account import worker_metrics
-from rlx.envs.pool import WorkerPool
+from rlx.envs.pool import WorkerPool, worker_metrics
 from rlx.envs.stacks import environments_line, threads
 from rlx.envs.watch import WorkerError
 from rlx.envs.wire import Settings
-from rlx.rollout.stalls import in_words, in_workers
 from rlx.types import Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,22 +183,6 @@ def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
         assert pool._workers[0].load == 0
 
     assert [one.status for (one,) in play(pool, range(2), meanwhile=give_up)] == ["ok"] * 2
-
-
-@pytest.mark.parametrize("trouble", ["wait", "c"])
-def test_the_account_of_a_stall_names_the_line_in_the_worker(pool_of: Any, trouble: str) -> None:
-    lines: list[str] = []
-
-    async def look(pool: WorkerPool) -> None:
-        playing = asyncio.create_task(pool.play(task_of(pool, 3), [0], 0))
-        await asyncio.sleep(0.8)
-        found = await asyncio.to_thread(in_workers, {"e": pool}, asyncio.get_running_loop())
-        lines.extend(in_words([(task_of(pool, 3), 1, 12.0)], found, {"e": pool.sources}, []))
-        playing.cancel()
-
-    play(pool_of(trouble=trouble, bad=[3]), [], meanwhile=look)
-    where = "misbehave" if trouble == "wait" else r"sleep_in_c \(it blocks env_e_0\)"
-    assert re.search(rf"e, example 3: 1 rollout for 12 s; 1 at .*worker_stand_in.py:\d+ in {where}", lines[0]), lines
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:

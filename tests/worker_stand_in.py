@@ -16,7 +16,6 @@ from typing import Any
 from rlx.config.schema import EnvConfig
 from rlx.envs import worker
 from rlx.envs.wire import Settings
-from rlx.stacks import rollout_name
 from rlx.types import Rollout, Task
 
 KEPT: list[bytearray] = []
@@ -63,7 +62,7 @@ class StandInEnvironment:
             messages += [reply.message, task.row["prompt"][0]]
             ids.append(reply.request_id)
         if task.example_id in self.args["bad"] and (not self.scores_groups or member == 1) and attempt < self.args.get("attempts", 99):
-            await asyncio.create_task(self.misbehave(task), name=rollout_name(task, member))
+            await asyncio.create_task(self.misbehave(task))
         if self.args.get("keep"):
             episode.keep(ids[-1:])
         return Rollout(
@@ -94,8 +93,6 @@ class StandInEnvironment:
                 os._exit(3)
             case "leak":
                 KEPT.append(bytearray(b"x" * (80 * 2**20)))
-            case "wait":
-                await asyncio.sleep(3600)
             case "bug":
                 raise KeyError("a bug in the adapter")
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
-from rlx.envs.account import waits_of
 from rlx.envs.child import Child
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, answer
@@ -44,11 +43,9 @@ from rlx.envs.wire import (
     PlayFailed,
     Rows,
     Settings,
-    Waits,
     pack_row,
 )
 from rlx.policy.base import Policy
-from rlx.stacks import Waiting
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -80,7 +77,6 @@ class WorkerPool:
         self.name = name
         self.policy: Policy | None = None
         self.rows: Sequence[dict[str, Any]] = ()
-        self.sources: Path | None = None  # folder or file of the environment's own code
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.scores_groups = False
         self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
@@ -129,7 +125,7 @@ class WorkerPool:
                         self._introduced(worker, message)
                         if worker.place == 0:
                             self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
-                            self.tools, self.sources = message.tools, Path(message.sources) if message.sources else None
+                            self.tools = message.tools
 
     def _raise_not_loaded(self, worker: Worker) -> None:
         error = worker.not_loaded(self.name, self._config.id, worker.child.process.wait())
@@ -249,8 +245,6 @@ class WorkerPool:
                 self._dispatch(playing)
         elif isinstance(message, LoadFailed):
             worker.load_error = message.error
-        elif isinstance(message, Waits) and worker.waits is not None and not worker.waits.done():
-            worker.waits.set_result(message)
 
     async def _respond(self, worker: Worker, playing: Playing, ask: Ask) -> None:
         """Answer one request of an episode."""
@@ -404,13 +398,17 @@ class WorkerPool:
             worker.child.reap()
         self._workers = []
 
-    async def waiting(self) -> list[Waiting]:
-        """Where the rollouts in flight wait, for the account of a stall."""
-        found = await asyncio.gather(*(waits_of(worker) for worker in self._workers if worker.loaded))
-        return [each for worker in found for each in worker]
-
     def report(self) -> dict[str, float]:
         """Resident bytes of the largest worker and what happened since the start, by metric name."""
         values = {f"workers/replaced_{cause}": float(count) for cause, count in self.replaced.items()}
         memory = max((worker.child.memory() for worker in self._workers), default=0)
         return {"workers/replayed": float(self.replayed), "perf/env_worker_memory_gb": memory / 2**30, **values}
+
+
+def worker_metrics(envs: Any) -> dict[str, float]:
+    """The metrics of all pools of a mix: sums, but the largest memory."""
+    values: dict[str, float] = {"workers/replayed": 0.0}
+    for env in envs.values():
+        for name, value in env.report().items() if isinstance(env, WorkerPool) else ():
+            values[name] = max(values.get(name, 0.0), value) if name.startswith("perf/") else values.get(name, 0.0) + value
+    return values

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 
 from rlx.envs.child import Child, how
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, fail
-from rlx.envs.wire import Waits
 from rlx.types import Status
 
 GRACE = 1.0  # seconds beyond its time that a rollout may take to end by itself
@@ -49,7 +47,6 @@ class Worker:
     warned: float = 0.0  # beginning of the step that the log has named
     verdict: Verdict | None = None  # set when we end it
     load_error: str = ""  # the environment's own words
-    waits: asyncio.Future[Waits] | None = None  # the answer to the last `Where`
 
     @property
     def load(self) -> int:

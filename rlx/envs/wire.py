@@ -1,8 +1,8 @@
 """The messages between the orchestrator and an environment's worker, and the socket that carries them.
 
     orchestrator                                        worker (a process that has loaded the environment)
-    Load, Play, CancelPlay, Answer, Refusal, Ping, Where  →
-                                                   ←    Rows, Loaded, LoadFailed, Ask, Played, PlayFailed, Pong, Waits
+    Load, Play, CancelPlay, Answer, Refusal, Ping  →
+                                                   ←    Rows, Loaded, LoadFailed, Ask, Played, PlayFailed, Pong
 
 A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
 Only plain values cross: no classes, no code, no token ids.
@@ -90,10 +90,6 @@ class Ping(Message):
     """Whether the worker's event loop runs."""
 
 
-class Where(Message):
-    """Where do the rollouts wait?"""
-
-
 class Rows(Message):
     """Some rows of the data set, in order."""
 
@@ -166,14 +162,8 @@ class Pong(Message):
     """The answer to a `Ping`."""
 
 
-class Waits(Message):
-    """The answer to `Where`: names of the rollouts' tasks, and where each waits, the innermost line first."""
-
-    tasks: list[tuple[str, list[str]]]
-
-
-ToWorker = Load | Play | CancelPlay | Answer | Refusal | Ping | Where
-FromWorker = Rows | Loaded | LoadFailed | Ask | Played | PlayFailed | Pong | Waits
+ToWorker = Load | Play | CancelPlay | Answer | Refusal | Ping
+FromWorker = Rows | Loaded | LoadFailed | Ask | Played | PlayFailed | Pong
 
 
 def _plain(value: Any) -> Any:

@@ -40,13 +40,10 @@ from rlx.envs.wire import (
     Result,
     Rows,
     ToWorker,
-    Waits,
-    Where,
     pack_row,
     unpack_row,
 )
 from rlx.process import die_with_parent
-from rlx.stacks import awaits, rollout_name
 from rlx.types import Rollout, Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -155,9 +152,6 @@ class Server:
                 self._playing[message.number].cancel()
         elif isinstance(message, Ping):
             self.link.send(Pong())
-        elif isinstance(message, Where):
-            tasks = (task for task in asyncio.all_tasks(self.loop) if task.get_name().startswith(rollout_name(None)))
-            self.link.send(Waits([(task.get_name(), awaits(task)) for task in tasks]))
 
     async def _play(self, asked: Play) -> None:
         self.policy.context_length = asked.context_length

@@ -31,9 +31,9 @@ from rlx.checkpoints.orchestrator import Snapshots, read_state
 from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
-from rlx.envs.account import worker_metrics
 from rlx.envs.base import Environment, Local
 from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet

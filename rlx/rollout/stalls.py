@@ -14,7 +14,6 @@ from rlx.stacks import Waiting, own_line, places, rollout_name, tasks_of
 from rlx.types import Task
 
 GROUPS = 5  # that are named, the oldest first
-ANSWER = 5.0  # seconds for the workers of environments to say where their rollouts wait
 PLACES = 3  # lines of code that are named for each of them
 
 
@@ -25,23 +24,11 @@ def explainer(
 
     def explain() -> list[str]:
         tasks = tasks_of(loop, rollout_name(None))
-        if tasks is not None:
-            tasks += in_workers(envs, loop)
         sources = {name: getattr(env, "sources", None) for name, env in envs.items()}
         main = places(sys._current_frames().get(threading.main_thread().ident or 0))
         return in_words(sorted(in_flight(), key=lambda group: -group[2]), tasks, sources, main)
 
     return explain
-
-
-def in_workers(envs: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> list[Waiting]:
-    """The tasks of rollouts in environments' workers. Call it in another thread than the loop's."""
-
-    async def ask() -> list[Waiting]:
-        found = await asyncio.gather(*(env.waiting() for env in envs.values() if hasattr(env, "waiting")))
-        return [each for env in found for each in env]
-
-    return asyncio.run_coroutine_threadsafe(ask(), loop).result(ANSWER)
 
 
 def in_words(
