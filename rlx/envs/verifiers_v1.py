@@ -274,8 +274,9 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         import_taskset(config.id)
         kind = env_config_type(config.id, args.get("id") or "")
     except ModuleNotFoundError as error:
-        if (error.name and error.name.partition(".")[0] not in (module_of(config.id), "verifiers")) or error.__cause__ is None:
-            raise
+        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if missing.name != module_of(config.id):
+            raise missing from None  # something that the package imports
         raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
     bundled = default_harness_id(config.id)
     chosen = set()
@@ -328,7 +329,7 @@ def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
 
     def with_loops(*args: Any) -> Any:
         made = stock(*args)
-        loops(made, env._interception)
+        loops([getattr(made, name) for name in env._agent_specs], env._interception)
         return made
 
     env._episode_agents = with_loops

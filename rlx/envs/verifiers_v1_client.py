@@ -65,7 +65,8 @@ class PolicyClient(Client):
         trace = session_id or ""
         request = dialect.parse_request(body) if turn is None else None
         prompt = turn.prompt if request is None else request.messages
-        settings = dialect.parse_sampling(body).wire_args()
+        settings = dialect.parse_sampling(body).model_dump(exclude_none=True)
+        settings = {**(settings.pop("extra_body", None) or {}), **settings}
         for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
             settings.pop(name, None)
         try:
