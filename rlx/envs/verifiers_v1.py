@@ -37,6 +37,7 @@ from rlx.envs.kinds import module_of
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
                 signal.signal(number, handler)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.split == "eval":
+        log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = _tasks(where, env, config.num_tasks)
     needs = Needs(f"{where}.args", chosen)
     for sentence in needs.of(env, tasks[0]):
@@ -158,7 +161,7 @@ class V1Environment:
         episode = self.policy.episode(task, member, attempt)
         client = PolicyClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:

@@ -33,6 +33,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
+from rlx.stacks import answer
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def main() -> int:
         return 0
     config = load_run(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
+    answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
     model = find_or_make(config, heartbeat)
     write_text(paths.initial_model, f"{model}\n")
@@ -84,6 +86,7 @@ def recipe(config: Config) -> dict[str, Any]:
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
+        "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
             for name, env in config.envs.items()
@@ -142,11 +145,16 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     heartbeat.beat("importing torch")
     from rlx.data.demonstrations import demonstrate
     from rlx.models import tiny
-    from rlx.policy.chat import Chat
+    from rlx.policy.chat import load_chat
+    from rlx.policy.templates import read_template, refusal
     from rlx.train.warm_start import warm_start
 
     tokenizer = tiny.build_tokenizer(config.model.context_length)
-    chat = Chat(tokenizer)
+    if config.model.chat_template is not None:
+        tokenizer.chat_template = read_template(config.model.chat_template)
+    chat = load_chat(tokenizer, config.model)
+    if text := refusal(config.model.name, chat, {name: tools_of(conversations) for name, conversations in examples.items()}):
+        raise ValueError(text)
     demonstrations = []
     for name, conversations in examples.items():
         said = [d for c in conversations for d in demonstrate(name, c.prompt, c.played, chat, c.tools)]
@@ -175,6 +183,11 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
         write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
         os.replace(unfinished, folder)
     log.info("the warm start is done: %s", folder)
+
+
+def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+    """The functions that the conversations of an environment offer, each once."""
+    return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
 
 
 def examples_of(config: Config) -> dict[str, list[Conversation]]:
