@@ -210,6 +210,24 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
         yield found
 
 
+def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
+    """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
+    try:
+        from mcp.server.mcpserver import MCPServer as Server  # mcp 2
+    except ImportError:
+        from mcp.server.fastmcp import FastMCP as Server
+    tasks = env.config.taskset
+    tools = []
+    for toolset in [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]:
+        server: Any = Server(toolset.server_name or "tools")
+        toolset.register(server)
+        for tool in server._tool_manager.list_tools():
+            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            function = {"name": name, "description": tool.description or "", "parameters": tool.parameters}
+            tools.append({"type": "function", "function": function})
+    return tools
+
+
 def response_of(reply: Reply) -> Response:
     """The policy's answer as verifiers' record, with the wire form that a program reads."""
     message = AssistantMessage(
