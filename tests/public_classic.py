@@ -31,7 +31,8 @@ from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 from rlx.config.schema import EnvConfig
 from rlx.envs.verifiers_group import without_old_task
 from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
-from rlx.types import Rollout, Task, Turn
+from rlx.rollout.samples import samples_of
+from rlx.types import Group, Rollout, Task, Turn
 
 CONTEXT = 20_000  # the tiny tokenizer spells prompts in characters
 OURS = ("requests_beside", "reward_error")  # metrics that rlx adds
@@ -228,14 +229,16 @@ def fresh(name: str) -> None:
         del sys.modules[module]
 
 
-def ours(name: str, arguments: Mapping[str, Any], script: Script, members: int = 1) -> tuple[VerifiersEnvironment, list[Rollout], Scripted]:
-    """The first example, played by rlx."""
+def ours(
+    name: str, arguments: Mapping[str, Any], script: Script, members: int = 1, row: int = 0
+) -> tuple[VerifiersEnvironment, list[Rollout], Scripted]:
+    """One example, the `row`-th, played by rlx."""
     random.seed(0)
     env = load_environment(name, EnvConfig(id=name, args=dict(arguments)), SAMPLING, 60.0)
     generator = Scripted(script)
     env.policy = policy_of(generator, context_length=CONTEXT)
-    row = env.rows[0]
-    task = Task(env=name, example_id=row["example_id"], index=0, row=row)
+    example = env.rows[row]
+    task = Task(env=name, example_id=example["example_id"], index=0, row=example)
 
     async def main() -> list[Rollout]:
         rollouts = await env.play(task, range(members), 0)
@@ -245,19 +248,47 @@ def ours(name: str, arguments: Mapping[str, Any], script: Script, members: int =
     return env, asyncio.run(main()), generator
 
 
-def stock(name: str, arguments: Mapping[str, Any], script: Script) -> Any:
+def stock(name: str, arguments: Mapping[str, Any], script: Script, row: int = 0) -> Any:
     """The same example, played by verifiers alone. An old task name is taken from the row, because verifiers refuses such rows."""
     fresh(name)
     random.seed(0)
     env = vf.load_environment(name, **arguments)
-    row = without_old_task(env.get_dataset()[0])
+    example = without_old_task(env.get_dataset()[row])
 
     async def main() -> Any:
-        output = await env.run_rollout(row, StockClient(script), "m", {}, state_columns=["trajectory"])
+        output = await env.run_rollout(example, StockClient(script), "m", {}, state_columns=["trajectory"])
         await env._teardown()
         return output
 
     return asyncio.run(main())
+
+
+def check_tokens(rollout: Rollout, sampled: Sequence[Turn]) -> None:
+    """Every sampled token is trained once, with its context, log-probability, version, temperature and advantage."""
+    group = Group(id=7, task=rollout.task, rollouts=(rollout,), advantages=np.array([0.5], np.float32))
+    trained = []
+    for sample in samples_of(group, strategy="interleaved"):
+        for place in np.flatnonzero(sample.loss_mask):
+            values = (sample.inference_logprobs, sample.versions, sample.temperature, sample.advantages)
+            trained.append((tuple(sample.token_ids[: place + 1].tolist()), *(float(value[place]) for value in values)))
+    expected = []
+    for turn in sampled:
+        known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+        for number, (logprob, version) in enumerate(zip(turn.logprobs, turn.versions, strict=True), len(turn.prompt_ids) + 1):
+            expected.append((tuple(known[:number]), float(logprob), float(version), float(np.float32(turn.temperature)), 0.5))
+    assert sorted(trained) == sorted(expected)
+
+
+def check_as_stock(rollout: Rollout, expected: Any) -> None:
+    """The rollout says, earns and measures what verifiers' output has."""
+    assert rollout.status == "ok", rollout.error
+    assert plain(rollout.completion) == plain(expected["completion"])
+    assert plain(rollout.prompt) == plain(expected["prompt"])
+    assert rollout.reward == pytest.approx(expected["reward"])
+    got = rollout.rewards | {key: value for key, value in rollout.metrics.items() if key not in OURS}
+    assert got == pytest.approx(expected["metrics"])
+    assert (rollout.stop, rollout.is_truncated) == (expected["stop_condition"], expected["is_truncated"])
+    assert len(rollout.turns) == len(expected["trajectory"])
 
 
 def plain(messages: Any) -> list[dict[str, Any]]:
