@@ -21,6 +21,7 @@ METRICS: dict[str, str] = {
     "reward/<env>/<function>": "mean of one reward function of an environment, unweighted",
     "env/<env>/share": "share of the step's groups that came from this environment",
     "env/<env>/<metric>": "mean of one of the environment's own metrics",
+    "env/<env>/requests_beside": "requests of a rollout that are not in its trajectory (judges, planners, user simulators): not trained",
     "env/<env>/reward_error": "share of the environment's rollouts that scored 0 because a reward function raised",
     "batch/groups": "groups trained on",
     "batch/rollouts": "rollouts trained on",

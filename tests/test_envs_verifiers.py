@@ -46,7 +46,14 @@ class Scripted(StandIn):
             return turn
         ids = np.array(self.tokens, dtype=np.int32)
         zeros = np.zeros(len(ids), dtype=np.int32)
-        return Turn(prompt_ids=turn.prompt_ids, completion_ids=ids, logprobs=-ids.astype(np.float32), versions=zeros, finish_reason="stop")
+        return Turn(
+            prompt_ids=turn.prompt_ids,
+            completion_ids=ids,
+            logprobs=-ids.astype(np.float32),
+            versions=zeros,
+            temperature=turn.temperature,
+            finish_reason="stop",
+        )
 
 
 def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
@@ -203,7 +210,7 @@ def test_a_group_whose_scoring_raises_fails_as_a_whole() -> None:
 
     env.env.rubric.score_group = broken
     played = play_whole(env, ByMember("aaa", "a", "aa", "b"))
-    assert [(rollout.status, rollout.error) for rollout in played] == [("error", "ValueError: cannot compare")] * 4
+    assert [(rollout.status, rollout.error.partition("; at ")[0]) for rollout in played] == [("error", "ValueError: cannot compare")] * 4
 
 
 def test_a_reward_function_that_raises_scores_0_and_is_counted() -> None:
@@ -238,7 +245,7 @@ def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
 
     rollout = play(load("rlx_reverse_text", num_examples=4), Broken())
     assert (rollout.status, rollout.stop) == ("error", "model_error")
-    assert rollout.error == "ModelError ← ConnectionResetError: the server went away"
+    assert rollout.error.startswith("ModelError ← ConnectionResetError: the server went away; at ")  # and the line of this file
 
 
 def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

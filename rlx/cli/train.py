@@ -48,6 +48,8 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.config.targets import must_be_built
+    from rlx.launch.chats import check_chats
+    from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.place import require_one_host
     from rlx.plan.rl import make_plan
     from rlx.runs.claim import create, describe, settle
@@ -71,12 +73,15 @@ def run(argv: list[str]) -> int:
         from rlx.train.nodes import check_built
 
         check_built(cfg)
+    (found,) = environments_of([cfg])
+    check_chats([cfg], [found])
+    environments = lines_of(found)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
 
         print(to_yaml(cfg), end="\n")
-        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir)
+        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
         script = None
         if cfg.launcher.name == "slurm":
@@ -93,7 +98,7 @@ def run(argv: list[str]) -> int:
             print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
-    for note in composed.notes:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 

@@ -118,6 +118,6 @@ def to_sample(demonstration: Demonstration, group: int = 0) -> TrainingSample:
         loss_mask=mask,
         inference_logprobs=np.zeros(len(mask), np.float32),
         advantages=mask.astype(np.float32),
-        temperature=1.0,
+        temperature=np.ones(len(mask), np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
     )

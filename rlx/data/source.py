@@ -193,7 +193,7 @@ class FakeSource:
                         loss_mask=mask,
                         inference_logprobs=np.where(mask, rng.normal(-math.log(self.vocab_size), 0.1, len(mask)), 0).astype(np.float32),
                         advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
-                        temperature=1.0,
+                        temperature=np.ones(len(mask), np.float32),
                         versions=np.where(mask, step, -1).astype(np.int32),
                         **optional,
                     )

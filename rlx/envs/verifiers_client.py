@@ -9,6 +9,7 @@ import verifiers as vf
 from verifiers.clients.client import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
+from verifiers.utils.message_utils import normalize_messages
 
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
@@ -19,6 +20,7 @@ class EpisodeClient(Client):
     def __init__(self, episode: Episode) -> None:
         super().__init__(episode)
         self.episode = episode
+        self.answered: list[str] = []  # the id of each answer
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
@@ -27,6 +29,8 @@ class EpisodeClient(Client):
         return function_of(tool)
 
     async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict]:
+        if isinstance(messages, str) or any(isinstance(message, dict) for message in messages):
+            messages = normalize_messages(messages)  # verifiers' loop has done it; a request of the environment's own may hold dicts
         return with_tool_names([for_template(message) for message in messages]), {}
 
     async def get_native_response(
@@ -43,6 +47,7 @@ class EpisodeClient(Client):
 
     async def from_native_response(self, response: Reply) -> Response:
         reply = response
+        self.answered.append(reply.request_id)
         calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in reply.calls] or None
         # This is the hot path, so validation is skipped; every value already has its declared type.
         return Response.model_construct(

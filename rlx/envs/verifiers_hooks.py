@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,9 +20,7 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.types import AssistantMessage, Response, State, TrajectoryStep
 
-log = logging.getLogger(__name__)
-
-REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, its error)]
+REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, the exception)]
 
 Play = Callable[..., Awaitable[State]]  # (row, client, model, sampling arguments)
 Score = Callable[[State], Awaitable[None]]
@@ -197,17 +194,4 @@ def _keep_signature(func: Any) -> None:
 def _note_reward_error(func: Any, states: list[State], error: Exception) -> None:
     name = getattr(func, "__name__", repr(func))
     for state in states:
-        state.setdefault(REWARD_ERRORS, []).append((name, describe(error)))
-    log.debug("reward function %s raised", name, exc_info=error)
-
-
-def describe(error: BaseException) -> str:
-    """The chain of causes, with the message of the innermost: `ModelError ← ServerDisconnectedError: Server disconnected`."""
-    names: list[str] = []
-    text = str(error)
-    cause: BaseException | None = error
-    while cause is not None and len(names) < 5:
-        names.append(type(cause).__name__)
-        text = str(cause) or text
-        cause = cause.__cause__
-    return " ← ".join(names) + (f": {text}" if text else "")
+        state.setdefault(REWARD_ERRORS, []).append((name, error))

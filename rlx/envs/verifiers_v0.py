@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
+from rlx.envs.errors import FailureLog, failure_of, sources_of
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
-from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
+from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
 from rlx.inference.protocol import Sampling
 from rlx.policy.base import Episode, Message, Policy
 from rlx.types import Rollout, Status, Task
@@ -65,8 +66,10 @@ class VerifiersEnvironment:
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
+        self.sources = sources_of(env.env_id) if env.env_id else None
+        self.failures = FailureLog(log)
         self.rows: Sequence[dict[str, Any]] = env.get_dataset()
-        self.tools = offered_tools(env, self.rows)
+        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.
@@ -94,8 +97,9 @@ class VerifiersEnvironment:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
+        client = EpisodeClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, episode))
+        playing = asyncio.create_task(self._episode(task, client))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -107,27 +111,31 @@ class VerifiersEnvironment:
             await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := playing.exception()) is not None:
-            log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
-            return fail("error", "environment_error", describe(raised))
+            return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
         if (error := state.get("error")) is not None:
-            return fail("error", _snake(type(error).__name__), describe(error))
+            return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        if not episode.replies:
+        trajectory = [step["response"].id for step in state["trajectory"]]
+        beside = set(client.answered) - set(trajectory)
+        if len(beside) == len(client.answered):
             if state.get("prompt_too_long"):
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            if beside:
+                what = f"none of the {len(beside)} requests of the episode is in its trajectory, so nothing can be trained"
+                return fail("error", "no_turns", what)
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
             task=task,
             member=member,
-            turns=episode.turns,
+            turns=episode.keep(trajectory),
             prompt=[_plain(message) for message in state["prompt"]],
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
-            metrics={},
+            metrics={"requests_beside": float(len(beside))},
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
@@ -147,20 +155,21 @@ class VerifiersEnvironment:
             await _abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
         if (raised := scoring.exception()) is not None:
-            log.warning("%s: scoring a group failed", self.name, exc_info=raised)
-            return [replace(r, status="error", stop="environment_error", error=describe(raised)) for r in rollouts]
+            text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
+            return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
         """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
+        self.failures.close()
         closing = asyncio.create_task(self.env._teardown())
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, episode: Episode) -> State:
-        state = await self._play(task.row, EpisodeClient(episode), "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and episode.replies and not self.scores_groups:
+    async def _episode(self, task: Task, client: EpisodeClient) -> State:
+        state = await self._play(task.row, client, "policy", dict(self.sampling))
+        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not self.scores_groups:
             await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
             await self.env.rubric.cleanup(state)
         return state
@@ -174,7 +183,7 @@ class VerifiersEnvironment:
     def _scored(self, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in self.reward_names}
+        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in self.reward_names}
         errors = state.get(REWARD_ERRORS, [])
         metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
         reward = float(state["reward"])
@@ -185,8 +194,14 @@ class VerifiersEnvironment:
             reward=reward,
             rewards={name: value for name, value in values.items() if name in self.reward_names},
             metrics=metrics,
-            error="; ".join(f"{name} raised {what}" for name, what in errors) or None,
+            error="; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None,
         )
+
+    def _noted(self, what: str, error: BaseException) -> str:
+        """The error in one line. The log gets its traceback, once for all errors of its kind."""
+        failure = failure_of(error, self.sources)
+        self.failures.note(self.name, what, failure)
+        return failure.text
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -45,6 +45,7 @@ class Completion(msgspec.Struct, frozen=True):
 
     token_ids: bytes  # int32 [C]
     logprobs: bytes  # float32 [C], in the distribution that each token was drawn from: at the sampling temperature, truncated by top_p etc.
+    temperature: float  # `Turn.temperature`
     versions: list[tuple[int, int]]  # runs `(version, tokens)` in order; their tokens add up to C
     finish_reason: str  # "stop", "length" or "abort"
 

@@ -15,10 +15,20 @@ from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
 
-def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
-    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text."""
+def explain(
+    cfg: Config,
+    plan: Sequence[ProcessSpec],
+    choices: Mapping[str, str],
+    notes: Sequence[str],
+    run_dir: str,
+    environments: Sequence[str] = (),
+) -> str:
+    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text.
+
+    `environments`: what is known of each environment, one line each."""
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
+        *([("environments", list(environments))] if environments else []),
         ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
         ("one step", _batch(cfg)),
         ("memory (estimates)", _memory(cfg, plan)),

@@ -69,7 +69,15 @@ class Episode(Protocol):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns to train on: the requests with known tokens so far, in the order of the requests."""
+        """The requests with known tokens so far, in the order of the requests, except those made with `trained=False`."""
+        ...
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """Those of `turns` whose `Reply.request_id` is among `request_ids`, in the order of the requests: the turns to train on.
+
+        An environment's adapter calls it after the episode, when it knows which requests belong to the trajectory. Ids of other requests
+        are ignored.
+        """
         ...
 
     @property

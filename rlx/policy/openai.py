@@ -69,6 +69,9 @@ class OpenAIEpisode:
         self.replies: list[Message] = []
         self._num_requests = 0
 
+    def keep(self, request_ids: Sequence[str]) -> tuple[()]:
+        return ()
+
     async def respond(
         self,
         messages: Sequence[Message],

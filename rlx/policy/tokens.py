@@ -55,12 +55,16 @@ class TokenEpisode:
         self.replies: list[Message] = []
         self._num_requests = 0
         self._call_ids: set[str] = set()
-        self._turns: dict[int, Turn] = {}  # the trained turns, by request number
+        self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number] for number in sorted(self._turns))
+        return tuple(self._turns[number][1] for number in sorted(self._turns))
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -97,7 +101,7 @@ class TokenEpisode:
         message = reply.message
         self._history.append(([*prompt, message], turn))
         if trained:
-            self._turns[number] = turn
+            self._turns[number] = (request_id, turn)
             self.replies.append(message)
         return reply
 

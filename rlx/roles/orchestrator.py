@@ -32,7 +32,7 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import give_policy, load_environments, load_tokenizer
+from rlx.envs.load import check_chat, give_policy, load_environments, load_tokenizer
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers
 from rlx.inference.fleet import Fleet
@@ -250,6 +250,7 @@ def main() -> int:
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
     envs = load_environments(config, heartbeat.beat)
     chat = load_tokenizer(config, paths, heartbeat.beat)
+    check_chat(envs, config, chat)
     heartbeat.beat("reading the data sets")
     for name, env in envs.items():
         check_rows(name, env.rows)

@@ -52,7 +52,6 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
     loss, _ = split_terms(config.loss, LossTerms)
-    temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
     mini_batches = []
     for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
@@ -60,7 +59,6 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
-                temperature=temperatures[group.task.env],
                 mask_overlong=loss.mask_overlong,
             )
         mini_batches.append(tuple(samples))

@@ -12,7 +12,7 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs")
+@rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
         yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
@@ -23,7 +23,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         module = module_of(env.id)
         if not module.isidentifier():
             yield f"{of(f'envs.{name}.id')} is not the name of a Python module. Write the name of an installed environment, or owner/name."
-        elif not is_installed(module):
+        elif cfg.launcher.check_envs and not is_installed(module):
             yield (
                 f"the environment {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
                 f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."

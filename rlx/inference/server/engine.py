@@ -109,8 +109,9 @@ class PolicyEngine:
         if len(prompt) >= self._context:
             raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new token", "context")
         try:
+            parameters = sampling_params(request.sampling)
             core_request = self.llm.input_processor.process_inputs(
-                request.request_id, {"type": "token", "prompt_token_ids": prompt}, sampling_params(request.sampling), self._tasks
+                request.request_id, {"type": "token", "prompt_token_ids": prompt}, parameters, self._tasks
             )
         except (VLLMValidationError, ValueError, TypeError) as error:
             raise BadRequest(str(error)) from error
@@ -134,6 +135,7 @@ class PolicyEngine:
         return Completion(
             token_ids=pack_ids(sink.token_ids),
             logprobs=np.asarray(sink.logprobs, FLOAT).tobytes(),
+            temperature=parameters.temperature or 1.0,  # vLLM raises values below 0.01; 0 takes the most likely token, scored at 1
             versions=[(version, count) for version, count in sink.versions],
             finish_reason=sink.finish_reason,
         )
