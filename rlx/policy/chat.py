@@ -104,24 +104,25 @@ class Chat:
         return self._joined(sampled, before, whole, tools) or whole
 
     def _joined(self, sampled: list[int], before: Sequence[Message], whole: list[int], tools: list[dict] | None) -> list[int] | None:
-        """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answer is written.
+        """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answers are written.
 
         The template spells an answer in its own way: other tokens for the same text, other spaces in a call's JSON. What was sampled may
-        stand in place of that, if the template shows the same conversation up to the end of the turn now (`whole`) and before the new
-        messages came (`said`): then it dropped nothing because of them. It must show the turn's reasoning, too.
+        stand in place of that, if the template shows the same conversation up to the answer as before the new messages came, and the
+        answer with its reasoning. Then it dropped nothing because of them.
         """
-        start, said = len(self.render(before[:-1], tools)), self.transcript(before, tools)
-        ends = [position for position in range(start, len(said)) if said[position] in self._stops]
-        if not ends or said[: ends[-1] + 1] != whole[: ends[-1] + 1] or said[:start] != self.render(before[:-1], tools):
+        prompt, said = self.render(before[:-1], tools), self.transcript(before, tools)
+        start = len(prompt)
+        count = sum(token in self._stops for token in said[start:])  # ends in the answer: more than one if its text spells such a token
+        ends = [position for position in range(start, len(whole)) if whole[position] in self._stops][:count]
+        if not count or len(ends) < count or whole[:start] != prompt:
             return None
-        end = ends[-1]
+        end, last = ends[-1], sampled[-1]
         reasoning = before[-1].get("reasoning_content")
-        if reasoning and reasoning.strip() not in self.tokenizer.decode(said[start:end], skip_special_tokens=False):
+        if reasoning and reasoning.strip() not in self.tokenizer.decode(whole[start:end], skip_special_tokens=False):
             return None
-        last = sampled[-1]
-        if last in self._stops and last != said[end]:
+        if last in self._stops and last != whole[end]:
             return None
-        return sampled + whole[end + (last == said[end]) :]  # a turn that a length limit cut gets its end here
+        return sampled + whole[end + (last == whole[end]) :]  # a turn that a length limit cut gets its end here
 
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
         """Read the completion. If one of its tool calls cannot be read, all of it stays text, as in vLLM.
