@@ -19,7 +19,9 @@ METRICS: dict[str, str] = {
     "reward/std": "standard deviation of the same rewards",
     "reward/<env>/mean": "the same mean for one environment; this and its other metrics appear only in steps with its groups",
     "reward/<env>/<function>": "mean of one reward function of an environment, unweighted",
-    "env/<env>/share": "share of the step's groups that came from this environment",
+    "env/<env>/share": "share of the step's groups, before filtering, that came from this environment",
+    "env/<env>/trained_share": "share of the groups trained on that came from this environment; weights and replacements aim at it",
+    "buffer/<env>/<pool>": "examples in its pool `normal`, `easy` or `hard`; only with thresholds in `orchestrator.buffer`",
     "env/<env>/<metric>": "mean of one of the environment's own metrics",
     "env/<env>/requests_beside": "requests of a rollout that are not in its trajectory (judges, planners, user simulators): not trained",
     "env/<env>/reward_error": "share of the environment's rollouts that scored 0 because a reward function raised",
@@ -81,10 +83,25 @@ METRICS: dict[str, str] = {
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
     "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
     # inference
-    "perf/kv_cache_usage": "share of the key-value cache in use when the step's batch was complete",
+    "perf/servers": "servers that answered when the step's batch was complete",
+    "perf/kv_cache_usage": "share of the key-value cache in use at that moment, mean of the servers",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
-    "perf/preemptions": "requests preempted since the server started",
+    "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
+    # eval: one record an evaluation; its step is the policy version
+    "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
+    "eval/<env>/pass@<k>": "probability that at least one of k rollouts of an example passes (`eval.pass_threshold`), by the unbiased "
+    "estimator; k = 1, 2, 4, … up to n",
+    "eval/<env>/<score>_low": "lower end of the 95 % confidence interval of `avg@<n>` or `pass@<k>`, over examples",
+    "eval/<env>/<score>_high": "its upper end",
+    "eval/<env>/examples": "examples evaluated",
+    "eval/<env>/error_frac": "share of rollouts that failed, after retries",
+    "eval/<env>/truncated_frac": "share of rollouts cut by a length limit",
+    "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
+    "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
+    "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

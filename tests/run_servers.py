@@ -27,9 +27,11 @@ class Servers:
         restart_timeout: float = RESTART,
         drain_tokens: int = 0,
         look: float = LOOK,
+        **fleet: Any,
     ) -> None:
-        self.fleet = Fleet(endpoints, restart_timeout, drain_tokens, look)
+        self.fleet = Fleet(endpoints, restart_timeout, drain_tokens, look, **fleet)
         self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore)
+        self.fleet.on_change = self.sampler.use
 
     async def __aenter__(self) -> Servers:
         await self.fleet.__aenter__()

@@ -40,7 +40,7 @@ PRIMARY = """
 defaults:
   - rlx_schema
   - _self_
-  - env: [math]
+  - env: [sums]
   - model: tiny
   - rlx_variables
   - optional experiment: null
@@ -133,7 +133,7 @@ class Watched:
 
 CONFIGURATIONS = (
     "",
-    "loss=masked_is loss.dual_clip=3 env=[math,reverse_text] model.logprob_backend=liger",
+    "loss=masked_is loss.dual_clip=3 env=[sums,reverse_text] model.logprob_backend=liger",
     "loss=opd ref.name=a/teacher loss.kl.beta=0.1 advantage=max_rl sampling.top_p=0.9 sampling.allow_biased_ratio=true",
     "model=qwen3_8b hardware=node8 loss=gspo",
     "launcher=slurm slurm=example hardware=node8x2 model=qwen3_8b logger=[wandb,tensorboard] resume=latest run.name=x",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
+import verifiers as vf
+from datasets import Dataset
+from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 
+from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.types import Rollout
 
 
@@ -14,6 +17,28 @@ def play(env: Any, generator: Any, **keys: Any) -> Rollout:
     env.policy = policy_of(generator, **keys)
     (rollout,) = asyncio.run(env.play(task_of(env), [0], 0))
     return rollout
+
+
+class Raw(vf.MultiTurnEnv):
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> str:
+        return "more"
+
+
+def test_prompts_of_the_completion_type_are_raw_text() -> None:
+    data = Dataset.from_list([{"prompt": "once upon", "answer": ""}])
+
+    def length(completion: Any) -> float:
+        return float(len(completion))
+
+    inner = Raw(dataset=data, max_turns=2, rubric=vf.Rubric(funcs=[length]), message_type="completion")
+    env = VerifiersEnvironment("e", inner, SAMPLING, 30.0)
+    stand_in = StandIn(tiny_chat(), answer=lambda _: " a time", error=0.0)
+    rollout = play(env, stand_in)
+    assert (rollout.status, rollout.reward) == ("ok", 3.0)
+    prompts = [tiny_chat().tokenizer.decode(request["prompt_ids"]) for request in stand_in.requests]
+    assert prompts == ["once upon", "once upon\n\n a time\n\nmore"], "joined as verifiers' client of completion endpoints does it"
+    assert [turn.prompt_ids.tolist() for turn in rollout.turns] == [request["prompt_ids"] for request in stand_in.requests]
+    assert rollout.completion[0] == {"role": "assistant", "content": " a time"}
 
 
 def test_requests_beside_the_trajectory_are_answered_and_not_trained() -> None:

@@ -46,6 +46,8 @@ class Stand:
         self.served: list[int] = []  # version of each answer
         self.in_flight = self.aborted = self.messages = 0
         self.refuse: str | None = None
+        self.fails = 0  # this many of the next requests and updates get a status of 500
+        self.hangs = False  # `/policy` is not answered
         self.transports: list[asyncio.Transport] = []
         self.runner: web.AppRunner | None = None
         self.port = 0
@@ -100,6 +102,10 @@ class Stand:
             await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
             return
         self.requests.append(asked)
+        if self.fails:
+            self.fails -= 1
+            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 500, error="out of luck")]))
+            return
         self.in_flight += 1
         try:
             await asyncio.sleep(self.delay)
@@ -124,6 +130,9 @@ class Stand:
         await asyncio.sleep(self.delay)
         if self.refuse:
             return web.json_response({"error": self.refuse}, status=422)
+        if self.fails:
+            self.fails -= 1
+            return web.Response(status=502, text="bad gateway")
         assert asked["weight_dir"]
         self.version = asked["version"]
         return await self.policy(request)
@@ -133,6 +142,8 @@ class Stand:
         return await self.policy(request)
 
     async def policy(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(3600)
         state = PolicyState(self.version, "model", 64, running=self.in_flight, waiting=2, kv_cache_usage=0.25, preemptions=3)
         return web.Response(body=msgspec.json.encode(state))
 
@@ -183,7 +194,8 @@ def test_an_update_reaches_all_servers_at_once_and_statistics_are_of_all():
         assert time.monotonic() - started < 0.35
         assert client.fleet.version == 3
         assert await client.fleet.versions() == [3, 3]
-        assert await client.fleet.stats() == {"perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6}
+        sums = {"perf/servers": 2, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6}
+        assert await client.fleet.stats() == {"perf/kv_cache_usage": 0.25} | sums
 
     play(scene, Stand(0.2), Stand(0.2))
 

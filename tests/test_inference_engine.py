@@ -122,3 +122,22 @@ def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(m
     assert first["status"] == 500
     assert b"could not be built: ImportError: no such module" in body["body"]
     assert second["status"] == 200
+
+
+def test_the_workers_of_an_engine_meet_in_a_file_that_goes_away_with_the_process() -> None:
+    import subprocess
+    import sys
+
+    from torch.distributed import FileStore
+
+    from rlx.inference.server.rendezvous import file_in_memory, leave_no_files
+
+    leave_no_files()
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    assert uniproc_executor.get_file_store_init_method is multiproc_executor.get_file_store_init_method is file_in_memory
+    path = file_in_memory().removeprefix("file://")
+    store = FileStore(path, 2)
+    other = f"from torch.distributed import FileStore; FileStore({path!r}, 2).set('word', 'from another process')"
+    subprocess.run([sys.executable, "-c", other], check=True)
+    assert store.get("word") == b"from another process"

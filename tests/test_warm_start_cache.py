@@ -85,7 +85,7 @@ def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
         config_of(seed="1"),
         config_of("envs.reverse_text.args.max_length=5"),
         config_of("envs.reverse_text.weight=2"),
-        config_of("env=[math,reverse_text]"),
+        config_of("env=[sums,reverse_text]"),
         config_of("model.context_length=128"),
     ]
     assert len({folder(config) for config in (same, *others)}) == 7

@@ -22,8 +22,8 @@ rlx train: {SUMMARY}.
 usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train.py …
 
   rlx train                                             the default: a tiny model learns to reverse words on a CPU
-  rlx train loss=gspo env=math seed=1                   another objective, environment and seed
-  rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
+  rlx train loss=gspo env=sums seed=1                   another objective, environment and seed
+  rlx train env=[sums,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
                                                         show what would run where and what it needs; start nothing
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array

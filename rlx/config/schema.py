@@ -18,13 +18,28 @@ from rlx.config.keys import MISSING, key, section
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
-from rlx.config.schema_rollout import DifficultyFilter, EnvConfig, EnvSampling, OrchestratorConfig, RewardConfig, SamplingConfig
+from rlx.config.schema_rollout import (
+    BufferConfig,
+    DifficultyFilter,
+    EnvConfig,
+    EnvSampling,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSampling,
+    OrchestratorConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 
 __all__ = [
     "MISSING",
+    "BufferConfig",
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "EvalSampling",
     "LauncherConfig",
     "LoggerConfig",
     "OrchestratorConfig",
@@ -188,6 +203,9 @@ class CkptConfig:
     )
     keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
     keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
+    keep_best: str | None = key(
+        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
+    )
 
 
 @dataclass
@@ -281,6 +299,7 @@ class Config:
     reward: RewardConfig = section(RewardConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
+    eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)
@@ -296,7 +315,25 @@ class Config:
     @property
     def num_groups(self) -> int:
         """Prompts per training step."""
-        return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+        return max(1, round(self.orchestrator.batch_size / self.mean_group_size))
+
+    def group_size(self, env: str) -> int:
+        """Rollouts per prompt of an environment."""
+        return self.envs[env].rollouts_per_example or self.orchestrator.rollouts_per_example
+
+    @property
+    def mean_group_size(self) -> float:
+        """Rollouts per prompt, mean over the mix."""
+        total = sum(env.weight for env in self.envs.values())
+        if total <= 0:
+            return self.orchestrator.rollouts_per_example
+        return sum(env.weight * self.group_size(name) for name, env in self.envs.items()) / total
+
+    @property
+    def concurrency(self) -> int:
+        """The most rollouts in flight; at the start, if that follows the engines."""
+        servers = len(self.inference.base_url) or self.hardware.inference_replicas
+        return self.orchestrator.max_concurrent or servers * self.inference.max_num_seqs
 
     @property
     def max_model_len(self) -> int:

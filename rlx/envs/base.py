@@ -8,6 +8,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from rlx.config.schema import Config, EnvConfig
@@ -19,7 +20,7 @@ class Environment(Protocol):
     """One environment of the mix."""
 
     name: str  # key of the `envs` section
-    rows: Sequence[dict[str, Any]]  # the data set: `example_id`, `prompt`, `answer`, … always in the same order
+    rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
     tools: Sequence[Mapping[str, Any]]  # the functions that it is known to offer before a rollout, in OpenAI's form
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
 
@@ -44,12 +45,5 @@ class Local(Environment, Protocol):
 
 def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
-    run = config.sampling
-    return {
-        "max_tokens": run.max_tokens if env.sampling.max_tokens is None else env.sampling.max_tokens,
-        "temperature": run.temperature if env.sampling.temperature is None else env.sampling.temperature,
-        "top_p": run.top_p,
-        "top_k": run.top_k,
-        "min_p": run.min_p,
-        "min_tokens": run.min_tokens,
-    }
+    own = {field.name: getattr(env.sampling, field.name) for field in fields(env.sampling)}
+    return {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}

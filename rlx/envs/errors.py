@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import sys
 import sysconfig
 import traceback
@@ -23,6 +24,7 @@ from pathlib import Path
 MOST_CAUSES = 6  # of a chain that are shown
 LONGEST = 400  # characters of one error's message that are shown
 KEPT = 200  # different failures that are remembered; later ones are written each time
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,12 @@ def sources_of(env_id: str) -> Path | None:
     return Path(spec.origin) if spec.origin not in (None, "built-in", "frozen") else None
 
 
+def kind_of_text(text: str) -> str:
+    """What stays equal of a failure's text when only numbers and quoted words of its messages differ."""
+    message, mark, place = text.rpartition("; at ")
+    return _VARIES.sub("…", message if mark else text)[:LONGEST] + mark + (place if mark else "")
+
+
 class FailureLog:
     """Writes each failure with its traceback once, and counts its repetitions."""
 
@@ -129,11 +137,13 @@ class FailureLog:
         self._said: dict[tuple[str, str], int] = {}  # counts when they were last written
         self._texts: dict[tuple[str, str], str] = {}  # the first failure's text
 
-    def note(self, env: str, what: str, failure: Failure) -> None:
+    def note(self, env: str, what: str, failure: Failure | str) -> None:
         """Count a failure of environment `env`; write it if it is the first of its kind, or the 10th, 100th, 1000th, …
 
-        `what`: what failed, for people ("example 12").
+        `what`: what failed, for people ("example 12"). `failure`: or its text alone, where the traceback is written elsewhere.
         """
+        if isinstance(failure, str):
+            failure = Failure(text=failure, key=kind_of_text(failure), traceback="")
         kind = (env, failure.key)
         if kind not in self._counts and len(self._counts) >= KEPT:
             self._log.warning("%s: %s failed: %s", env, what, failure.text)
@@ -142,7 +152,7 @@ class FailureLog:
         count = self._counts[kind]
         if count == 1:
             self._texts[kind], self._said[kind] = failure.text, 1
-            self._log.warning("%s: %s failed: %s\n%s", env, what, failure.text, failure.traceback)
+            self._log.warning("%s: %s failed: %s%s", env, what, failure.text, failure.traceback and f"\n{failure.traceback}")
         elif count == 10 ** (len(str(count)) - 1):
             self._say(kind)
 

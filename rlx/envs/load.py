@@ -1,4 +1,4 @@
-"""Loads the environments of a run's mix and the chat format of its model.
+"""Loads the environments of a run and the chat format of its model.
 
 verifiers is imported inside the function, because the import takes seconds.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 
+from rlx.config.checks.objective import needs_exact_sampling
+from rlx.config.evaluated import environments
 from rlx.config.schema import Config
 from rlx.envs.base import Environment, Local, sampling_of
+from rlx.envs.kinds import loader_of
 from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat, load_chat
@@ -19,28 +22,27 @@ from rlx.waiting import wait_for
 
 
 def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Local]:
-    """The environments of the mix by name. Call it on the main thread. They can be played after `give_policy`."""
+    """The environments of the mix and of evaluations by name. Call it on the main thread. They can be played after `give_policy`."""
     beat("importing verifiers")
-    from rlx.envs.verifiers_v0 import load_environment
-
     envs: dict[str, Local] = {}
-    for name, env in config.envs.items():
+    for name, env in environments(config).items():
         beat(f"loading environment {name}")
-        timeout, concurrency = config.orchestrator.rollout_timeout, config.orchestrator.max_concurrent
-        envs[name] = load_environment(name, env, sampling_of(config, env), timeout, concurrency)
+        timeout, concurrency = config.orchestrator.rollout_timeout, config.concurrency
+        envs[name] = loader_of(env.id)(name, env, sampling_of(config, env), timeout, concurrency)
     return envs
 
 
 def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator: Generator) -> None:
     """Give the environments the run's policy, which samples with `generator`."""
-    label = uuid.uuid4().hex[:6] + "-"
+    label, configs = uuid.uuid4().hex[:6] + "-", environments(config)
     for name, env in envs.items():
         env.policy = TokenPolicy(
             generator=generator,
             chat=chat,
-            context_length=min(config.seq_len, config.max_model_len),
+            context_length=min(config.seq_len, config.max_model_len) if name in config.envs else config.max_model_len,
             seed=config.seed,
-            sampling=sampling_of(config, config.envs[name]),
+            sampling=sampling_of(config, configs[name]),
+            exact=needs_exact_sampling(config, sampling_of(config, configs[name])),
             label=label,
         )
 

@@ -1,6 +1,6 @@
 """Loads the environments of a configuration in a process of its own and says what they are, before a run starts anything.
 
-    python -m rlx.envs.probe < {"envs": [{"key": "0", "name": "math", "id": "rlx-math", "args": {}}]}
+    python -m rlx.envs.probe < {"envs": [{"key": "0", "name": "math", "id": "rlx-math", "args": {}, "split": "train"}]}
 
 answers on its standard output, one JSON object a line: `{"loading": "0"}`, then `{"key": "0", "probed": {…}, "files": {…}, "folders": {…}}`
 with the fields of `Probed`, and what the answer depends on. Everything that an environment prints goes to the standard error.
@@ -22,11 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.config.evaluated import section_of
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import chain, describe, sources_of
+from rlx.envs.kinds import kind_of, loader_of
 from rlx.plain import CodecError, to_json
 from rlx.process import die_with_parent
 
+FIELDS = ("id", "args", "split", "agents", "num_tasks")  # of an environment's configuration, that loading it needs
 MOST_FILES = 1000  # of an environment's package that a digest covers
 WRAPPED = ("Could not import", "Failed to load environment")  # how verifiers begins an error around the package's own
 
@@ -55,17 +58,16 @@ def probe(name: str, config: EnvConfig) -> Probed:
     """Load one environment and look at it. Never raises because of the environment. Call it on the main thread."""
     began = time.monotonic()
     try:
-        from rlx.envs.verifiers_v0 import load_environment
-
-        env = load_environment(name, config, {}, timeout=60.0)
+        kind = kind_of(config.id)
+        env = loader_of(config.id)(name, config, {}, timeout=60.0)
         seconds = time.monotonic() - began
         rows = env.rows
         if len(rows) == 0:
-            return Probed(problem=f"{config.id} has no examples", fix=f"check envs.{name}.args, or the environment's data")
+            return Probed(problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
         first = dict(rows[0])
         to_json(first)
         _try_first(env, first)
-        return Probed(kind="classic", examples=len(rows), tools=_tools_of(env), scores_groups=env.scores_groups, seconds=round(seconds, 3))
+        return Probed(kind=kind, examples=len(rows), tools=_tools_of(env), scores_groups=env.scores_groups, seconds=round(seconds, 3))
     except CodecError as error:
         return Probed(
             problem=f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}", fix="change the environment"
@@ -103,7 +105,7 @@ def _why(name: str, env_id: str, error: BaseException) -> Probed:
         return Probed(problem=what, fix=fix)
     if isinstance(inner, ValueError) and str(inner).startswith(f"envs.{name}: "):  # a sentence of our own
         return Probed(problem=str(inner).removeprefix(f"envs.{name}: "), fix="choose another environment")
-    return Probed(problem=f"loading {env_id} failed: {text}", fix=f"correct envs.{name}.args, or the environment")
+    return Probed(problem=f"loading {env_id} failed: {text}", fix=f"correct {section_of(name)}.args, or the environment")
 
 
 # what an answer depends on
@@ -146,7 +148,7 @@ def _below(sources: Path) -> Iterable[Path]:
 
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
-    probed = probe(entry["name"], EnvConfig(id=entry["id"], args=entry["args"]))
+    probed = probe(entry["name"], EnvConfig(**{key: entry[key] for key in FIELDS if key in entry}))
     folders = {path: packages_digest(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}}
     return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
 

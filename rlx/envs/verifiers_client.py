@@ -7,6 +7,7 @@ from typing import Any
 
 import verifiers as vf
 from verifiers.clients.client import Client
+from verifiers.clients.openai_chat_completions_client import content_to_text
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
 from verifiers.utils.message_utils import normalize_messages
@@ -17,9 +18,10 @@ from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 class EpisodeClient(Client):
     """A policy's episode with verifiers' `Client` interface."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, raw: bool = False) -> None:
+        """`raw`: every prompt is raw text (an environment with `message_type="completion"`)."""
         super().__init__(episode)
-        self.episode = episode
+        self.episode, self.raw = episode, raw
         self.answered: list[str] = []  # the id of each answer
 
     def setup_client(self, config: Any) -> Any:
@@ -31,7 +33,10 @@ class EpisodeClient(Client):
     async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict]:
         if isinstance(messages, str) or any(isinstance(message, dict) for message in messages):
             messages = normalize_messages(messages)  # verifiers' loop has done it; a request of the environment's own may hold dicts
-        return with_tool_names([for_template(message) for message in messages]), {}
+        native = [for_template(message) for message in messages]
+        if self.raw or messages[0].role == "text":  # joined as verifiers' client of completion endpoints does it
+            return [{"role": "text", "content": "\n\n".join(content_to_text(message["content"]) for message in native)}], {}
+        return with_tool_names(native), {}
 
     async def get_native_response(
         self, prompt: list[Message], model: str, sampling_args: dict[str, Any], tools: list[dict] | None = None, **_: Any

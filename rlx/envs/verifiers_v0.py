@@ -25,8 +25,9 @@ from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
-from rlx.inference.protocol import Sampling
+from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -53,32 +54,29 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
-    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float) -> None:
-        if env.dataset_source is None and env.dataset is None:
-            raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train") -> None:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
-        self.rows: Sequence[dict[str, Any]] = env.get_dataset()
+        self.rows = rows_of(name, env, split)
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.scores_groups = env.requires_group_rollouts
         # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
         # Keys that the run sets win.
-        own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
-        own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
-        unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
-        if unknown:
-            log.warning("envs.%s asks for sampling parameters that the server does not support; they are ignored: %s", name, unknown)
-        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
+        own = servers_names(env.sampling_args)
+        ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
+        if ignored:
+            log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
+        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in ignored}
         names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
         self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
         self._play, self._score = prepare(env)
@@ -97,9 +95,9 @@ class VerifiersEnvironment:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
-        client = EpisodeClient(episode)
+        client = EpisodeClient(episode, raw=self.env.message_type == "completion")
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -202,6 +200,21 @@ class VerifiersEnvironment:
         failure = failure_of(error, self.sources)
         self.failures.note(self.name, what, failure)
         return failure.text
+
+
+def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:
+    """The data set of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
+
+    Raises ValueError without training examples.
+    """
+    trains = env.dataset_source is not None or env.dataset is not None
+    if split == "eval" and (env.eval_dataset_source is not None or env.eval_dataset is not None):
+        return env.get_eval_dataset()
+    if not trains:
+        raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    if split == "eval":
+        log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
+    return env.get_dataset()
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths, atomic
 from rlx.process import host_name
 from rlx.waiting import wait_for
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 4096  # connections that the kernel queues before we accept them
 
@@ -104,6 +107,24 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
 
         without_model = AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
         found.append(wait_for(probe, f"inference server {replica} ({file})", timeout, tick=tick, excused=without_model))
+    return found
+
+
+def present_servers(config: Config, paths: RunPaths) -> list[Endpoint]:
+    """The servers that the run has now: those of the configuration, and one for each file `endpoints/inference_*.json`.
+
+    Creating such a file (`{"url": …, "api_key": …}`) adds a server to a running run, and deleting it removes the server.
+    A file that cannot be read is skipped with a warning.
+    """
+    found = [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
+    for file in sorted(paths.endpoints.glob("inference_*.json")):
+        try:
+            endpoint = read_endpoint(file)
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s does not describe an inference server: %s", file, error)
+            continue
+        if endpoint is not None:
+            found.append(endpoint)
     return found
 
 

@@ -1,7 +1,8 @@
 """The servers of a run as a whole: tracks their policy version and updates all of them to the next one.
 
-There is one fleet per run. It checks every server now and then. A server that restarted has version 0 and gets the run's version before
-it samples for the run: requests name the version that they need, and a server refuses versions newer than its own.
+There is one fleet per run. It checks every server now and then, and which servers there are. A server that restarted or joined gets the
+run's version before it samples for the run: requests name the version that they need, and a server refuses versions newer than its own.
+A server that does not answer is left out while others do: updates do not wait for it, and samplers are told (`on_change`).
 Sampling is `rlx.inference.sampler`.
 """
 
@@ -12,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -20,6 +21,7 @@ import msgspec
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
+    CONNECT,
     PAUSE,
     RESTART,
     Failure,
@@ -37,6 +39,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
+HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
+GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
 _state = msgspec.json.Decoder(PolicyState)
 _failure = msgspec.json.Decoder(Failure)
@@ -45,9 +49,18 @@ _failure = msgspec.json.Decoder(Failure)
 class _Server:
     """One replica."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
         self.endpoint = endpoint
+        self.serves = serves  # samplers use it
+        self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
+        self.hung = False  # it took a connection and did not answer
+        self.said = ""  # the latest warning about it
         self.updating = asyncio.Lock()
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is no use in waiting for it."""
+        return self.hung or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
 
 
 class Fleet:
@@ -56,23 +69,36 @@ class Fleet:
     `version`: the version of the latest complete update.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], restart_timeout: float = RESTART, drain_tokens: int = 0, look: float = LOOK) -> None:
-        """`restart_timeout`: seconds for which a server may be unreachable during an update.
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        restart_timeout: float = RESTART,
+        drain_tokens: int = 0,
+        look: float = LOOK,
+        find: Callable[[], Sequence[Endpoint]] | None = None,
+        hung: float = HUNG,
+    ) -> None:
+        """`restart_timeout`: seconds for which a lone server may be unreachable during an update.
 
         `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two checks of the servers.
+        `find`: the servers that the run has at the moment, called in a thread at every check; None: they never change.
+        `hung`: seconds for an answer in such a check, if other servers answer.
         """
         self.version = 0
+        self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._drain_tokens = drain_tokens
         self._look = look
+        self._find = find
+        self._hung = hung
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
+        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self._watching = asyncio.ensure_future(self._watch())
         return self
 
@@ -87,20 +113,49 @@ class Fleet:
     # -- versions
 
     async def update(self, weights: WeightVersion, timeout: float = 600.0) -> None:
-        """Update all servers to a version, without losing a request. Returns when all servers have it.
+        """Update all servers to a version, without losing a request. Returns when all servers that answer have it.
 
+        A server that does not answer is skipped if another one has the version. It gets the version before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
         Raises UpdateRefused if a server rejects the weights, ServerUnreachable or InferenceError if a server fails or does not finish in
         `timeout` seconds, and ValueError for a kind of weights that servers cannot load.
         """
+        servers = [server for server in self._servers if server.serves] or self._servers
         try:
             async with asyncio.timeout(timeout):
-                await _all(self._tell(server, weights) for server in self._servers)
+                await self._tell_all(servers, weights)
         except TimeoutError:
             raise ServerUnreachable(
                 f"not all servers had version {weights.version} after {timeout:g} s (weight_broadcast.timeout)"
             ) from None
         self._weights, self.version = weights, weights.version
+
+    async def _tell_all(self, servers: Sequence[_Server], weights: WeightVersion) -> None:
+        """Load a version into these servers concurrently. Once one server has it, servers that do not answer are left out."""
+        telling = {asyncio.ensure_future(self._tell(server, weights)): server for server in servers}
+        waiting, loaded, missing = set(telling), 0, []
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        task.result()
+                        loaded += 1
+                    except ServerUnreachable as error:
+                        missing.append((telling[task], error))
+                if loaded:
+                    for task in [task for task in waiting if telling[task].gone]:
+                        waiting.discard(task)
+                        task.cancel()
+                        missing.append((telling[task], ServerUnreachable(f"{telling[task].endpoint.name} does not answer")))
+            if not loaded:
+                raise missing[0][1]
+        finally:
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+        for server, why in missing:
+            self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
 
     async def restore(self, endpoint: Endpoint) -> None:
         """Update the server at `endpoint` to the run's version if it restarted. Raises StaleServer if that fails."""
@@ -111,14 +166,28 @@ class Fleet:
                 return
         raise StaleServer(f"{endpoint.name} is not one of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
 
+    @property
+    def size(self) -> int:
+        """Servers that serve the run at the moment."""
+        return sum(server.serves for server in self._servers)
+
     async def versions(self) -> list[int]:
         """The policy version that each server has, in the order of the endpoints."""
         return [state.version for state in await self.states()]
 
     async def stats(self) -> dict[str, float]:
-        """The servers' current metrics by name: the mean of the cache usage, the sums of the others."""
-        states = await self.states()
+        """Current metrics by name of the servers that answer: the mean of the cache usage, the sums of the others.
+
+        Raises the first server's error if no server answers.
+        """
+        serving = [server for server in self._servers if server.serves] or self._servers
+        answers = await asyncio.gather(*(self._state(server) for server in serving), return_exceptions=True)
+        states = [answer for answer in answers if isinstance(answer, PolicyState)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and (not states or not isinstance(answer, InferenceError)):
+                raise answer
         return {
+            "perf/servers": len(states),
             "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
             "perf/running": sum(state.running for state in states),
             "perf/waiting": sum(state.waiting for state in states),
@@ -148,29 +217,75 @@ class Fleet:
                     tick()
                 await asyncio.sleep(PAUSE)
             if state.version > self.version:
-                status, answer = await self._insist(server, "POST", "/reload_weights")
-                if status != 200:
-                    raise error_of(server.endpoint.name, status, answer)
+                await self._reset(server)
+
+    async def _reset(self, server: _Server) -> None:
+        """Return a server to version 0: it still has a version of another run."""
+        status, answer = await self._insist(server, "POST", "/reload_weights")
+        if status != 200:
+            raise error_of(server.endpoint.name, status, answer)
+
+    # -- servers that come and go
 
     async def _watch(self) -> None:
-        """Restore servers that restarted, whichever process samples on them. A failure is logged once and retried."""
-        said: dict[str, str] = {}
+        """Restore servers that restarted, whichever process samples on them, and follow servers that come and go."""
         while True:
             await asyncio.sleep(self._look)
-            if self._weights is None:
-                continue
-            for server in self._servers:
-                key = server.endpoint.key
-                try:
-                    async with asyncio.timeout(self._restart_timeout):
-                        if (await self._state(server)).version < self.version:
-                            await self._restore(server)
-                    said.pop(key, None)
-                except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
-                    text = str(error) or f"{server.endpoint.name} did not report its version in {self._restart_timeout:g} s"
-                    if said.get(key) != text:
-                        log.warning("%s", text)
-                    said[key] = text
+            if self._find is not None:
+                self._follow(await asyncio.to_thread(self._find))
+            if self._weights is not None or len(self._servers) > 1:
+                await asyncio.gather(*(self._check(server) for server in self._servers))
+
+    def _follow(self, endpoints: Sequence[Endpoint]) -> None:
+        """Add new servers, which `_check` brings up to date, and remove those that are no longer named, except the last one."""
+        named = {endpoint.key: endpoint for endpoint in endpoints}
+        for key in named.keys() - {server.endpoint.key for server in self._servers}:
+            log.info("%s joins; it serves once it has the run's version", named[key].name)
+            self._servers.append(_Server(named[key], serves=False))
+        for server in [server for server in self._servers if server.endpoint.key not in named]:
+            if any(other.serves for other in self._servers if other is not server):
+                log.info("%s was taken away; its requests end or go elsewhere", server.endpoint.name)
+                self._servers.remove(server)
+                self._tell_samplers()
+
+    async def _check(self, server: _Server) -> None:
+        """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
+        others = any(other.serves for other in self._servers if other is not server)
+        limit = self._hung if others else self._restart_timeout
+        try:
+            async with asyncio.timeout(limit):
+                state = await self._state(server)
+            async with asyncio.timeout(self._restart_timeout):
+                if state.version > self.version and not server.serves:
+                    await self._reset(server)
+                    state = await self._state(server)
+                if state.version < self.version:
+                    await self._restore(server)
+        except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
+            server.hung = isinstance(error, TimeoutError)
+            text = (
+                str(error) or f"{server.endpoint.name} did not report its version in {self._hung if others else self._restart_timeout:g} s"
+            )
+            if others and server.gone:
+                self._leave_out(server, text)
+            elif server.said != text:
+                log.warning("%s", text)
+            server.said = text
+        else:
+            server.hung, server.said = False, ""
+            if not server.serves:
+                server.serves = True
+                log.info("%s serves version %d", server.endpoint.name, self.version)
+                self._tell_samplers()
+
+    def _leave_out(self, server: _Server, why: str) -> None:
+        if server.serves:
+            server.serves = False
+            log.warning("%s; the other servers go on without it", why)
+            self._tell_samplers(server.endpoint.key)
+
+    def _tell_samplers(self, *lost: str) -> None:
+        self.on_change([server.endpoint for server in self._servers if server.serves], lost)
 
     async def _restore(self, server: _Server) -> None:
         async with server.updating:
@@ -193,11 +308,17 @@ class Fleet:
         if weights.kind != "files":
             raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load 'files'")
         request = {"weight_dir": weights.where, "version": weights.version, "drain_tokens": self._drain_tokens}
-        status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
-        if status == 422:
-            raise UpdateRefused(f"{server.endpoint.name}: {_failure.decode(answer).error}")
-        if status != 200:
-            raise error_of(server.endpoint.name, status, answer)
+        deadline = time.monotonic() + self._restart_timeout
+        while True:
+            status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
+            if status == 422:
+                raise UpdateRefused(f"{server.endpoint.name}: {_failure.decode(answer).error}")
+            if status == 200:
+                return
+            # A server whose load failed midway says which version it has, and ends. Any other 5xx may pass (a proxy, a busy host).
+            if status < 500 or _names_version(answer) or time.monotonic() > deadline:
+                raise error_of(server.endpoint.name, status, answer)
+            await asyncio.sleep(PAUSE)
 
     async def _state(self, server: _Server) -> PolicyState:
         status, answer = await self._ask(server, "GET", "/policy")
@@ -226,12 +347,22 @@ class Fleet:
             async with self._session.request(method, endpoint.url + path, data=body, headers=endpoint.headers) as answer:
                 content = await answer.read()
                 if answer.status != 503:
+                    server.silent_since = None
                     return answer.status, content
-                cause = f"{endpoint.name}: {_failure.decode(content).error}"
+                cause = str(error_of(endpoint.name, answer.status, content))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
+        server.silent_since = server.silent_since or time.monotonic()
         server.endpoint = endpoint.refreshed()
         raise ServerUnreachable(cause)
+
+
+def _names_version(answer: bytes) -> bool:
+    """Whether the body of a failure is one of our own servers' and says which version the server has."""
+    try:
+        return _failure.decode(answer).version is not None
+    except msgspec.MsgspecError:
+        return False
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 PAUSE = 0.25  # seconds between two attempts to reach a server
+CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
 RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail
 
 
@@ -29,6 +30,11 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    stop: list[str] = []  # the answer ends with the token that completes one of these texts
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}  # token id → what is added to its logit
 
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
@@ -77,7 +83,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     waiting: int = 0  # requests queued
     kv_cache_usage: float = 0.0  # share of the key-value cache in use
     attested: float = 0.0  # fraction of the served weights that were compared with the trainer's checksums
-    preemptions: int = 0  # since the server started, including the requests that weight updates make recompute
+    preemptions: int = 0  # requests that lost their cache to others, since the server started; weight updates do not count
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

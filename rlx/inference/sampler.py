@@ -1,7 +1,8 @@
 """Samples on any number of servers: token ids in, token ids with log-probabilities and versions out.
 
 A request goes to the least loaded server. Requests of equal `affinity` go to one server, which has the keys and values of the earlier
-turns in its cache. If a server does not answer, the request is retried at the address that its endpoint file has by then.
+turns in its cache. If a server does not answer, the request goes to another one at once. If no server answers, the request waits and is
+retried at the addresses that the endpoint files have by then. `use` adds and removes servers while requests are in flight.
 There may be many samplers, also in processes that have only the endpoint files. Weight updates are `rlx.inference.fleet`.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ import numpy as np
 from rlx.inference.channel import Channel
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
+    CONNECT,
     FLOAT,
     INT,
     PAUSE,
@@ -27,6 +29,7 @@ from rlx.inference.protocol import (
     Answer,
     Completion,
     GenerateRequest,
+    InferenceError,
     RequestRefused,
     Sampling,
     ServerUnreachable,
@@ -49,8 +52,17 @@ class _Server:
         self.endpoint = endpoint
         self.load = 0  # requests in flight
         self.away_until = 0.0  # it did not answer: until this monotonic time other servers are preferred
+        self.removed = False  # it gets no new requests
         self.channel: Channel | None = None
         self.connecting = asyncio.Lock()
+
+    @property
+    def connected(self) -> bool:
+        return self.channel is not None and not self.channel.ended
+
+    async def disconnect(self) -> None:
+        if self.channel is not None:
+            await self.channel.close()
 
 
 class Sampler:
@@ -73,22 +85,43 @@ class Sampler:
         self.version = 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
+        self._disconnecting: set[asyncio.Future[None]] = set()
         self._request_timeout = request_timeout
         self._restart_timeout = restart_timeout
         self._restore = restore
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Sampler:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
+        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         assert self._session is not None
         for server in self._servers:
-            if server.channel is not None:
-                await server.channel.close()
+            await server.disconnect()
+        await asyncio.gather(*self._disconnecting)
         await self._session.close()
+
+    def use(self, endpoints: Sequence[Endpoint], lost: Collection[str] = ()) -> None:
+        """Use these servers from now on; at least one.
+
+        Requests in flight on a server that is not among them end there, unless its key is in `lost`: then they go elsewhere at once.
+        """
+        wanted = {endpoint.key: endpoint for endpoint in endpoints}
+        for server in self._servers:
+            if server.endpoint.key not in wanted:
+                server.removed = True
+                if server.load == 0 or server.endpoint.key in lost:
+                    self._disconnect(server)
+        self._servers = [server for server in self._servers if not server.removed]
+        known = {server.endpoint.key for server in self._servers}
+        self._servers += [_Server(endpoint) for key, endpoint in wanted.items() if key not in known]
+
+    def _disconnect(self, server: _Server) -> None:
+        closing = asyncio.ensure_future(server.disconnect())
+        self._disconnecting.add(closing)
+        closing.add_done_callback(self._disconnecting.discard)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, affinity: int = 0) -> Turn:
         """Sample one completion of `prompt_ids` [P] from the newest policy. If that changes meanwhile, later tokens are of the new one.
@@ -103,34 +136,57 @@ class Sampler:
         except msgspec.ValidationError as error:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
         troubled_since: float | None = None  # time since which no server could take the request
+        server: _Server | None = None
         try:
             async with asyncio.timeout(self._request_timeout):
                 while True:
-                    server = self._choose(affinity)
+                    server = self._choose(affinity, server)
+                    others = any(other is not server and other.away_until <= time.monotonic() for other in self._servers)
                     server.load += 1
-                    version = self.version
+                    version, began, connected = self.version, time.monotonic(), server.connected
                     try:
                         answer = await self._sample(server, GenerateRequest(request_id, prompt, parameters, version))
                         if answer.completion is not None:
                             return _turn(prompt, answer.completion)
-                        if answer.status != 409:
-                            raise error_of(server.endpoint.name, answer.status, answer.error)
-                        if self._restore is not None:
-                            await self._restore(server.endpoint)
+                        trouble = await self._trouble(server, answer, version, others)
+                        if trouble is None:
                             continue
-                        raise StaleServer(f"{server.endpoint.name} has an older version than {version} and was not updated: {answer.error}")
-                    except (ServerUnreachable, StaleServer) as error:
-                        troubled_since = troubled_since or time.monotonic()
-                        restored = isinstance(error, StaleServer) and self._restore is not None  # the restore was tried and failed
-                        if restored or time.monotonic() - troubled_since > self._restart_timeout:
-                            raise
+                    except ServerUnreachable as error:
+                        trouble = error
                     finally:
                         server.load -= 1
-                    await asyncio.sleep(PAUSE)
+                        if server.removed and server.load == 0:
+                            self._disconnect(server)
+                    now = time.monotonic()
+                    if troubled_since is None or (connected and now - began > 4 * PAUSE):  # the server worked on it meanwhile
+                        troubled_since = now
+                    if now - troubled_since > self._restart_timeout:
+                        raise trouble
+                    if server.away_until <= now or not others:
+                        await asyncio.sleep(PAUSE)
         except TimeoutError:
+            name = server.endpoint.name if server is not None else "the inference servers"
             raise ServerUnreachable(
-                f"{server.endpoint.name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
+                f"{name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
             ) from None
+
+    async def _trouble(self, server: _Server, answer: Answer, version: int, others: bool) -> InferenceError | None:
+        """Why the server did not sample, if a retry may help; None: it can sample now. Raises the error of a request that is wrong.
+
+        A server with an older version is updated. If there are other servers, the fleet does this meanwhile.
+        """
+        endpoint = server.endpoint
+        if answer.status == 500:  # it failed this request; other requests may go on
+            return error_of(endpoint.name, answer.status, answer.error)
+        if answer.status != 409:
+            raise error_of(endpoint.name, answer.status, answer.error)
+        stale = StaleServer(f"{endpoint.name} has an older version than {version} and was not updated: {answer.error}")
+        if others or server.removed:
+            server.away_until = time.monotonic() + 4 * PAUSE
+        elif self._restore is not None:
+            await self._restore(endpoint)
+            return None
+        return stale
 
     async def _sample(self, server: _Server, request: GenerateRequest) -> Answer:
         """The server's answer. Raises ServerUnreachable if there is none or its engine is dead, RequestRefused for a wrong key."""
@@ -161,12 +217,15 @@ class Sampler:
                 server.channel = await Channel.connect(self._session, server.endpoint.url + "/generate", server.endpoint.headers)
             return server.channel
 
-    def _choose(self, affinity: int) -> _Server:
-        """The server of this affinity if it answers; otherwise the least loaded server, preferably one that answers."""
+    def _choose(self, affinity: int, failed: _Server | None = None) -> _Server:
+        """The server of this affinity if it answers; otherwise the least loaded server, preferably one that answers.
+
+        `failed`: the server that has just failed this request.
+        """
         server = self._affinity.get(affinity)
         now = time.monotonic()
-        if server is None or server.away_until > now:
-            server = min(self._servers, key=lambda server: (server.away_until > now, server.load))
+        if server is None or server is failed or server.removed or server.away_until > now:
+            server = min(self._servers, key=lambda server: (server.away_until > now, server is failed, server.load))
             self._affinity[affinity] = server
             if len(self._affinity) > REMEMBERED:
                 self._affinity.popitem(last=False)

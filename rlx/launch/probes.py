@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError
+from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import Config, EnvConfig
 from rlx.envs.errors import sources_of
-from rlx.envs.probe import Probed, file_digest, packages_digest
+from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import die_with
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
@@ -31,9 +32,9 @@ from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
 PATIENCE = 5.0  # seconds after which the user is told what is being loaded
-SCHEMA = 1  # changes when the meaning of a kept answer changes
+SCHEMA = 2  # changes when the meaning of a kept answer changes
 
-Identity = tuple[str, str, str]  # Python, verifiers' name, arguments as JSON
+Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
 def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
@@ -54,7 +55,7 @@ def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
     for python, missing in by_python.items():
         known |= _ask(python, {each: wanted[each] for each in missing})
     problems = [
-        f"envs.{name}: {probed.problem}.\n  fix: {probed.fix}; launcher.check_envs=false starts without this check"
+        f"{section_of(name)}: {probed.problem}.\n  fix: {probed.fix}; launcher.check_envs=false starts without this check"
         for each, (name, _) in wanted.items()
         if (probed := known[each]).problem is not None
     ]
@@ -69,12 +70,12 @@ def lines_of(environments: Mapping[str, Probed]) -> list[str]:
 
 
 def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
-    return cfg.envs if cfg.launcher.check_envs and cfg.replay is None else {}
+    return environments(cfg) if cfg.launcher.check_envs and cfg.replay is None else {}
 
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps(env.args, sort_keys=True, default=repr)
+    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
 
 
 # the cache
@@ -112,7 +113,8 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     while left:
         named = {str(number): each for number, each in enumerate(left)}
         entries = [
-            {"name": wanted[each][0], "key": key, "id": wanted[each][1].id, "args": wanted[each][1].args} for key, each in named.items()
+            {"key": key, "name": wanted[each][0]} | {field: getattr(wanted[each][1], field) for field in FIELDS}
+            for key, each in named.items()
         ]
         answers, loading, ending = _run(python, entries)
         for key, answer in answers.items():

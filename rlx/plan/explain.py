@@ -69,14 +69,27 @@ def _command(cfg: Config, spec: ProcessSpec) -> str:
         "prepare": "supervised warm start of the model, unless it is in the cache",
         "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
         + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
-        "orchestrator": f"environments {', '.join(cfg.envs)}; at most {cfg.orchestrator.max_concurrent} rollouts in flight",
+        "orchestrator": f"environments {', '.join(cfg.envs)}; {_in_flight(cfg)}",
         "trainer": f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process",
     }
     return what.get(spec.role, " ".join(spec.argv))
 
 
+def _in_flight(cfg: Config) -> str:
+    if cfg.orchestrator.max_concurrent is not None:
+        return f"at most {cfg.concurrency} rollouts in flight"
+    return f"{cfg.concurrency} rollouts in flight at first, then as many as the engines can use"
+
+
+def _group_sizes(cfg: Config) -> str:
+    sizes = {name: cfg.group_size(name) for name, env in cfg.envs.items() if env.weight > 0}
+    if len(set(sizes.values())) == 1:
+        return f"{next(iter(sizes.values()))} rollouts per prompt"
+    return f"{cfg.mean_group_size:.4g} rollouts per prompt on average ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
+
+
 def _batch(cfg: Config) -> list[str]:
-    group, rollouts, mini = cfg.orchestrator.rollouts_per_example, cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
+    rollouts, mini = cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
     ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
     trained = rollouts * cfg.seq_len
     rows = math.ceil(trained / (row * ranks * mini))
@@ -93,7 +106,7 @@ def _batch(cfg: Config) -> list[str]:
         ["quantity", "value"],
         [
             ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
-            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {group} rollouts per prompt"],
+            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {_group_sizes(cfg)}"],
             ["new tokens", _new_tokens(cfg)],
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
             [

@@ -109,7 +109,7 @@ def engine_memory(cfg: Config) -> EngineMemory:
     # If there are fewer key-value heads than GPUs, heads are copied, never split.
     heads = max(1.0, model.num_key_value_heads / parallel)
     kv_token = 2 * model.num_layers * heads * head_dim * BYTES[model.dtype]
-    together = min(cfg.inference.max_num_seqs, cfg.orchestrator.max_concurrent)
+    together = min(cfg.inference.max_num_seqs, cfg.concurrency)
     return EngineMemory(
         weights=model.num_parameters * BYTES[model.dtype] / parallel,
         kv_token=kv_token,

@@ -14,7 +14,7 @@ from rlx.config.chat_format import family_of
 from rlx.config.schema import ModelConfig
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, arguments_as_json, read_reasoning
-from rlx.policy.templates import decoded, traits_of
+from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
 from rlx.types import Turn
 
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
@@ -43,6 +43,7 @@ class Chat:
         self.keeps_tokens = keeps_tokens
         self._decodes_arguments = False
         self._prompts: dict[tuple, list[int]] = {}
+        self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
         if renderer is not None:
             self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
             self.tool_parser, self.reasoning_parser = None, None
@@ -58,8 +59,15 @@ class Chat:
         self._marks = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """Token ids [P] of the prompt for the assistant's next answer. Raises PolicyError if the template refuses the messages."""
+        """Token ids [P] of the prompt for the assistant's next answer.
+
+        Raises PolicyError if the template refuses the messages, or loses these tools, calls of them or their results.
+        """
         key = None
+        if tools and (names := tuple(tool["function"]["name"] for tool in tools)) not in self._served:
+            if lost := list(problems(self, tools)):
+                raise PolicyError("; ".join(["the chat format does not serve these tools", *lost]) + ". " + REMEDIES)
+            self._served.add(names)
         if not tools and all(len(m) == 2 and isinstance(m["content"], str) for m in messages):
             key = tuple((m["role"], m["content"]) for m in messages)
             if key in self._prompts:

@@ -26,6 +26,7 @@ from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, say_full_disk
+from rlx.stacks import answer
 from rlx.waiting import wait_for
 from rlx.weights.hub import fetch
 
@@ -49,6 +50,7 @@ def main() -> int:
     options = parser.parse_args()
     paths, config, replica = RunPaths(options.run_dir), load_run(options.run_dir), options.replica
     heartbeat = Heartbeat(paths, f"inference_{replica}")
+    answer(paths, heartbeat.name)
 
     try:
         sock = listen(config, replica)
@@ -121,6 +123,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
 async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat) -> int:
     """Send heartbeats until there is a reason to end. Print the reason and return the exit code."""
     while True:
+        heartbeat.progress = engine.activity
         heartbeat.beat("serving", step=engine.version)
         await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
@@ -146,4 +149,7 @@ def run() -> NoReturn:
 if __name__ == "__main__":
     run()
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned because it could not fork
+    from rlx.inference.server.rendezvous import leave_no_files
+
     die_with_parent()
+    leave_no_files()

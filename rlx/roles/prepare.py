@@ -33,6 +33,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
+from rlx.stacks import answer
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def main() -> int:
         return 0
     config = load_run(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
+    answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
     model = find_or_make(config, heartbeat)
     write_text(paths.initial_model, f"{model}\n")

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from rlx.config.schema import Config
 from rlx.envs.base import Environment
 from rlx.rollout.groups import GroupFailed, Tally, play_group
 from rlx.rollout.state import BegunGroup, CollectorState, OwedGroup, PlayedGroup, played_group
@@ -54,6 +55,27 @@ class Pending:
     rollouts: list[Rollout] = field(default_factory=list)  # by member; empty until the group is finished
 
 
+def collector_of(config: Config, envs: Mapping[str, Environment], left_out: Callable[[Sequence[Rollout]], str | None]) -> Collector:
+    """The collector of a run. `left_out`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
+    orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
+    envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
+    weights = {name: env.weight for name, env in config.envs.items()}
+    return Collector(
+        envs=envs,
+        tasks=TaskSequence(envs, weights, config.seed, orchestrator.buffer, curricula),
+        num_groups=config.num_groups,
+        group_size=orchestrator.rollouts_per_example,
+        own_sizes={name: config.group_size(name) for name in config.envs},
+        max_steps=config.max_steps,
+        max_async_level=config.max_async_level,
+        max_concurrent=config.concurrency,
+        max_retries=orchestrator.max_retries,
+        left_out=left_out,
+        max_rounds=orchestrator.difficulty_filter.max_rounds,
+        oversampling_factor=orchestrator.oversampling_factor,
+    )
+
+
 class Collector:
     """Keeps rollouts in flight and returns complete batches of groups."""
 
@@ -64,6 +86,7 @@ class Collector:
         tasks: TaskSequence,
         num_groups: int,
         group_size: int,
+        own_sizes: Mapping[str, int] | None = None,
         max_steps: int,
         max_async_level: int,
         max_concurrent: int,
@@ -72,7 +95,9 @@ class Collector:
         max_rounds: int = 10,
         oversampling_factor: float = 1.0,
     ) -> None:
-        """`left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
+        """`group_size`: rollouts of a group; `own_sizes`: those of environments with a size of their own.
+
+        `left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
         their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
 
         `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
@@ -80,7 +105,7 @@ class Collector:
         self.envs = envs
         self.tasks = tasks
         self.num_groups = num_groups
-        self.group_size = group_size
+        self.sizes = dict.fromkeys(envs, group_size) | dict(own_sizes or {})  # rollouts of a group, by environment
         self.max_steps = max_steps
         self.max_async_level = max_async_level
         self.max_concurrent = max_concurrent
@@ -113,7 +138,7 @@ class Collector:
         self._advance()
 
     async def collect(self) -> list[list[Rollout]]:
-        """The next batch: `num_groups` lists of `group_size` rollouts, environments evenly mixed; fewer if too many were filtered.
+        """The next batch: `num_groups` groups of rollouts, environments evenly mixed; fewer if too many were filtered.
 
         Raises RolloutsFailed when an environment fails too often, or an error of our own code in a group.
         """
@@ -133,12 +158,14 @@ class Collector:
         self.taken += 1
         self.filtered, self._filtered = sorted(self._filtered, key=lambda left_out: left_out[1][0].task.index), []
         self._missing = 0
+        self.tasks.played([*batch, *(rollouts for _, rollouts in self.filtered)])  # before the groups of the next batch are chosen
         self._advance()
         return batch
 
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
+        self.tally.log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -164,7 +191,7 @@ class Collector:
         """Continue from another collector's state. Call it before anything is played.
 
         Groups that were in flight are played again from their start. Groups that do not fit this run (its environments, their data,
-        its group size) are ignored.
+        its group sizes) are ignored.
         """
         self.taken = state.taken
         self.tasks.restore(state.tasks)
@@ -173,7 +200,8 @@ class Collector:
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
             task = self.tasks.carried(group.task, state.tasks)
-            return [] if task is None or len(group.rollouts) != self.group_size else [replace(one, task=task) for one in group.rollouts]
+            fits = task is not None and len(group.rollouts) == self.sizes[task.env]
+            return [replace(one, task=task) for one in group.rollouts] if task is not None and fits else []
 
         for group in state.finished:
             if rollouts := carried(group):
@@ -199,6 +227,11 @@ class Collector:
         """Rollouts being played now."""
         return sum(pending.left for pending, _ in self._playing.values())
 
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """Task, members still being played and seconds of each group in flight."""
+        now = time.monotonic()
+        return [(pending.task, pending.left, now - pending.began) for pending, _ in list(self._playing.values())]
+
     @property
     def phase(self) -> str:
         """What the collector waits for, in words."""
@@ -206,8 +239,9 @@ class Collector:
             return f"waiting for weights {self.taken - self.max_async_level}"
         if self._complete:
             return "waiting for the last long rollouts" if self._patience() > 0 else "batch complete"
-        wanted = self.num_groups * self.group_size
-        played = (len(self._finished) + len(self._playing)) * self.group_size - self.in_flight
+        wanted = round(self.num_groups * sum(self.tasks.share(env) * self.sizes[env] for env in self.tasks.envs))
+        pending = [*self._finished.values(), *(pending for pending, _ in self._playing.values())]
+        played = sum(self.sizes[group.task.env] for group in pending) - self.in_flight
         return f"rollouts {min(played, wanted)}/{wanted}"
 
     def _patience(self) -> float:
@@ -228,17 +262,18 @@ class Collector:
             playing.add_done_callback(self._cancelled.discard)
             self._replace(pending, "off_policy")
         batches = min(self.max_steps, self.version + self.max_async_level + 1)
+        largest = max(self.sizes.values())
         allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
         while (
             self._broken is None
             and not self._closed
             and self.num_groups * self.taken + len(self._playing) + len(self._finished) + self._missing < allowed
         ):
-            if self._playing and self.in_flight + self.group_size > self.max_concurrent:
+            if self._playing and self.in_flight + largest > self.max_concurrent:
                 break
             task, chain = self._next()
             finished_before = self._finished_groups[task.env]
-            pending = Pending(task, self._begun, self.version, chain, finished_before, self.group_size, time.monotonic())
+            pending = Pending(task, self._begun, self.version, chain, finished_before, self.sizes[task.env], time.monotonic())
             self._begun += 1
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
@@ -251,7 +286,7 @@ class Collector:
         return self.tasks.next(env), chain
 
     def _replace(self, pending: Pending, cause: str, chain: int = 0) -> None:
-        self.tally.dropped[cause] += self.group_size
+        self.tally.dropped[cause] += self.sizes[pending.task.env]
         self._owed.append((pending.task.env, chain))
 
     async def _play(self, pending: Pending) -> None:
@@ -268,7 +303,7 @@ class Collector:
             env = self.envs[task.env]
             on_policy = self.max_async_level == 0
             pending.rollouts = await play_group(
-                env, task, self.group_size, self.max_retries, self.tally, member_ended, to_the_end=on_policy
+                env, task, self.sizes[task.env], self.max_retries, self.tally, member_ended, to_the_end=on_policy
             )
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:

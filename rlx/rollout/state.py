@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rlx.plain import CodecError, to_json
-from rlx.types import Rollout, Task
+from rlx.types import Int, Rollout, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """The position in the examples of one environment (`rlx.rollout.pools`)."""
+
+    pools: Int  # [examples] the pool of each; empty without pools
+    places: list[int]  # by pool: where its next example is searched
+    credit: list[float]  # by pool: of the weighted round-robin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +30,7 @@ class SequenceState:
     credit: dict[str, float]  # of the weighted round-robin
     used: dict[str, int]  # tasks returned so far
     sizes: dict[str, int]  # number of examples
+    pools: tuple[PoolState, ...] = ()  # in the order of `envs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

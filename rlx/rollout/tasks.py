@@ -1,13 +1,13 @@
-"""Chooses the next example: environments in proportion to their weights, each in its own shuffled order.
+"""Chooses the next example: environments in proportion to their weights, each in its own order (`rlx.rollout.pools`).
 
-The run's seed, the weights and the sizes of the data sets determine the whole sequence. A task's index depends only on its environment
-and its place in that environment's order, so it does not depend on when other groups were replaced.
+The run's seed, the weights and the sizes of the data sets determine the whole sequence; with pools the rewards do, too.
+A task's index depends only on its environment and its place in that environment's order, so it does not depend on when other groups were
+replaced.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
+from rlx.config.schema import BufferConfig
 from rlx.envs.base import Environment
 from rlx.plain import CodecError, to_json
-from rlx.rollout.state import SequenceState
-from rlx.types import Task
+from rlx.rollout.pools import Examples
+from rlx.rollout.state import PoolState, SequenceState
+from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +58,22 @@ def mixed(tasks: Sequence[Task]) -> list[Task]:
 
 
 class TaskSequence:
-    """An endless sequence of tasks. An environment is reshuffled after all its examples were used (an epoch).
+    """An endless sequence of tasks. Without pools, an environment is reshuffled after all its examples were used (an epoch).
 
     With E environments, the n-th task of the e-th of them has the index n · E + e.
     """
 
-    def __init__(self, envs: Mapping[str, Environment], weights: Mapping[str, float], seed: int) -> None:
-        """Raises ValueError if no environment has a positive weight, or if one with a positive weight has no examples."""
+    def __init__(
+        self,
+        envs: Mapping[str, Environment],
+        weights: Mapping[str, float],
+        seed: int,
+        buffer: BufferConfig | None = None,
+        curricula: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Raises ValueError if no environment has a positive weight, if one with a positive weight has no examples, or if its examples
+        lack the column of its curriculum. `curricula`: the column by environment.
+        """
         self.envs = {name: env for name, env in envs.items() if weights[name] > 0}
         if not self.envs:
             raise ValueError(f"no environment has a weight above 0: {dict(weights)}; give one with envs.<name>.weight=1")
@@ -71,31 +81,40 @@ class TaskSequence:
             if len(env.rows) == 0:
                 raise ValueError(f"envs.{name} has no examples")
         self.weights = {name: weights[name] for name in self.envs}
-        self.seed = seed
+        self._examples = {
+            name: Examples(name, env.rows, seed, buffer or BufferConfig(), (curricula or {}).get(name)) for name, env in self.envs.items()
+        }
         self._credit = dict.fromkeys(self.envs, 0.0)
         self._used = dict.fromkeys(self.envs, 0)
-        self._order: dict[str, NDArray[np.int64]] = {}
 
     def next(self, env: str | None = None) -> Task:
         """The next task. With `env`, the next task of that environment (it replaces one of its groups without changing the mix)."""
         name = env or self._next_env()
         position = self._used[name]
         self._used[name] += 1
-        size = len(self.envs[name].rows)
-        epoch, place = divmod(position, size)
-        if place == 0 or name not in self._order:
-            self._order[name] = np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch]).permutation(size)
-        row = self.envs[name].rows[int(self._order[name][place])]
+        row = self.envs[name].rows[self._examples[name].draw()]
         return Task(env=name, example_id=int(row["example_id"]), index=self._index(name, position), row=row)
 
     def share(self, env: str) -> float:
         """The fraction of all tasks that comes from `env`, before replacements."""
         return self.weights[env] / sum(self.weights.values())
 
+    def played(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Put the examples of these groups into the pools that their rewards say."""
+        for rollouts in sorted(groups, key=lambda rollouts: rollouts[0].task.index):
+            reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
+            self._examples[rollouts[0].task.env].played(rollouts[0].task.example_id, reward)
+
+    def pool_sizes(self) -> dict[str, float]:
+        """Metrics: examples in each pool of each environment; empty without pools."""
+        sizes = {name: examples.counts() for name, examples in self._examples.items()}
+        return {f"buffer/{name}/{pool}": float(count) for name, counts in sizes.items() for pool, count in counts.items()}
+
     def state(self) -> SequenceState:
         """The current position."""
         sizes = {name: len(env.rows) for name, env in self.envs.items()}
-        return SequenceState(envs=tuple(self.envs), credit=dict(self._credit), used=dict(self._used), sizes=sizes)
+        pools = tuple(examples.state() for examples in self._examples.values())
+        return SequenceState(envs=tuple(self.envs), credit=dict(self._credit), used=dict(self._used), sizes=sizes, pools=pools)
 
     def restore(self, state: SequenceState) -> None:
         """Continue from another sequence's position. An environment that is new or has another number of examples starts over."""
@@ -103,6 +122,9 @@ class TaskSequence:
             size = state.sizes.get(name)
             if size == len(env.rows):
                 self._credit[name], self._used[name] = state.credit[name], state.used[name]
+                places = [state.used[name], 0, 0]  # of a checkpoint that knows no pools
+                pools = state.pools or [PoolState(pools=np.empty(0, np.int32), places=places, credit=[0.0] * 3)] * len(state.envs)
+                self._examples[name].restore(pools[state.envs.index(name)])
             else:
                 had = "was not there" if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it starts over", name, had, len(env.rows))

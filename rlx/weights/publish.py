@@ -160,7 +160,11 @@ class Subscriber:
     def latest(self) -> WeightVersion | None:
         """The newest version that appeared; None without one."""
         version = files.latest_version(self.paths)
-        return None if version is None else WeightVersion(version=version, kind="files", where=str(self.paths.weights_of(version)))
+        return None if version is None else self.at(version)
+
+    def at(self, version: int) -> WeightVersion:
+        """A version that appeared. The trainer keeps those after the servers' version."""
+        return WeightVersion(version=version, kind="files", where=str(self.paths.weights_of(version)))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

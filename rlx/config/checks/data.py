@@ -15,28 +15,44 @@ from rlx.config.signatures import is_installed, module_of
 @rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
-        yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
+        yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        module = module_of(env.id)
-        if not module.isidentifier():
-            yield f"{of(f'envs.{name}.id')} is not the name of a Python module. Write the name of an installed environment, or owner/name."
-        elif cfg.launcher.check_envs and not is_installed(module):
-            yield (
-                f"the environment {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
-                f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
-            )
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
+
+
+def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
+    """Whether a key names an environment. `installed`: it must be installed here."""
+    module = module_of(env_id)
+    if not module.isidentifier():
+        yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
+    elif installed and not is_installed(module):
+        yield (
+            f"the environment {of(key)} is not installed: there is no module {module}.\n"
+            f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
+        )
 
 
 # batches
 
 
-@rule("orchestrator.batch_size", "orchestrator.rollouts_per_example")
+@rule("orchestrator.batch_size", "orchestrator.rollouts_per_example", "envs")
 def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
     size, group = cfg.orchestrator.batch_size, cfg.orchestrator.rollouts_per_example
-    if size % group:
+    own = [name for name, env in cfg.envs.items() if env.weight > 0 and env.rollouts_per_example not in (None, group)]
+    if own:
+        mean, groups = cfg.mean_group_size, cfg.num_groups
+        if abs(groups * mean - size) >= 0.5:
+            keys = ", ".join(of(f"envs.{name}.rollouts_per_example") for name in own)
+            below = int(size / mean)
+            fixes = " or ".join(f"{round(number * mean)}" for number in (below, below + 1) if number)
+            yield (
+                f"a batch must hold whole groups, {mean:.4g} rollouts each on average: {of('orchestrator.batch_size')}, with "
+                f"{of('orchestrator.rollouts_per_example')}, {keys} and the weights of the mix.\nUse orchestrator.batch_size={fixes}."
+            )
+    elif size % group:
         below = size // group * group
         fixes = f"{below} or {below + group}" if below else f"{group}"
         yield (
@@ -45,10 +61,10 @@ def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example")
+@rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "envs")
 def minibatches(cfg: Config, of: Show) -> Iterator[str]:
-    groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
-    if 0 < groups < cfg.trainer.num_minibatches:
+    groups = cfg.num_groups
+    if cfg.orchestrator.batch_size >= cfg.orchestrator.rollouts_per_example and groups < cfg.trainer.num_minibatches:
         yield (
             f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches than groups: "
             f"{of('trainer.num_minibatches')}, {of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\n"
@@ -62,6 +78,24 @@ def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
     if low is not None and high is not None and low > high:
         keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
         yield f"the difficulty filter drops every group: {keys}. Lower the first or raise the second."
+
+
+@rule("orchestrator.buffer")
+def pools(cfg: Config, of: Show) -> Iterator[str]:
+    buffer = cfg.orchestrator.buffer
+    low, high = buffer.hard_threshold, buffer.easy_threshold
+    if low is not None and high is not None and low >= high:
+        keys = f"{of('orchestrator.buffer.hard_threshold')} >= {of('orchestrator.buffer.easy_threshold')}"
+        yield f"an example would be both easy and hard: {keys}. Lower the first or raise the second."
+    for name, threshold, fraction in (("easy", high, buffer.easy_fraction), ("hard", low, buffer.hard_fraction)):
+        if fraction > 0 and threshold is None:
+            yield (
+                f"there is no {name} pool to draw from: {of(f'orchestrator.buffer.{name}_fraction')} without a threshold.\n"
+                f"Set orchestrator.buffer.{name}_threshold to a mean reward, or the fraction to 0."
+            )
+    if buffer.easy_fraction + buffer.hard_fraction > 1:
+        keys = f"{of('orchestrator.buffer.easy_fraction')} + {of('orchestrator.buffer.hard_fraction')}"
+        yield f"the shares of the pools add up to more than 1: {keys}. Lower one of them."
 
 
 # lengths
@@ -86,8 +120,20 @@ def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("sampling.min_tokens", "sampling.max_tokens")
+@rule("sampling.min_tokens", "sampling.max_tokens", "envs")
 def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        fewest, most = env.sampling.min_tokens, env.sampling.max_tokens
+        low, high = ("sampling.min_tokens", cfg.sampling.min_tokens), ("sampling.max_tokens", cfg.sampling.max_tokens)
+        if fewest is not None:
+            low = (f"envs.{name}.sampling.min_tokens", fewest)
+        if most is not None:
+            high = (f"envs.{name}.sampling.max_tokens", most)
+        if low[1] > high[1] and (fewest, most) != (None, None):
+            yield (
+                f"the minimum number of new tokens is above the maximum: {of(low[0])} > {of(high[0])}.\n"
+                "Lower the first or raise the second."
+            )
     if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
         yield (
             f"the minimum number of new tokens is above the maximum: {of('sampling.min_tokens')} > {of('sampling.max_tokens')}.\n"
@@ -118,7 +164,9 @@ def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
 # sampling
 
 
-@rule("sampling.top_k")
+@rule("sampling.top_k", "envs")
 def top_k(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.top_k == 0:
-        yield f"`sampling.top_k` must be -1 (all tokens) or at least 1: {of('sampling.top_k')}."
+    values = {"sampling.top_k": cfg.sampling.top_k} | {f"envs.{name}.sampling.top_k": env.sampling.top_k for name, env in cfg.envs.items()}
+    for key, value in values.items():
+        if value == 0:
+            yield f"`{key}` must be -1 (all tokens) or at least 1: {of(key)}."

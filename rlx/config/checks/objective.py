@@ -5,11 +5,14 @@ No rule names an objective or an advantage: the rules read what these declare in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.rules import Show, declared, rule, target_name
+from rlx.config.sampling import biases
 from rlx.config.schema import Config
+from rlx.config.signatures import declared_by
 
 
 @rule("loss", "advantage", "optim")
@@ -21,27 +24,42 @@ def targets_named(cfg: Config, of: Show) -> Iterator[str]:
             yield f"`{name}._target_` must be the dotted path of a function or class: {shown}. Choose a preset: {name}=NAME."
 
 
-@rule("orchestrator.rollouts_per_example", "advantage")
+@rule("orchestrator.rollouts_per_example", "envs", "advantage")
 def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
-    name = target_name(cfg.advantage)
-    if cfg.orchestrator.rollouts_per_example == 1 and declared(cfg.advantage).compares_group:
-        yield (
-            f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
-            f"{of('orchestrator.rollouts_per_example')}.\nSet orchestrator.rollouts_per_example to at least 2, or use advantage=none."
-        )
+    name, run = target_name(cfg.advantage), "orchestrator.rollouts_per_example"
+    if not declared(cfg.advantage).compares_group:
+        return
+    sizes = {f"envs.{env}.rollouts_per_example": one.rollouts_per_example for env, one in cfg.envs.items()}
+    if not sizes or None in sizes.values():
+        sizes[run] = cfg.orchestrator.rollouts_per_example
+    for key, size in sizes.items():
+        if size == 1:
+            yield (
+                f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
+                f"{of(key)}.\nSet {key} to at least 2, or use advantage=none."
+            )
 
 
-@rule("sampling", "loss")
+def weighs_tokens(cfg: Config) -> bool:
+    """Whether the objective weighs tokens by a ratio against the engine, so that the engine must sample from the policy's distribution."""
+    # A correction is a ratio against the engine, whether or not the objective uses one.
+    return declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
+
+
+def needs_exact_sampling(cfg: Config, env: Mapping[str, Any]) -> bool:
+    """Whether tokens of a request that truncates or penalises may not be trained. `env`: the sampling parameters of its environment."""
+    accepted = cfg.sampling.allow_biased_ratio or biases(env)
+    return not accepted and (weighs_tokens(cfg) or declared_by(str(cfg.loss.get("_target_", ""))) is None)
+
+
+@rule("sampling", "envs", "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
-    # min_tokens forbids the end-of-sequence token, so the engine's log-probabilities are over the other tokens.
-    is_cut = {"top_p": s.top_p < 1, "top_k": s.top_k > 0, "min_p": s.min_p > 0, "min_tokens": s.min_tokens > 0}
-    cut = [key for key, cuts in is_cut.items() if cuts]
+    sections: dict[str, Any] = {"sampling": s} | {f"envs.{name}.sampling": env.sampling for name, env in cfg.envs.items()}
+    cut = [f"{place}.{key}" for place, own in sections.items() for key in biases({k: v for k, v in vars(own).items() if v is not None})]
     name = target_name(cfg.loss)
-    # A correction is a ratio against the engine, whether or not the objective uses one.
-    weighs = declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
-    if cut and not s.allow_biased_ratio and weighs:
-        keys = ", ".join(of(f"sampling.{key}") for key in cut)
+    if cut and not s.allow_biased_ratio and weighs_tokens(cfg):
+        keys = ", ".join(of(key) for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
             "The engine samples from a truncated distribution, but the trainer scores with the full one. Turn truncation off "
@@ -126,13 +144,17 @@ def optimizer_in_range(cfg: Config, of: Show) -> Iterator[str]:
                 break
 
 
-@rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size")
+@rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size", "envs")
 def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
     over = declared(cfg.advantage).std_over
     if over is None or not isinstance(cfg.advantage.get("ddof"), int):
         return
-    key = "orchestrator.rollouts_per_example" if over == "group" else "orchestrator.batch_size"
-    size = cfg.orchestrator.rollouts_per_example if over == "group" else cfg.orchestrator.batch_size
+    key, size = "orchestrator.batch_size", cfg.orchestrator.batch_size
+    if over == "group":
+        smallest = min(cfg.envs, key=cfg.group_size, default="")
+        own = bool(smallest) and cfg.envs[smallest].rollouts_per_example is not None
+        key = f"envs.{smallest}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
+        size = cfg.group_size(smallest) if smallest else cfg.orchestrator.rollouts_per_example
     if size > 1 and cfg.advantage["ddof"] >= size:
         yield (
             f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of('advantage.ddof')}, {of(key)}.\n"

@@ -22,11 +22,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes, twin_of_head
+from rlx.inference.server.rendezvous import leave_no_files
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class PolicyEngine:
         self.model = model
         self.served = served
         self.attested = 0.0
+        self._answered = 0  # tokens of the requests that have ended
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -74,6 +77,7 @@ class PolicyEngine:
     @classmethod
     async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
         """Load version 0 and get ready to serve. This blocks the event loop, as vLLM does."""
+        leave_no_files()
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
@@ -120,6 +124,8 @@ class PolicyEngine:
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique even if clients' ids are not
         sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
+        if parameters.stop:
+            sink.text = IncrementalDetokenizer.from_new_request(self.llm.tokenizer, core_request)
         self.core.sinks[core_request.request_id] = sink
         try:
             await self.core.add_request_async(core_request)
@@ -130,6 +136,9 @@ class PolicyEngine:
             if isinstance(error, asyncio.CancelledError):
                 await self.core.abort_requests_async([core_request.request_id])
             raise
+        self._answered += len(sink.token_ids)
+        if sink.cut:
+            await self.core.abort_requests_async([core_request.request_id])
         if sink.finish_reason == "error":
             raise RequestFailed(f"the engine failed request {request.request_id} after {len(sink.token_ids)} tokens; see its log")
         return Completion(
@@ -145,6 +154,11 @@ class PolicyEngine:
     @property
     def version(self) -> int:
         return self.core.version
+
+    @property
+    def activity(self) -> int:
+        """A number that changes as long as requests are answered: tokens of those in flight, and of those that have ended."""
+        return self._answered + sum(len(sink.token_ids) for sink in self.core.sinks.values())
 
     def state(self) -> PolicyState:
         core = self.core
@@ -204,6 +218,7 @@ class PolicyEngine:
         try:
             await self.core.pause_scheduler_async("keep", True)  # True: drop all keys and values
             await self.core.settle()
+            self.core.interrupt()
             shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
             compared = min(shares)
             self.core.version = version
@@ -223,7 +238,7 @@ class PolicyEngine:
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text."""
+    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text unless it is searched for stops."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -233,8 +248,13 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         min_p=sampling.min_p,
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias or None,
         logprobs=0,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

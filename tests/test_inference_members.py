@@ -1,0 +1,162 @@
+"""Servers that join, leave, die, hang or fail for a while, beside others that serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_servers import Servers
+from test_inference_clients import SAMPLING, Stand, play
+
+from rlx.config.schema import Config
+from rlx.inference.endpoints import Endpoint, present_servers
+from rlx.inference.protocol import InferenceError
+from rlx.paths import RunPaths
+
+
+def versions(stand: Stand) -> set[int]:
+    return set(stand.served)
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def publish(paths: RunPaths, name: str, stand: Stand) -> Path:
+    file = paths.endpoints / f"inference_{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"url": stand.endpoint.url, "api_key": "key"}))
+    return file
+
+
+def config_with(*urls: str) -> Config:
+    config = Config(max_steps=1, seq_len=8)
+    config.inference.base_url = list(urls)
+    return config
+
+
+def test_a_server_whose_file_appears_is_given_the_version_then_serves_and_leaves_with_its_file(tmp_path: Path) -> None:
+    async def whole() -> None:
+        paths = RunPaths(tmp_path)
+        async with Stand(0.02) as first, Stand(0.02) as second:
+            found = [Endpoint(first.endpoint.url, "key", publish(paths, "0", first))]
+            second.version = 17  # it served another run
+            async with Servers(found, 10, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
+                await client.update(Path("weights"), 3)
+                file = publish(paths, "extra", second)
+                await until(lambda: client.fleet.size == 2)
+                assert second.version == 3
+                await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
+                assert (len(first.served), len(second.served), versions(second)) == (4, 4, {3})
+                second.delay = 0.3
+                staying = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
+                await asyncio.sleep(0.01)
+                file.unlink()
+                await until(lambda: client.fleet.size == 1)
+                await asyncio.gather(*staying)
+                assert len(second.served) == 8, "what it had begun, it ends"
+                await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
+                assert len(second.served) == 8
+                await client.update(Path("weights"), 4)
+                assert (first.version, second.version) == (4, 3)
+
+    asyncio.run(whole())
+
+
+def test_the_last_server_is_never_removed_and_a_file_that_cannot_be_read_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole() -> None:
+        paths = RunPaths(tmp_path)
+        find = lambda: present_servers(config_with(), paths)  # noqa: E731
+        async with Stand() as stand, Servers([stand.endpoint], 10, look=0.02, find=find) as client:
+            await asyncio.sleep(0.1)
+            await client.generate([1], SAMPLING, "a")
+        file = publish(paths, "0", stand)
+        (paths.endpoints / "inference_1.json").write_text("{")
+        assert present_servers(config_with("http://a:1"), paths) == [Endpoint("http://a:1", ""), Endpoint(stand.endpoint.url, "key", file)]
+        assert "inference_1.json does not describe an inference server" in caplog.text
+
+    asyncio.run(whole())
+
+
+def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.inference.fleet.GONE", 0.3)
+
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
+        await asyncio.sleep(0.05)
+        died = time.monotonic()
+        await first.__aexit__()
+        await asyncio.gather(*playing)
+        assert time.monotonic() - died < 0.24, "no pause before another server is asked"
+        await client.update(Path("weights"), 1)
+        assert time.monotonic() - died < 2
+        assert (client.fleet.version, second.version) == (1, 1)
+        assert client.fleet.size == 1
+        assert (await client.fleet.stats())["perf/servers"] == 1
+        first.version = 0
+        await first.__aenter__()
+        await until(lambda: client.fleet.size == 2)
+        assert first.version == 1
+        await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(20, 28)])
+        assert versions(first) == {1}
+
+    play(scene, Stand(0.1), Stand(0.1), look=0.1)
+
+
+def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_it_answers() -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        await client.update(Path("weights"), 1)
+        first.delay, first.hangs = 3600, True
+        playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
+        await asyncio.wait_for(asyncio.gather(*playing), 5)
+        assert len(second.served) == 8
+        await client.update(Path("weights"), 2)
+        assert (client.fleet.size, second.version) == (1, 2)
+        first.delay, first.hangs = 0, False
+        await until(lambda: client.fleet.size == 2)
+        assert first.version == 2
+
+    play(scene, Stand(), Stand(), look=0.1, hung=0.2)
+
+
+def test_a_server_that_fails_requests_and_updates_for_a_while_costs_nothing_but_time() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        stand.fails = 2
+        turn = await client.generate([1, 2], SAMPLING, "a")
+        assert turn.completion_ids.tolist() == [2, 1]
+        stand.fails = 1
+        await client.update(Path("weights"), 1)
+        assert stand.version == 1
+
+    play(scene, Stand())
+
+
+def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        for stand in stands:
+            stand.fails = 1000
+        started = time.monotonic()
+        with pytest.raises(InferenceError, match=r"\(500\): out of luck"):
+            await client.generate([1], SAMPLING, "a")
+        assert 0.4 < time.monotonic() - started < 3
+        assert sum(len(stand.requests) for stand in stands) < 10, "with a pause between two attempts"
+
+    play(scene, Stand(), Stand(), restart_timeout=0.5)
+
+
+def test_a_server_that_cannot_load_the_version_is_left_to_the_others() -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        await client.update(Path("weights"), 2)
+        first.version, first.refuse = 0, "no such folder"
+        await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
+        assert (len(first.served), versions(second)) == (0, {2})
+
+    play(scene, Stand(), Stand(), look=60)

@@ -1,0 +1,171 @@
+"""Pools by reward, curricula, and groups of different sizes: determinism, shares, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from test_rollout_collector import FakeEnv, run
+from test_rollout_filters import Scored
+from test_rollout_state import through_a_file
+
+from rlx.config.schema import BufferConfig
+from rlx.rollout.collector import Collector
+from rlx.rollout.pools import CHUNK, Examples
+from rlx.rollout.tasks import TaskSequence
+
+ROWS = [{"example_id": 100 + number, "info": {"level": number % 7}, "name": f"n{number:03}"} for number in range(40)]
+POOLS = BufferConfig(easy_threshold=0.8, hard_threshold=0.2, easy_fraction=0.25, hard_fraction=0.25)
+
+
+def drawn(examples: Examples, count: int) -> list[int]:
+    return [examples.draw() for _ in range(count)]
+
+
+def test_a_first_epoch_follows_its_column_and_the_next_is_shuffled() -> None:
+    for column, sign in (("info.level", 1), ("-info.level", -1)):
+        levels = [ROWS[row]["info"]["level"] for row in drawn(Examples("e", ROWS, 0, BufferConfig(), column), 80)]  # type: ignore[index]
+        assert levels[:40] == sorted(levels[:40], key=lambda level: sign * level)
+        assert levels[40:] != levels[:40]
+    ties = drawn(Examples("e", ROWS, 0, BufferConfig(), "info.level"), 6)
+    assert ties != sorted(ties), "examples of one level are shuffled"
+    assert drawn(Examples("e", ROWS, 0, BufferConfig(), "name"), 40) == list(range(40))
+
+
+def test_a_curriculum_that_the_examples_do_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"curriculum=info\.age: example 100 has no column info\.age; it has example_id, info, name"):
+        Examples("e", ROWS, 0, BufferConfig(), "info.age")
+    with pytest.raises(ValueError, match=r"envs\.e\.curriculum=x: the values of this column cannot be sorted"):
+        Examples("e", [{"example_id": 0, "x": 1}, {"example_id": 1, "x": "b"}], 0, BufferConfig(), "x")
+
+
+def test_examples_move_between_pools_and_are_drawn_by_their_shares() -> None:
+    examples = Examples("e", ROWS, 0, POOLS)
+    assert len(set(drawn(examples, 40))) == 40, "empty pools leave their turns to the normal one"
+    for row in range(40):
+        examples.played(100 + row, 1.0 if row < 10 else 0.0 if row < 20 else 0.5)
+    assert examples.counts() == {"normal": 20, "easy": 10, "hard": 10}
+    rows = drawn(examples, 80)
+    assert [sum(low <= row < low + 10 for row in rows) for low in (0, 10)] == [20, 20]
+    assert sum(row >= 20 for row in rows) == 40
+    assert sorted(row for row in rows if row < 10) == sorted([*range(10)] * 2), "every example of a pool once an epoch"
+    examples.played(100, 0.5)
+    assert examples.counts() == {"normal": 21, "easy": 9, "hard": 10}
+
+
+def test_pools_that_took_everything_still_give_examples() -> None:
+    examples = Examples("e", ROWS, 0, BufferConfig(easy_threshold=0.5))
+    for row in range(40):
+        examples.played(100 + row, 1.0)
+    assert examples.counts() == {"normal": 0, "easy": 40, "hard": 0}
+    assert sorted(drawn(examples, 40)) == list(range(40))
+
+
+def test_the_one_normal_example_of_many_is_found() -> None:
+    rows = [{"example_id": number} for number in range(3 * CHUNK)]
+    examples = Examples("e", rows, 0, BufferConfig(easy_threshold=0.5))
+    for number in range(3 * CHUNK):
+        if number != 7777:
+            examples.played(number, 1.0)
+    assert drawn(examples, 3) == [7777] * 3
+
+
+def test_a_position_in_pools_goes_through_a_checkpoint() -> None:
+    def begun() -> Examples:
+        examples = Examples("e", ROWS, 0, POOLS)
+        for row in drawn(examples, 33):
+            examples.played(100 + row, row / 40)
+        return examples
+
+    first, second = begun(), Examples("e", ROWS, 0, POOLS)
+    state = first.state()
+    after = drawn(first, 50)
+    assert state.pools.sum() > 0, "the state is a copy"
+    second.restore(state)
+    assert second.counts() == begun().counts()
+    assert drawn(second, 50) == after
+    plain = Examples("e", ROWS, 0, BufferConfig())
+    plain.restore(state)
+    assert plain.counts() == {}
+
+
+def make(jitter: random.Random | None, **settings: Any) -> tuple[dict[str, Any], Collector]:
+    """Two environments with groups of 2 and 4, pools, failures and filters."""
+
+    def behave(task: Any, member: int, attempt: int) -> Any:
+        if jitter is not None and (task.example_id + member + attempt) % 5:
+            return 0.003 * jitter.random()
+        return "error" if (task.example_id + attempt) % 5 == 0 else 0.0
+
+    def reward(task: Any, member: int) -> float:
+        return (task.example_id % 4) / 3
+
+    envs: dict[str, Any] = {name: Scored(reward, behave=behave, name=name, size=24) for name in "ab"}
+    tasks = TaskSequence(envs, {"a": 2.0, "b": 1.0}, 0, BufferConfig(easy_threshold=1.0, hard_threshold=0.0, hard_fraction=0.5))
+    values = {"num_groups": 6, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 3, **settings}
+    left_out = lambda rollouts: "zero" if rollouts[0].task.example_id % 6 == 0 else None  # noqa: E731
+    return envs, Collector(envs=envs, tasks=tasks, group_size=2, own_sizes={"b": 4}, left_out=left_out, **values)
+
+
+def played(jitter: random.Random | None, steps: int, collector: tuple[dict[str, Any], Collector] | None = None) -> Any:
+    async def main() -> Any:
+        envs, groups = collector or make(jitter)
+        found: list[Any] = []
+        for env in envs.values():
+            env.version = groups.taken
+        groups.set_version(groups.taken)
+        for _ in range(steps):
+            batch = await groups.collect()
+            found.append(([(one[0].task.env, one[0].task.example_id, len(one)) for one in batch], groups.tasks.pool_sizes()))
+            for env in envs.values():
+                env.version = groups.taken
+            groups.set_version(groups.taken)
+        state = through_a_file(groups.state())
+        await groups.close()
+        return found, state
+
+    return run(main)
+
+
+def test_on_policy_batches_with_pools_and_two_group_sizes_depend_on_the_seed_alone_and_resume_exactly() -> None:
+    at_once, _ = played(None, 8)
+    assert [played(random.Random(seed), 8)[0] for seed in range(2)] == [at_once] * 2
+    for batch, _ in at_once:
+        assert [(env, size) for env, _, size in sorted(batch)] == sorted([("a", 2)] * 4 + [("b", 4)] * 2)
+    assert at_once[-1][1]["buffer/a/hard"] > 0
+    _, state = played(random.Random(5), 3)
+    envs, resumed = make(None)
+    resumed.restore(state)
+    assert played(None, 5, (envs, resumed))[0] == at_once[3:]
+
+
+def test_the_largest_group_counts_against_the_rollouts_in_flight() -> None:
+    envs: dict[str, Any] = {name: FakeEnv(lambda *_: 0.002, name=name) for name in "ab"}
+    tasks = TaskSequence(envs, dict.fromkeys(envs, 1.0), 0)
+    groups = Collector(
+        envs=envs, tasks=tasks, num_groups=6, group_size=2, own_sizes={"b": 4}, max_steps=1, max_async_level=0, max_concurrent=7,
+        max_retries=0,
+    )  # fmt: skip
+
+    async def main() -> None:
+        collecting = asyncio.ensure_future(groups.collect())
+        most = 0
+        while not collecting.done():
+            await asyncio.sleep(0)
+            most = max(most, sum(env.in_flight for env in envs.values()))
+        assert sum(len(rollouts) for rollouts in collecting.result()) == 18
+        assert most in (5, 6, 7)
+
+    run(main)
+
+
+def test_large_pools_are_quick() -> None:
+    """Not a measurement: a draw must not walk over all examples in Python."""
+    rows = [{"example_id": number} for number in range(20_000)]
+    examples = Examples("e", rows, 0, POOLS)
+    for number in range(0, 20_000, 2):
+        examples.played(number, float(number % 3 == 0))
+    assert len(np.unique(drawn(examples, 2000))) > 1900
