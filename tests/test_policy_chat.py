@@ -255,10 +255,45 @@ def test_what_a_template_refuses_is_an_error_of_the_policy() -> None:
         chat.render([{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call, call]}])
 
 
+def model_config(**keys: Any) -> ModelConfig:
+    sizes = dict.fromkeys(("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    return ModelConfig(name="./mine", context_length=4, num_parameters=1.0, vocab_size=2, **sizes, **keys)
+
+
 def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused() -> None:
-    model = ModelConfig(
-        name="./mine", renderer="llama-3", context_length=1, num_parameters=1.0, hidden_size=1, num_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, vocab_size=2,
-    )  # fmt: skip
     with pytest.raises(ValueError, match=r"the tokenizer of \./mine does not fit the renderer llama-3: "):
-        load_chat(build_tokenizer(64), model)
+        load_chat(build_tokenizer(64), model_config(renderer="llama-3"))
+
+
+def qwen3() -> Chat:
+    """The renderer of Qwen3 over the small tokenizer."""
+    tokenizer = small_tokenizer(None)
+    tokenizer.add_tokens(["<|endoftext|>", "<tool_response>", "</tool_response>"])
+    return load_chat(tokenizer, model_config(renderer="qwen3"))
+
+
+def test_a_renderer_keeps_reasoning_in_one_growing_sample() -> None:
+    chat = qwen3()
+    samples = 0
+    for seed in range(12):
+        _, replies = converse(chat, random.Random(seed), "hermes")
+        drafts = merge([reply.turn for reply in replies], "interleaved")
+        check_exactly_once(replies, drafts)
+        samples += len(drafts)
+    assert samples <= 15, "only turns that a limit cut begin another sample"
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        ('Now.<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call>', "Now.", ["add"]),
+        ('Now.<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', "Now.", ["other"]),
+        ('Now.<tool_call>\n{"name": "add"</tool_call>', 'Now.<tool_call>\n{"name": "add"</tool_call>', []),
+        ('<think>\nhm\n</think>\n\nNow.<tool_call>\n{"na', 'Now.<tool_call>\n{"na', []),
+    ],
+)
+def test_what_a_renderer_cannot_read_reaches_the_environment_as_text(said: str, content: str, calls: list[str]) -> None:
+    chat = qwen3()
+    reply = chat.parse(turn_of([1], [*chat.tokenizer.encode(said), *chat.stop_token_ids[:1]]), [ADD])
+    assert (reply.content, [call.name for call in reply.calls]) == (content, calls)
+    assert (reply.reasoning is not None) == ("think" in said)

@@ -63,7 +63,15 @@ def test_calls_are_read(name: str) -> None:
     for text, (before, calls) in READ[name].items():
         read = TOOL_PARSERS[name](text, [ADD])
         assert read is not None, text
-        assert (read[0], [(call, json.loads(arguments)) for call, arguments in read[1]]) == (before, calls)
+        assert (read[0], [(call, json.loads(arguments)) for call, arguments, _ in read[1]]) == (before, calls)
+
+
+def test_ids_that_mistral_writes_stay_if_its_templates_accept_them() -> None:
+    listed = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}, {"name": "add", "arguments": {}, "id": "short"}]'
+    one_by_one = "[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}[TOOL_CALLS]add[CALL_ID]short[ARGS]{}"
+    for text in (listed, one_by_one):
+        read = TOOL_PARSERS["mistral"](text, [ADD])
+        assert read == ("", [("add", "{}", "a1b2c3d4e"), ("add", "{}", "")])
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)

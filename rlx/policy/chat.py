@@ -150,7 +150,7 @@ class Chat:
             reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
         calls: tuple[Call, ...] = ()
         if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
-            text, calls = read[0], tuple(Call("", name, arguments) for name, arguments in read[1])
+            text, calls = read[0], tuple(Call(call_id, name, arguments) for name, arguments, call_id in read[1])
         return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:

@@ -164,7 +164,7 @@ def _reads(name: str, written: str) -> bool:
     read = TOOL_PARSERS[name](written.strip(), [TOOL])
     if read is None or read[0].rpartition(CLOSE)[2].strip():
         return False
-    return [call for call, _ in read[1]] == ["probe_tool"] and VALUE in read[1][0][1]
+    return [call[0] for call in read[1]] == ["probe_tool"] and VALUE in read[1][0][1]
 
 
 def _short(names: Sequence[str]) -> str:
