@@ -40,7 +40,7 @@ REFUSED = {
     "glm4moe": "no parser reads the calls that it writes",
     "gptoss": "no parser reads the calls that it writes",
 }
-RENDERERS = {"qwen3": "qwen3", "llama3_1": "llama-3", "deepseek_v3": "deepseek-v3"}  # tokenizer -> renderer
+RENDERERS = {"qwen3": "qwen3", "llama3_1": "llama-3"}  # tokenizer -> renderer
 
 
 def samples_and_turns(chat: Chat, parser: str, thinks: bool) -> tuple[int, int]:
@@ -105,3 +105,10 @@ def test_renderers_keep_what_was_sampled_on_real_tokenizers(name: str) -> None:
     samples, turns = samples_and_turns(chat, "llama3_json" if name == "llama3_1" else "hermes", thinks=name == "qwen3")
     assert turns == 80
     assert samples <= 24
+
+
+def test_a_renderer_that_does_not_show_tools_is_refused_as_a_template_is() -> None:
+    if "deepseek_v3" not in real_tokenizers():
+        pytest.skip("RLX_TOKENIZERS is not set")
+    chat = load_chat(AutoTokenizer.from_pretrained(real_tokenizers()["deepseek_v3"]), model_config(renderer="deepseek-v3"))
+    assert any("it ignores tools" in text for text in problems(chat, [ADD]))
