@@ -94,7 +94,7 @@ def _try_first(env: Any, row: dict[str, Any]) -> None:
 
 
 def _tools_of(env: Any) -> tuple[str, ...]:
-    return tuple(tool["function"]["name"] for tool in env.tools)
+    return tuple(str(tool["function"]["name"]) for tool in env.tools)
 
 
 def _why(name: str, env_id: str, error: BaseException) -> Probed:
