@@ -60,7 +60,9 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
         return socket
 
     def complete(version: int) -> Completion:
-        return Completion(token_ids=ids.tobytes(), logprobs=logprobs, versions=[(version, num_tokens)], finish_reason="stop")
+        return Completion(
+            token_ids=ids.tobytes(), logprobs=logprobs, temperature=1.0, versions=[(version, num_tokens)], finish_reason="stop"
+        )
 
     async def policy(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(PolicyState(version=0, model="mock", context_length=1 << 20)))

@@ -1,7 +1,7 @@
 """Frozen records as bytes and back: typed by the dataclass's own annotations, versioned by a schema name, without pickle.
 
     prefix (32 bytes)    magic with the container's version · header length · total length · CRC-32 of everything after the prefix
-    header               JSON: {"schema": "rlx.StepBatch/1", "record": its columns}, padded to 64 bytes
+    header               JSON: {"schema": "rlx.StepBatch/2", "record": its columns}, padded to 64 bytes
     arrays               raw little-endian memory, in the order of the header's entries, each padded to 64 bytes
 
 Records are stored as columns. For the 256 samples of a batch, the header has one list of members, one of environments, and so on. Their

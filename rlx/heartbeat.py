@@ -12,15 +12,17 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlx.paths import RunPaths, write_text
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 SILENT = 20.0  # seconds without a heartbeat after which a process no longer counts as at work
 WAITING_FOR_MODEL = "waiting for the initial model"
+EVALUATING = "evaluating"  # prefix of the orchestrator's phase when training waits for an evaluation
 FETCHING = "fetching"  # prefix of the phase of a process that downloads a model
 
 
@@ -32,6 +34,7 @@ class Heartbeat:
     name: str  # the process's name in the plan: "trainer", "inference_0", …
     phase: str = ""
     since: float = 0.0
+    progress: int = 0  # what was done within this phase (micro-batches, tokens); it changes as long as the process gets on
     _written: float = field(default=0.0, repr=False)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -42,7 +45,15 @@ class Heartbeat:
         elif now - self._written < INTERVAL:
             return
         self._written = now
-        record = {"name": self.name, "pid": os.getpid(), "phase": phase, "since": self.since, "step": step, "time": now}
+        record = {
+            "name": self.name,
+            "pid": os.getpid(),
+            "phase": phase,
+            "since": self.since,
+            "step": step,
+            "progress": self.progress,
+            "time": now,
+        }
         with contextlib.suppress(OSError):  # writers of important files (checkpoints, metrics) report a full disk
             write_text(self.path, json.dumps(record))
 
@@ -92,6 +103,25 @@ class AtWork:
                 self._seen, self._since = beat["time"], now
             self._busy = beat["phase"].startswith(self._phases)
         return self._busy and now - self._since < SILENT
+
+
+class Ages:
+    """How long ago the heartbeats of other processes changed, by this process's own clock: the clocks of two hosts may differ."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float]] = {}  # name -> time in the newest beat, and when it was first seen (monotonic seconds)
+
+    def look(self, beats: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, float]:
+        """Seconds since each process's newest beat was first seen. `now`: monotonic seconds."""
+        for name, beat in beats.items():
+            if name not in self._seen or self._seen[name][0] != beat["time"]:
+                self._seen[name] = (beat["time"], now)
+        return {name: now - self._seen[name][1] for name in beats}
+
+
+def in_phase(beat: Mapping[str, Any], age: float) -> float:
+    """Seconds since a process entered the phase of its newest beat. `age`: seconds since that beat (`Ages`)."""
+    return beat["time"] - beat["since"] + age
 
 
 def read_heartbeats(paths: RunPaths) -> dict[str, dict]:

@@ -23,6 +23,7 @@ METRICS: dict[str, str] = {
     "env/<env>/trained_share": "share of the groups trained on that came from this environment; weights and replacements aim at it",
     "buffer/<env>/<pool>": "examples in its pool `normal`, `easy` or `hard`; only with thresholds in `orchestrator.buffer`",
     "env/<env>/<metric>": "mean of one of the environment's own metrics",
+    "env/<env>/requests_beside": "requests of a rollout that are not in its trajectory (judges, planners, user simulators): not trained",
     "env/<env>/reward_error": "share of the environment's rollouts that scored 0 because a reward function raised",
     "batch/groups": "groups trained on",
     "batch/rollouts": "rollouts trained on",
@@ -37,6 +38,8 @@ METRICS: dict[str, str] = {
     "filter/<rule>": "groups of the step that a rule of `orchestrator.difficulty_filter` dropped; only for active rules",
     "rollouts/dropped_<cause>": "rollouts discarded since the run began, by whole groups: off_policy (stale); error, timeout (of a member)",
     "rollouts/failed_<cause>": "failed rollout attempts since the run began, by cause: timeout, prompt_too_long, logprob_not_finite, …",
+    "workers/replayed": "requests to environment workers played again since this attempt began, because their worker ended",
+    "workers/replaced_<cause>": "environment workers replaced since this attempt began, by cause: died, timeout, memory",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
     "time/rollout_max": "largest of the same",
     "time/wait_rollouts": "seconds the orchestrator waited for rollouts to complete the batch",
@@ -47,6 +50,7 @@ METRICS: dict[str, str] = {
     "perf/inference_tokens_per_second": "sampled tokens per second",
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
     "perf/max_concurrent": "most rollouts in flight: `orchestrator.max_concurrent`, or what the engines can use at that moment",
+    "perf/env_worker_memory_gb": "resident memory of the largest environment worker, GiB",
     "perf/cpu_ms_per_rollout": "CPU time of the orchestrator process per finished rollout, milliseconds",
     # trainer
     "loss/policy": "the objective, aggregated over the global batch",
@@ -88,6 +92,20 @@ METRICS: dict[str, str] = {
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
     "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
+    # eval: one record an evaluation; its step is the policy version
+    "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
+    "eval/<env>/pass@<k>": "probability that at least one of k rollouts of an example passes (`eval.pass_threshold`), by the unbiased "
+    "estimator; k = 1, 2, 4, … up to n",
+    "eval/<env>/<score>_low": "lower end of the 95 % confidence interval of `avg@<n>` or `pass@<k>`, over examples",
+    "eval/<env>/<score>_high": "its upper end",
+    "eval/<env>/examples": "examples evaluated",
+    "eval/<env>/error_frac": "share of rollouts that failed, after retries",
+    "eval/<env>/truncated_frac": "share of rollouts cut by a length limit",
+    "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
+    "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
+    "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

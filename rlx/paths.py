@@ -88,6 +88,10 @@ class RunPaths:
     def log(self, attempt: int, name: str) -> Path:
         return self.logs(attempt) / f"{name}.log"
 
+    def stall_of(self, attempt: int, number: int) -> Path:
+        """What was waited for when nothing moved, and the stacks of all processes (`rlx.launch.stall`)."""
+        return self.logs(attempt) / f"stall_{number}.txt"
+
     @property
     def endpoints(self) -> Path:
         """Files in which processes publish their bound ports: `inference_0.json`."""
@@ -101,6 +105,11 @@ class RunPaths:
     @property
     def heartbeats(self) -> Path:
         return self.root / "heartbeats"
+
+    @property
+    def stalls(self) -> Path:
+        """Questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)."""
+        return self.root / "stalls"
 
     @property
     def batches(self) -> Path:
@@ -119,11 +128,25 @@ class RunPaths:
         return self.recorded / f"step_{step:06d}.batch.zst"
 
     @property
+    def failures(self) -> Path:
+        """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
+        return self.root / "failures.json"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
+
+    @property
+    def evaluations(self) -> Path:
+        """Results of evaluations, in verifiers' layout."""
+        return self.root / "eval"
+
+    def evaluation_of(self, name: str, model: str, version: int) -> Path:
+        """The results of one environment at a policy version."""
+        return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
 
     @property
     def weights(self) -> Path:

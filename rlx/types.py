@@ -55,8 +55,9 @@ class Turn:
 
     prompt_ids: Int  # [P]
     completion_ids: Int  # [C]
-    logprobs: Float  # [C] log-probability of each sampled token under the policy that sampled it, at the sampling temperature
+    logprobs: Float  # [C] log-probability of each sampled token under the policy that sampled it, at `temperature`
     versions: Int  # [C] policy version that sampled each token
+    temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
 
 
@@ -114,7 +115,7 @@ class TrainingSample:
     loss_mask: Bool  # [L] True where the policy sampled the token
     inference_logprobs: Float  # [L] 0 where loss_mask is False
     advantages: Float  # [L] 0 where loss_mask is False
-    temperature: float
+    temperature: Float  # [L] of the request that sampled the token; 1 where loss_mask is False
     versions: Int  # [L] policy version of each sampled token, -1 where loss_mask is False
     policy_weights: Float | None = None  # [L]
     ce_weights: Float | None = None  # [L]
@@ -139,7 +140,7 @@ class StepBatch:
     It does not depend on ranks or rows: every rank packs it for itself (`rlx.data.packing`).
     """
 
-    SCHEMA: ClassVar[str] = "rlx.StepBatch/1"
+    SCHEMA: ClassVar[str] = "rlx.StepBatch/2"
 
     step: int
     mini_batches: tuple[tuple[TrainingSample, ...], ...]  # the samples of each optimizer step, whole groups in their order
@@ -149,7 +150,7 @@ class StepBatch:
 class MicroBatch:
     """Samples packed end to end into one row, with labels already shifted: position t predicts `labels[t]`.
 
-    `loss_mask`, `inference_logprobs`, `advantages`, `versions` and the streams at t belong to `labels[t]`.
+    `loss_mask`, `inference_logprobs`, `advantages`, `temperature`, `versions` and the streams at t belong to `labels[t]`.
     All samples of one rollout are in the same micro-batch. Every row of a mini-batch, on every rank, has the same streams.
     """
 
@@ -159,7 +160,7 @@ class MicroBatch:
     loss_mask: Bool  # [T]
     inference_logprobs: Float  # [T]
     advantages: Float  # [T]
-    temperature: Float  # [T]
+    temperature: Float  # [T] 1 where loss_mask is False
     versions: Int  # [T] -1 where loss_mask is False
     rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
     rollout_lengths: Int  # [R] trainable tokens of each rollout

@@ -23,6 +23,18 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(model_cache: Path) -> Iterator[None]:
+    """What commands keep between calls (warm-started models, what environments are) is shared by the tests, and not the user's."""
+    before = os.environ.get("RLX_CACHE")
+    os.environ["RLX_CACHE"] = str(model_cache)
+    yield
+    if before is None:
+        del os.environ["RLX_CACHE"]
+    else:
+        os.environ["RLX_CACHE"] = before
+
+
 @pytest.fixture
 def start(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., MainJob]]:
     """`start("name", *overrides)` starts a main job. At the end of the test its remaining processes are killed."""

@@ -51,6 +51,7 @@ class StandIn:
             completion_ids=np.asarray(ids, dtype=np.int32),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             versions=np.full(len(ids), version, dtype=np.int32),
+            temperature=float(sampling.get("temperature", 1.0)) or 1.0,
             finish_reason=finish,
         )
 

@@ -258,7 +258,7 @@ def test_a_rollout_with_all_that_environments_put_into_it_comes_back() -> None:
         rollouts: tuple[Rollout, ...]
 
     ints, floats = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
-    turn = Turn(prompt_ids=ints, completion_ids=ints, logprobs=floats, versions=ints, finish_reason="stop")
+    turn = Turn(prompt_ids=ints, completion_ids=ints, logprobs=floats, versions=ints, temperature=1.0, finish_reason="stop")
     task = Task(env="e", example_id=3, index=7, row={"prompt": [{"role": "user", "content": "x"}], "answer": b"y", "nan": math.nan})
     scores: dict[str, Any] = {"reward": np.float32(0.5), "rewards": {"r": 1.0}, "metrics": {"m": np.int64(3)}, "timing": {"total": 0.25}}
     rollout = Rollout(task=task, member=1, turns=(turn, turn), prompt="p", completion=[{}], status="ok", stop="done", **scores)

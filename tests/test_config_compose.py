@@ -29,7 +29,7 @@ def write(path: Path, text: str) -> Path:
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """A user's own configuration directory."""
-    write(tmp_path / "env" / "riddles.yaml", "# @package envs.riddles\nid: rlx-math\nargs: {level: 2}\n")
+    write(tmp_path / "env" / "riddles.yaml", "# @package envs.riddles\nid: rlx-sums\nargs: {level: 2}\n")
     write(
         tmp_path / "experiment" / "first.yaml",
         "# @package _global_\ndefaults:\n  - override /loss: gspo\nmax_steps: 3\nseq_len: 83\nsampling: {max_tokens: 13}\n",
@@ -67,11 +67,11 @@ def test_a_file_of_the_users_own_beats_variables(mine: Path):
 
 
 def test_a_variable_chooses_an_experiment_and_a_list_of_options(mine: Path):
-    environ = {"RLX_EXPERIMENT": "first", "RLX_ENV": "[math,reverse_text]", "RLX_CONFIG_DIR": str(mine), "RLX_RUN__NAME": "a b=c"}
+    environ = {"RLX_EXPERIMENT": "first", "RLX_ENV": "[sums,reverse_text]", "RLX_CONFIG_DIR": str(mine), "RLX_RUN__NAME": "a b=c"}
     composed = compose([], environ)
-    assert (composed.cfg.seq_len, list(composed.cfg.envs), composed.cfg.run.name) == (83, ["math", "reverse_text"], "a b=c")
+    assert (composed.cfg.seq_len, list(composed.cfg.envs), composed.cfg.run.name) == (83, ["sums", "reverse_text"], "a b=c")
     assert compose(["experiment=null"], environ).cfg.seq_len == 64
-    assert compose(["+experiment=math_tiny"], environ).cfg.seq_len == 64
+    assert compose(["+experiment=sums_tiny"], environ).cfg.seq_len == 64
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "hydra"])
@@ -79,27 +79,27 @@ def test_a_users_directory_adds_options_to_any_group(mine: Path, how: str):
     argv = {"option": ["--config-dir", str(mine)], "variable": [], "hydra": [f"hydra.searchpath=[file://{mine}]"]}[how]
     environ = {"RLX_CONFIG_DIR": str(mine)} if how == "variable" else {}
     composed = compose([*argv, "env=[riddles,reverse_text]"], environ)
-    assert [env.id for env in composed.cfg.envs.values()] == ["rlx-math", "rlx-reverse-text"]
+    assert [env.id for env in composed.cfg.envs.values()] == ["rlx-sums", "rlx-reverse-text"]
     assert composed.label == "riddles+reverse_text-tiny-grpo"
 
 
 def test_environments_merge_into_one_mix():
-    composed = compose(["env=[math,reverse_text]", "envs.math.weight=3", "envs.math.args.level=2"], {})
+    composed = compose(["env=[sums,reverse_text]", "envs.sums.weight=3", "envs.sums.args.level=2"], {})
     cfg = composed.cfg
-    assert composed.origins.find("envs.math.args.level") == "command line"
-    assert composed.origins.find("envs.math.id") == "conf/env/math.yaml"
+    assert composed.origins.find("envs.sums.args.level") == "command line"
+    assert composed.origins.find("envs.sums.id") == "conf/env/sums.yaml"
     assert {name: (env.id, env.weight) for name, env in cfg.envs.items()} == {
-        "math": ("rlx-math", 3.0),
+        "sums": ("rlx-sums", 3.0),
         "reverse_text": ("rlx-reverse-text", 1.0),
     }
-    assert cfg.envs["math"].args == {"level": 2}
+    assert cfg.envs["sums"].args == {"level": 2}
 
 
 def test_env_dot_key_means_the_only_environment():
-    assert compose(["env=math", "env.args.level=3"], {}).cfg.envs["math"].args == {"level": 3}
-    assert compose(["env.id=rlx_math", "env.args.level=3"], {}).cfg.envs["custom"].args == {"level": 3}
+    assert compose(["env=sums", "env.args.level=3"], {}).cfg.envs["sums"].args == {"level": 3}
+    assert compose(["env.id=rlx_sums", "env.args.level=3"], {}).cfg.envs["custom"].args == {"level": 3}
     with pytest.raises(ConfigError, match=r"envs\.<name>\.weight=2"):
-        compose(["env=[math,reverse_text]", "env.weight=2"], {})
+        compose(["env=[sums,reverse_text]", "env.weight=2"], {})
 
 
 def test_two_loggers():
@@ -154,13 +154,13 @@ def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: 
 
 
 def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):
-    first = compose(["env=[math,reverse_text]", "loss=gspo", "logger=wandb_offline", "optim.lr=1e-5", "seed=3", "dry_run=true"], {})
+    first = compose(["env=[sums,reverse_text]", "loss=gspo", "logger=wandb_offline", "optim.lr=1e-5", "seed=3", "dry_run=true"], {})
     write(tmp_path / "config.yaml", first.yaml)
     assert load_run(tmp_path) == first.cfg
     argv = ["--config-dir", str(tmp_path), "--config-name", "config"]
     again = compose(argv, {"RLX_SEED": "9", "RLX_LOSS": "grpo"})
     assert again.cfg == first.cfg, "variables do not change a resolved configuration"
-    assert again.label == "math+reverse_text-tiny-gspo"
+    assert again.label == "sums+reverse_text-tiny-gspo"
     assert compose([*argv, "seed=4", "loss.eps_low=0.1"], {}).cfg.loss["eps_low"] == 0.1
 
 

@@ -35,9 +35,9 @@ CASES = {
     "unknown_key_in_file": Case(
         "--config-dir my_conf experiment=first", files={"experiment/first.yaml": "# @package _global_\ntrainer: {microbatch_tokens: 64}\n"}
     ),
-    "unknown_key_package_line_forgotten": Case("--config-dir my_conf env=riddles", files={"env/riddles.yaml": "id: rlx-math\n"}),
+    "unknown_key_package_line_forgotten": Case("--config-dir my_conf env=riddles", files={"env/riddles.yaml": "id: rlx-sums\n"}),
     "unknown_option": Case("loss=gpso model=qwen3"),
-    "unknown_option_in_list": Case("env=[math,typo] logger=[wandb,tensorbord]"),
+    "unknown_option_in_list": Case("env=[sums,typo] logger=[wandb,tensorbord]"),
     "unknown_option_in_file": Case(
         "--config-dir my_conf experiment=first",
         files={"experiment/first.yaml": "# @package _global_\ndefaults:\n  - override /loss: gpso\n"},
@@ -72,7 +72,7 @@ CASES = {
     "filter_leaves_nothing": Case("orchestrator.difficulty_filter.min_reward=0.8 orchestrator.difficulty_filter.max_reward=0.2"),
     "overlong_cache_above_all": Case("reward.overlong_cache=13"),
     "section_that_is_off": Case("logger.wandb.project=mine model=qwen3_0_6b model.warm_start.steps=3 dry_run=true"),
-    "environment_not_named": Case("env=[math,reverse_text] env.weight=2"),
+    "environment_not_named": Case("env=[sums,reverse_text] env.weight=2"),
     "batch_not_whole_groups": Case("orchestrator.batch_size=100"),
     "batch_smaller_than_group": Case("orchestrator.batch_size=4"),
     "batch_not_whole_groups_of_a_mix": Case("env=[math,reverse_text] envs.math.rollouts_per_example=4 envs.reverse_text.weight=3"),
@@ -119,7 +119,7 @@ CASES = {
     "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),
     "liger_neither_on_nor_off": Case("model.liger=maybe"),
     "liger_two_temperatures": Case(
-        "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[math,reverse_text] envs.math.sampling.temperature=0.5"
+        "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[sums,reverse_text] envs.sums.sampling.temperature=0.5"
     ),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
@@ -133,7 +133,7 @@ CASES = {
     "environment_not_installed": Case("env.id=acme/word-ladder"),
     "no_environment": Case("~envs.reverse_text"),
     "no_weight": Case("envs.reverse_text.weight=0"),
-    "environment_argument": Case("env=math env.args.levle=3 env.args.seed=one"),
+    "environment_argument": Case("env=sums env.args.levle=3 env.args.seed=one"),
     "logger_not_installed": Case("logger=[wandb,tensorboard]", absent=("wandb", "tensorboard")),
     "engine_argument_owned": Case("inference.vllm.max-model-len=128"),
     "loss_argument": Case("loss.eps_hgih=0.3 optim.betas=[0.9] advantage.ddof=no loss.aggregate=mean"),

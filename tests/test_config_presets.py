@@ -20,7 +20,7 @@ from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
-NEEDED = {("env", "custom"): ["env.id=rlx_math"], ("loss", "opd"): ["ref.name=a/teacher"]}
+NEEDED = {("env", "custom"): ["env.id=rlx_sums"], ("loss", "opd"): ["ref.name=a/teacher"]}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 
 

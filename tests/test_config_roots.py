@@ -3,6 +3,8 @@
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ PRIMARY = """
 defaults:
   - rlx_schema
   - _self_
-  - env: [math]
+  - env: [sums]
   - model: tiny
   - rlx_variables
   - optional experiment: null
@@ -124,6 +126,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         if not self._prefix and isinstance(derived := getattr(Config, name, None), property):
             return derived.fget(self)
+        if not self._prefix and inspect.isfunction(derived):
+            return functools.partial(derived, self)
         key, value = f"{self._prefix}{name}", getattr(self._cfg, name)
         if any(key == known or key.startswith(known + ".") for known in self._keys):
             return value
@@ -133,7 +137,7 @@ class Watched:
 
 CONFIGURATIONS = (
     "",
-    "loss=masked_is loss.dual_clip=3 env=[math,reverse_text] model.logprob_backend=liger",
+    "loss=masked_is loss.dual_clip=3 env=[sums,reverse_text] model.logprob_backend=liger",
     "loss=opd ref.name=a/teacher loss.kl.beta=0.1 advantage=max_rl sampling.top_p=0.9 sampling.allow_biased_ratio=true",
     "model=qwen3_8b hardware=node8 loss=gspo",
     "launcher=slurm slurm=example hardware=node8x2 model=qwen3_8b logger=[wandb,tensorboard] resume=latest run.name=x",

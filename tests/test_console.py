@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import rich.console
 import zstandard
+from test_checkpoint_folders import write as write_checkpoint
 
 from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
@@ -20,6 +22,7 @@ from rlx.cli.console import Console, clock, count, sparkline, started_as
 from rlx.cli.show import run as show
 from rlx.config.load import compose
 from rlx.config.schema import Config
+from rlx.launch.stall import STACKS
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.history import History
@@ -105,10 +108,10 @@ def test_the_pace_is_that_of_the_last_steps_and_unknown_before_there_are_two(run
 
 
 def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
+    beat(run, "orchestrator", "of an earlier attempt", age=60)
     console = Console(run, Config(max_steps=10))
     beat(run, "inference_0", "loading [bold]model[/]")
     beat(run, "trainer", "done")
-    beat(run, "orchestrator", "of an earlier attempt", age=60)
     console.update()
     text = rendered(console)
     assert "my-run" in text
@@ -118,6 +121,36 @@ def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):
     assert "trainer" not in text
     assert "orchestrator" not in text
     assert "ETA" not in text
+
+
+def test_a_role_whose_hosts_clock_is_an_hour_behind_is_shown_with_the_right_age(run):
+    console = Console(run, Config(max_steps=10))
+    beat(run, "trainer", "loading model", age=3600)
+    file = RunPaths(run).heartbeats / "trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"since": time.time() - 3607}))
+    console.update()
+    assert re.search(r"trainer +loading model +0:0[678]", rendered(console))
+
+
+def test_a_stall_is_shown_once_and_its_end_too(run, capsys):
+    paths = RunPaths(run)
+    paths.logs(0).mkdir(parents=True)
+    paths.latest_logs.symlink_to("attempt_0")
+    console = Console(run, Config(max_steps=10))
+    capsys.readouterr()
+
+    def said() -> str:
+        console._looked = 0.0
+        console.update()
+        return capsys.readouterr().out
+
+    head = "no progress for 300 s: waiting for trainer\ntrainer: training step 3"
+    paths.stall_of(0, 1).write_text(f"{head}\n{STACKS}\n== trainer\n")
+    assert said() == f"{head}\n(stacks: {run}/logs/latest/stall_1.txt)\n"
+    assert said() == ""
+    assert "waiting for trainer" in rendered(console)
+    paths.stall_of(0, 1).write_text(f"{head}\nprogress again, after 412 s\n{STACKS}\n== trainer\n")
+    assert said() == "progress again, after 412 s\n"
 
 
 def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(run):
@@ -192,6 +225,19 @@ def test_the_summary_has_rewards_times_speed_and_what_was_dropped(run):
     assert lines[7] == f"  run       {run}"
 
 
+def test_the_last_evaluation_is_shown_with_its_interval_and_the_best_checkpoint(run):
+    writer = MetricsWriter(RunPaths(run).metrics, "eval")
+    for step, score in ((0, 0.25), (8, 0.75)):
+        writer.write(step, {"eval/math/avg@4": score, "eval/math/avg@4_low": score - 0.1, "eval/math/avg@4_high": score + 0.1})
+        write_checkpoint(RunPaths(run), step)
+    console = finished(run)
+    console.cfg.ckpt.keep_best = "eval/math/avg@4"
+    assert "eval math avg@4 0.750 (step 8)" in rendered(console)
+    lines = console.summary(0).splitlines()
+    assert lines[3] == "  eval      math avg@4: 0.250 → 0.750 at step 8  [0.650, 0.850]"
+    assert lines[4] == f"  best      eval/math/avg@4 0.750: {RunPaths(run).checkpoint_of(8)}"
+
+
 def test_without_drops_the_summary_says_so(run):
     add_step(run, 0, 1000.0)
     console = Console(run, Config(max_steps=1))
@@ -208,12 +254,12 @@ def next_commands(console: Console) -> list[str]:
 
 def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_what_is_of_one_run(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    given = ["env=[math,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
+    given = ["env=[sums,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
     given += ["inference.api_key=hidden", "+sampling.stop='a b'", "max_steps=10"]
     another = next_commands(finished(run, *given))[0]
     arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
-    assert arguments == ["env=[math,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
-    assert "'env=[math,reverse_text]'" in another, "the shell would read the brackets as a pattern"
+    assert arguments == ["env=[sums,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
+    assert "'env=[sums,reverse_text]'" in another, "the shell would read the brackets as a pattern"
 
 
 @pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
@@ -222,10 +268,10 @@ def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_o
 
 
 def test_the_next_command_composes(run):
-    another = next_commands(finished(run, "env=[math,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
+    another = next_commands(finished(run, "env=[sums,reverse_text]", "loss.eps_high=0.3", "max_steps=12"))[0]
     arguments = [part for part in shlex.split(another) if "=" in part]
     cfg = compose(arguments, {}).cfg
-    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["math", "reverse_text"])
+    assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["sums", "reverse_text"])
 
 
 def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys):

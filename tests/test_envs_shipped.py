@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import inspect
+import json
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+import rlx_alphabet_sort
+import rlx_countdown
 import rlx_math
+import rlx_reasoning_gym
 import rlx_reverse_text
-from policy_stand_in import tiny_chat
+import rlx_sums
+import rlx_tool_math
+import rlx_word_guess
+import verifiers as vf
+from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
+
+from rlx.config.load import compose
+from rlx.data.demonstrations import demonstrate
+from rlx.envs.answers import conversations
+from rlx.envs.base import sampling_of
+from rlx.types import Rollout, Turn
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 
@@ -35,45 +57,367 @@ def test_words_have_the_asked_lengths_and_follow_from_the_seed() -> None:
 
 
 def test_a_prompt_of_the_easy_environments_is_well_under_40_tokens_of_the_tiny_model() -> None:
-    rows = rlx_reverse_text.build_rows(100, 3, 6, seed=0) + rlx_math.build_rows(1, 100, seed=0)
+    rows = rlx_reverse_text.build_rows(100, 3, 6, seed=0) + rlx_sums.build_rows(1, 100, seed=0)
     assert max(len(tiny_chat().render(row["prompt"])) for row in rows) <= 24
 
 
-@pytest.mark.parametrize("level", list(rlx_math.LEVELS))
-def test_every_level_of_math_accepts_its_own_answers(level: int) -> None:
-    rows = rlx_math.build_rows(level, 24, seed=3)
-    parser = rlx_math.AnswerParser()
-    assert rows == rlx_math.build_rows(level, 24, seed=3)
-    assert {row["info"]["source"] for row in rows} == set(rlx_math.LEVELS[level].sources)
+# sums
+
+
+@pytest.mark.parametrize("level", list(rlx_sums.LEVELS))
+def test_every_level_of_sums_accepts_its_own_answers(level: int) -> None:
+    rows = rlx_sums.build_rows(level, 64, seed=3)
+    parser = rlx_sums.AnswerParser()
+    assert rows == rlx_sums.build_rows(level, 64, seed=3)
     for row in rows:
-        assert rlx_math.correct(parser, reply(row["answer"]), row["answer"]) == 1.0
-        assert rlx_math.correct(parser, reply(f"<think>1 + 1</think>So it is \\boxed{{{row['answer']}}}."), row["answer"]) == 1.0
-        assert rlx_math.correct(parser, reply(row["answer"] + "1"), row["answer"]) == 0.0
+        assert str(eval(row["question"].removesuffix("="))) == row["answer"]
+        assert rlx_sums.correct(parser, reply(row["answer"] + "\n"), row["answer"]) == 1.0
+        assert rlx_sums.correct(parser, reply(row["answer"] + "1"), row["answer"]) == 0.0
 
 
-def test_the_easiest_level_is_sums_of_two_digits() -> None:
-    for row in rlx_math.build_rows(1, 64, seed=0):
+def test_the_easiest_level_of_sums_has_two_digits() -> None:
+    for row in rlx_sums.build_rows(1, 64, seed=0):
         left, plus, right, equals = row["question"].split()
-        assert (plus, equals) == ("+", "=")
-        assert row["answer"] == str(int(left) + int(right))
+        assert (len(left), plus, len(right), equals) == (1, "+", 1, "=")
+    assert {len(row["question"].split()) for row in rlx_sums.build_rows(3, 64, seed=0)} == {4, 6}
     with pytest.raises(ValueError, match=r"level=9 is not one of 1: the sum"):
-        rlx_math.load_environment(level=9)
+        rlx_sums.load_environment(level=9)
+
+
+# math
+
+
+@pytest.fixture(scope="module")
+def checker() -> rlx_math.Checker:
+    return rlx_math.Checker(timeout=0.3, workers=4)
+
+
+def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | None]:
+    async def ask() -> list[bool | None]:
+        return await asyncio.gather(*(checker.equal(*pair) for pair in pairs))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("level", list(rlx_math.LEVELS))
+def test_every_level_of_math_accepts_its_own_answers(level: int, checker: rlx_math.Checker) -> None:
+    rows = rlx_math.build_rows(level, 48, seed=3)
+    parser = rlx_math.AnswerParser()
+    assert rows == rlx_math.build_rows(level, 48, seed=3)
+    spec = rlx_math.LEVELS[level]
+    assert {row["info"]["source"] for row in rows} == {*spec.gym, *(template.__name__ for template in spec.templates)}
+    for row in rows:
+        assert parser.parse(f"<think>\\boxed{{1}}</think>So it is $\\boxed{{{row['answer']}}}$.") == row["answer"]
+        assert "final answer" not in row["question"]
+    own = [(f"0 + {row['answer']}", row["answer"]) for row in rows[:8]]
+    assert equal(checker, *own) == [True] * 8
+    assert equal(checker, *((f"{row['answer']} + 1", row["answer"]) for row in rows[:8])) == [False] * 8
 
 
 @pytest.mark.parametrize(
-    ("text", "same"), [("1,000", "1000"), ("$7$", "7"), ("7.0", "7"), ("\\frac{1}{2}", "0.5"), ("-3.", "-3"), ("50%", "50"), ("$4", "4")]
+    ("text", "same"),
+    [("1,000", "1000"), ("$7$", "7"), ("7.0", "7"), ("\\frac{1}{2}", "0.5"), ("-3.", "-3"), ("50%", "50"), ("$4", "4"), ("-1/2", "-.5")],
 )
 def test_numbers_are_read_in_the_forms_that_models_write(text: str, same: str) -> None:
     assert rlx_math.to_number(text) == rlx_math.to_number(same) is not None
 
 
-@pytest.mark.parametrize("text", ["9^{9^9}", "9**9**9", "1/0", "seven", "", "1e999999999", "1" * 100])
+@pytest.mark.parametrize("text", ["9^{9^9}", "9**9**9", "1/0", "seven", "", "1e999999999", "1" * 100, "1,2", "(1,234)"])
 def test_what_is_no_plain_number_is_refused_at_once(text: str) -> None:
     assert rlx_math.to_number(text) is None
 
 
-@pytest.mark.parametrize("name", ["rlx_reverse_text", "rlx_math"])
-def test_a_shipped_environment_is_a_package_of_its_own(name: str) -> None:
-    folder = ENVIRONMENTS / name
-    assert (folder / "README.md").is_file()
-    assert f'packages = ["{name}"]' in (folder / "pyproject.toml").read_text()
+def test_math_verify_decides_where_numbers_do_not(checker: rlx_math.Checker) -> None:
+    right = [("x(x+1)", "x^2 + x"), ("\\sqrt{12}", "2\\sqrt{3}"), ("(1, 2)", "(1,2)"), ("x = 4", "4"), ("-9-8i", "-9.0 - 8.0i")]
+    wrong = [("x(x+2)", "x^2 + x"), ("(2, 1)", "(1,2)"), ("", "4"), ("}{", "4"), ("1" * 500, "4"), ("0.33", "\\frac{1}{3}")]
+    assert equal(checker, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
+
+
+def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other(checker: rlx_math.Checker) -> None:
+    equal(checker, ("2 + x", "x + 2"))  # starts the process
+    began = time.monotonic()
+    ended: dict[str, float] = {}
+
+    async def ask(reply: str) -> bool | None:
+        same = await checker.equal(reply, "2 + y")
+        ended[reply] = time.monotonic() - began
+        return same
+
+    async def all_at_once() -> list[bool | None]:
+        return await asyncio.gather(*map(ask, ["9^{9^9}", "9^{9^{9^9}}", "y + 2"]))
+
+    assert asyncio.run(all_at_once()) == [None, None, True]
+    assert ended["y + 2"] < min(ended["9^{9^9}"], ended["9^{9^{9^9}}"]) < 6
+
+
+def test_a_math_process_that_dies_is_replaced(checker: rlx_math.Checker) -> None:
+    equal(checker, ("1 + x", "x + 1"))
+    assert checker._process is not None
+    checker._process.kill()
+    checker._process.wait()
+    assert equal(checker, ("x + 1 + 2", "x + 3")) == [True]
+
+
+def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    answers = ["7", "So \\boxed{\\frac{1}{2}}.", "First 3.\n#### 1,234"]
+    lines = [json.dumps({"q": f"question {number}", "a": answers[number % 3]}) for number in range(30)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    asked = {"dataset": str(tmp_path / "own.jsonl"), "question_column": "q", "answer_column": "a"}
+    env = rlx_math.load_environment(**asked, num_eval_examples=6, num_examples=20)
+    train, held_out = env.get_dataset(), env.get_eval_dataset()
+    assert (len(train), len(held_out)) == (20, 6)
+    assert set(train["answer"]) == {"7", "\\frac{1}{2}", "1234"}
+    assert not set(train["question"]) & set(held_out["question"])
+    assert [message["role"] for message in train[0]["prompt"]] == ["system", "user"]
+    with pytest.raises(ValueError, match=r"has no column question_column=problem; its columns are q, a"):
+        rlx_math.load_environment(dataset=asked["dataset"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"level": 5}, r"level=5 is not one of 1: one step"),
+        ({"check_workers": 0}, "check_workers=0"),
+        ({"num_examples": 0}, "num_examples=0"),
+    ],
+)
+def test_wrong_arguments_of_math_are_named(arguments: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rlx_math.load_environment(**arguments)
+
+
+# reasoning_gym
+
+
+def test_reasoning_gym_mixes_data_sets_by_weight_and_scores_with_their_own_rules() -> None:
+    env = rlx_reasoning_gym.load_environment(
+        names=["chain_sum", "spell_backward"],
+        config={"chain_sum": {"max_terms": 2}},
+        weights={"chain_sum": 3},
+        num_examples=80,
+        num_eval_examples=8,
+    )
+    rows = list(env.get_dataset())
+    count = Counter(row["info"]["source"] for row in rows)
+    assert 48 <= count["chain_sum"] <= 72
+    assert not {row["question"] for row in rows} & {row["question"] for row in env.get_eval_dataset()}
+    score = env.rubric.rubrics[0].funcs[0] if hasattr(env.rubric, "rubrics") else env.rubric.funcs[0]
+    for row in [*rows[:6], env.get_eval_dataset()[0]]:
+        assert score(env.parser, reply(f"Well. <answer>{row['answer']}</answer>"), row["info"]) == 1.0
+        assert score(env.parser, reply(row["answer"]), row["info"]) == 0.0, "without tags"
+        assert score(env.parser, reply("<answer>no</answer>"), row["info"]) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"names": ["chain_sums"]}, "reasoning-gym has no chain_sums. It has .*chain_sum"),
+        ({"names": ["rush_hour"]}, "names: rush_hour cannot be trained on, because it does not accept its own answers"),
+        ({"names": ["chain_sum"], "config": {"gcd": {}}}, "config is for gcd, but names="),
+        ({"names": ["chain_sum"], "config": {"chain_sum": {"terms": 2}}}, "config={chain_sum: .*terms"),
+        ({"names": ["chain_sum", "chain_sum"]}, "names a data set twice"),
+        ({"names": ["chain_sum"], "weights": {"chain_sum": 0}}, "a weight must be above 0"),
+        ({"names": []}, "names is empty"),
+    ],
+)
+def test_wrong_arguments_of_reasoning_gym_are_named(arguments: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rlx_reasoning_gym.load_environment(**arguments, num_examples=8, num_eval_examples=8)
+
+
+# countdown
+
+
+def test_every_countdown_is_solvable_and_only_its_numbers_once_solve_it() -> None:
+    parser = rlx_countdown.load_environment(num_examples=1).parser
+    for row in rlx_countdown.build_rows(64, 2, 5, 25, 100, seed=1):
+        said = reply(f"<answer>{row['answer'].replace('*', chr(92) + 'times')} = {row['info']['target']}</answer>")
+        assert rlx_countdown.solved(parser, said, row["info"]) == 1.0
+        assert rlx_countdown.solved(parser, reply(f"<answer>{row['info']['target']}</answer>"), row["info"]) == 0.0
+        twice = reply(f"<answer>{row['answer']} + {row['info']['numbers'][0]} - {row['info']['numbers'][0]}</answer>")
+        assert rlx_countdown.solved(parser, twice, row["info"]) == 0.0
+        assert rlx_countdown.uses_numbers(parser, twice, row["info"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["1/0", "9**9**9", "__import__('os')", "1 + ", "", "(" * 150 + "1" + ")" * 150, "1.5 + 2", "True + 1", "-" * 199 + "1"]
+)
+def test_what_is_no_countdown_expression_has_no_value(text: str) -> None:
+    assert rlx_countdown.evaluate(text) is None
+
+
+def test_wrong_arguments_of_countdown_are_named() -> None:
+    with pytest.raises(ValueError, match="min_numbers=5 and max_numbers=4 must satisfy"):
+        rlx_countdown.load_environment(min_numbers=5)
+
+
+# tool_math
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("47+85", "132"),
+        ("2*(3-5)", "-4"),
+        ("1/4", "0.25"),
+        ("1/0", "error: division"),
+        ("9**9", "error: not an"),
+        ("2 +", "error: not an"),
+        ("1" * 201, "error: the expression has 201"),
+    ],
+)
+def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, value: str) -> None:
+    assert rlx_tool_math.calc(expression).startswith(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("132", 132), ("It is \\boxed{1,320}.", 1320), ("2 lamps cost -4.0", -4), ("none", None), ("<think>5</think>6", 6)]
+)
+def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | None) -> None:
+    assert rlx_tool_math.last_number(text) == number
+
+
+# word_guess
+
+
+@pytest.mark.parametrize(
+    ("guess", "word", "signs"),
+    [("abc", "abc", "+++"), ("bca", "abc", "???"), ("aab", "abc", "+-?"), ("aaa", "bab", "-+-"), ("bba", "abb", "?+?")],
+)
+def test_feedback_marks_each_letter_as_often_as_it_stands_in_the_word(guess: str, word: str, signs: str) -> None:
+    assert rlx_word_guess.feedback(guess, word) == signs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"length": 4}, "length=4, but the English words"),
+        ({"alphabet": "aab"}, "alphabet=aab must be"),
+        ({"alphabet": "abcdefghij", "length": 6}, "1000000 words"),
+    ],
+)
+def test_wrong_arguments_of_word_guess_are_named(arguments: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rlx_word_guess.load_environment(**arguments)
+
+
+def test_a_guess_that_is_no_word_costs_a_turn_and_is_explained() -> None:
+    env = load("rlx-word-guess", alphabet="abc", length=3, max_guesses=3, num_examples=4)
+    word = env.rows[0]["answer"]
+    rollout = play(env, "xyz", "abcabc", word)
+    assert [message["content"] for message in rollout.completion if message["role"] == "user"] == ["3 of abc"] * 2
+    assert (rollout.reward, rollout.metrics["num_guesses"], rollout.metrics["follows_feedback"]) == (1.0, 3.0, 0.5)
+
+
+# alphabet_sort
+
+
+def test_alphabet_sort_pays_for_each_right_list() -> None:
+    env = load("rlx-alphabet-sort", letters=True, min_turns=2, max_turns=2, num_examples=4)
+    first, second = env.rows[0]["info"]["turns"]
+    right = " ".join(sorted(first))
+    assert play(env, right, " ".join(sorted(first + second))).reward == 1.0
+    assert play(env, right, right).reward == 0.5
+    with pytest.raises(ValueError, match="max_turns=9 × max_words=4 words are needed, but there are only 26 letters"):
+        rlx_alphabet_sort.load_environment(letters=True, max_turns=9)
+
+
+# all
+
+SHIPPED = sorted(path for path in ENVIRONMENTS.iterdir() if path.is_dir())
+TAUGHT = [  # those that bring a teacher, as experiment=…_tiny and as language models have them
+    ("rlx-word-guess", {"alphabet": "abc", "length": 3, "max_guesses": 27}),
+    ("rlx-word-guess", {"max_guesses": 60}),
+    ("rlx-tool-math", {"level": 1}),
+    ("rlx-tool-math", {"level": 2}),
+    ("rlx-tool-math", {"level": 3}),
+    ("rlx-alphabet-sort", {"letters": True}),
+    ("rlx-alphabet-sort", {}),
+]
+
+
+class Scripted(StandIn):
+    """Answers each request with the next of the given texts."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(tiny_chat(), error=0.0)
+        self.texts = list(texts)
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        ids = np.array([*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.stop_token_ids[0]], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        prompt = np.asarray(prompt_ids, np.int32)
+        return Turn(prompt_ids=prompt, completion_ids=ids, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="stop")
+
+
+def play(env: Any, *texts: str, index: int = 0) -> Rollout:
+    env.policy = policy_of(Scripted(*texts), context_length=8192)
+    (rollout,) = asyncio.run(env.play(task_of(env, index), [0], 0))
+    return rollout
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """A message of the teacher as the tiny model writes it."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["content"] + "".join(
+        f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}\n</tool_call>' for call in calls
+    )
+
+
+@pytest.mark.parametrize(
+    ("id", "arguments"), TAUGHT, ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values()))
+)
+def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answers_as_it_says(id: str, arguments: dict) -> None:
+    env = load(id, **arguments, num_examples=6)
+    for index, said in enumerate(conversations(env, list(env.rows), teacher_error=0.0, seed=1)):
+        mine = [text_of(message) for message in said.played if message["role"] == "assistant"]
+        rollout = play(env, *mine, index=index)
+        assert (rollout.status, rollout.reward) == ("ok", 1.0)
+        theirs = [message["content"] for message in rollout.completion if message["role"] != "assistant"]
+        assert theirs == [message["content"] for message in said.played if message["role"] != "assistant"]
+        (whole,) = demonstrate("e", said.prompt, said.played, tiny_chat(), said.tools)
+        assert whole.token_ids == (*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids), "what the policy will see"
+    wrong = conversations(env, list(env.rows), teacher_error=1.0, seed=1)
+    rewards = [play(env, *(text_of(m) for m in said.played if m["role"] == "assistant"), index=i).reward for i, said in enumerate(wrong)]
+    assert sum(rewards) < 6
+
+
+@pytest.mark.parametrize("experiment", ["word_guess_tiny", "tool_math_tiny", "alphabet_sort_tiny", "sums_tiny"])
+def test_what_the_tiny_model_learns_fits_into_its_lengths(experiment: str) -> None:
+    cfg = compose([f"experiment={experiment}"], {}).cfg
+    ((name, config),) = cfg.envs.items()
+    env = load(config.id, **config.args, num_examples=64)
+    limit = sampling_of(cfg, config)["max_tokens"]
+    for said in conversations(env, list(env.rows), teacher_error=0.5, seed=1):
+        (whole,) = demonstrate(name, said.prompt, said.played, tiny_chat(), said.tools)
+        assert len(whole) <= cfg.seq_len
+        assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.spoken).split()) <= limit
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_environment_loads_by_its_id_with_the_same_data_for_the_same_seed(folder: Path) -> None:
+    id = folder.name.replace("_", "-")
+    sizes = {"num_examples": 24, "num_eval_examples": 8}
+    one, same, other = (vf.load_environment(id, **sizes, seed=seed) for seed in (1, 1, 2))
+    rows, held_out = list(one.get_dataset()), list(one.get_eval_dataset())
+    assert (len(rows), len(held_out)) == (24, 8)
+    assert rows == list(same.get_dataset()) != list(other.get_dataset())
+    assert held_out == list(same.get_eval_dataset()) != rows[:8]
+    assert sum(weight > 0 for weight in one.rubric._get_reward_weights()) == 1
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_environment_is_a_package_of_its_own(folder: Path) -> None:
+    page = (folder / "README.md").read_text()
+    module = importlib.import_module(folder.name)
+    assert [name for name in inspect.signature(module.load_environment).parameters if f"`{name}`" not in page] == []
+    env = vf.load_environment(folder.name, num_examples=2, num_eval_examples=2)
+    own = [name for name in env.rubric._get_reward_func_names() if name not in ("num_turns", "total_tool_calls", "calc_calls")]
+    assert [name for name in own if f"`{name}`" not in page] == []
+    assert f'packages = ["{folder.name}"]' in (folder / "pyproject.toml").read_text()
+    ours = (ENVIRONMENTS.parent / "pyproject.toml").read_text()
+    assert f'{folder.name} = "environments/{folder.name}/{folder.name}"' in ours
+    assert f'    "{folder.name}",\n' in ours
+    option = ENVIRONMENTS.parent / "conf" / "env" / f"{folder.name.removeprefix('rlx_')}.yaml"
+    assert f"id: {folder.name.replace('_', '-')}\n" in option.read_text()

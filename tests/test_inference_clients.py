@@ -117,7 +117,11 @@ class Stand:
         ids = np.frombuffer(asked.prompt_ids, np.int32)[::-1]
         self.served.append(self.version)
         completion = Completion(
-            ids.tobytes(), (-ids / 7).astype(np.float32).tobytes(), [(self.version, 1), (self.version + 1, len(ids) - 1)], "stop"
+            ids.tobytes(),
+            (-ids / 7).astype(np.float32).tobytes(),
+            asked.sampling.temperature,
+            [(self.version, 1), (self.version + 1, len(ids) - 1)],
+            "stop",
         )
         await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
 

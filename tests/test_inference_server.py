@@ -9,6 +9,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import ANY
 
 import aiohttp
 import numpy as np
@@ -19,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
+from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
+from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIPolicy
 from rlx.types import Task, Turn
 
@@ -257,6 +260,45 @@ def test_stop_tokens_and_greedy_decoding(run: Run) -> None:
     assert stopped.finish_reason == "stop"
 
 
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(run: Run) -> None:
+    decode = build_tokenizer(CONTEXT).decode
+
+    async def conversation(client: Servers) -> tuple[list[Turn], list[Turn], list[str]]:
+        whole = await asyncio.gather(*[sample(client, ids, seed, max_tokens=200) for seed, ids in enumerate(prompts(8))])
+        texts = [decode(turn.completion_ids, skip_special_tokens=True) for turn in whole]
+        wanted = [text[len(text) // 2 :][:3] or "zzz" for text in texts]
+        cut = await asyncio.gather(
+            *[sample(client, ids, seed, max_tokens=200, stop=["never said", wanted[seed]]) for seed, ids in enumerate(prompts(8))]
+        )
+        async with asyncio.timeout(10):
+            while (await client.fleet.stats())["perf/running"]:  # the engine has ended them, too
+                await asyncio.sleep(0.05)
+        return whole, cut, wanted
+
+    whole, cut, wanted = talk(run, conversation)
+    assert any(len(short.completion_ids) < len(long.completion_ids) for short, long in zip(cut, whole, strict=True))
+    for short, long, stop in zip(cut, whole, wanted, strict=True):
+        length = len(short.completion_ids)
+        assert short.completion_ids.tolist() == long.completion_ids[:length].tolist(), "the tokens are those that were sampled"
+        assert short.logprobs.tobytes() == long.logprobs[:length].tobytes()
+        assert short.finish_reason == "stop"
+        if stop != "zzz":
+            assert stop in decode(short.completion_ids, skip_special_tokens=True)
+            assert stop not in decode(short.completion_ids[:-1], skip_special_tokens=True)
+
+
+def test_penalties_and_biases_reach_the_engine_and_the_turn_says_its_temperature(run: Run) -> None:
+    async def conversation(client: Servers) -> list[Turn]:
+        ids, asked = prompts(1)[0], [{}, {"logit_bias": {20: 100.0}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}]
+        asked += [{"frequency_penalty": 2.0}, {"temperature": 0.001}, {"temperature": 0.0}]
+        return await asyncio.gather(*[sample(client, ids, 0, **one) for one in asked])
+
+    plain, biased, repetition, presence, frequency, cold, greedy = talk(run, conversation)
+    assert set(biased.completion_ids.tolist()) == {20}
+    assert not any(same(plain, other) for other in (repetition, presence, frequency))
+    assert [turn.temperature for turn in (plain, cold, greedy)] == [1.0, 0.01, 1.0], "vLLM raises 0.001, and scores greedy tokens at 1"
+
+
 def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:
     async def running(client: Servers, number: int) -> None:
         async with asyncio.timeout(20):
@@ -321,6 +363,15 @@ def test_our_server_is_an_openai_endpoint_too(run: Run) -> None:
             short = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], None, {"max_tokens": 1, "min_tokens": 1})
             with pytest.raises(PromptTooLong, match="context length"):
                 await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
+            assert await check(policy, tokens=True) == Capabilities(no_tokens=None, no_tools=ANY)
+            with pytest.raises(PolicyError, match=r"does not take tools: .*auto.*tool"):
+                await check(policy, tools=True)
+            exact = policy.asking_for(tokens=True).episode(task, 0, 0)
+            known = await exact.respond([{"role": "user", "content": "abc"}])
+            assert exact.turns == (known.turn,)
+            assert (known.content, known.num_prompt_tokens) == (reply.content, len(known.turn.prompt_ids))
+            assert len(known.turn.completion_ids) == len(known.turn.logprobs) == 5
+            assert (known.turn.logprobs < 0).all()
             wrong = OpenAIPolicy(f"{endpoint.url}/v1", "guess", "tiny", max_retries=0)
             with pytest.raises(PolicyError, match=r"\(401\)"):
                 await wrong.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlx.heartbeat import Ages, in_phase
 from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
 from rlx.waiting import LEFT
 
@@ -106,14 +107,21 @@ def test_every_case(case: str, view: View, more: dict, verdict: Verdict) -> None
 
 
 @pytest.mark.parametrize(
-    ("beats", "said"),
+    ("silent", "beats", "said"),
     [
-        ({}, "for 15 s (launcher.heartbeat_timeout=10)"),
-        ({"trainer": {"time": 12.0, "phase": "loading"}}, None),
-        ({"trainer": {"time": 4.0, "phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); last reported phase: loading"),
-        ({"trainer": {"time": -4.0, "phase": "of an earlier attempt"}}, "for 15 s (launcher.heartbeat_timeout=10)"),
+        (15.0, {}, "for 15 s (launcher.heartbeat_timeout=10)"),
+        (3.0, {"trainer": {"phase": "loading"}}, None),
+        (11.0, {"trainer": {"phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); last reported phase: loading"),
     ],
 )
-def test_silence(beats: dict, said: str | None) -> None:
+def test_silence(silent: float, beats: dict, said: str | None) -> None:
     hung = None if said is None else ("trainer", f"sent no heartbeat {said}")
-    assert find_hung({"trainer": 0.0}, beats, now=15.0, timeout=10.0) == hung
+    assert find_hung({"trainer": silent}, beats, timeout=10.0) == hung
+
+
+def test_heartbeats_have_the_age_that_our_own_clock_says_though_their_writers_clock_is_wrong() -> None:
+    ages, beat = Ages(), {"time": 5e9, "since": 5e9 - 7.0}  # a clock that is decades ahead
+    assert ages.look({"trainer": beat}, now=100.0) == {"trainer": 0.0}
+    assert ages.look({"trainer": beat}, now=104.0) == {"trainer": 4.0}
+    assert in_phase(beat, 4.0) == 11.0
+    assert ages.look({"trainer": {**beat, "time": -3.0}}, now=105.0) == {"trainer": 0.0}

@@ -43,7 +43,7 @@ def tokens_of(samples: list[TrainingSample]) -> list[tuple]:
     """Every trainable token with its values, in a comparable form."""
     return sorted(
         (tuple(s.token_ids[:t].tolist()), int(s.token_ids[t]), float(s.inference_logprobs[t]), float(s.advantages[t]), int(s.versions[t]),
-         np.float32(s.temperature))
+         s.temperature[t])
         for s in samples for t in np.flatnonzero(s.loss_mask)
     )  # fmt: skip
 
@@ -174,19 +174,33 @@ def test_a_mini_batch_has_the_same_streams_on_every_rank():
 
 def test_the_case_that_the_records_docstring_works_out():
     turns = (
-        Turn(prompt_ids=ids(11, 12, 13), completion_ids=ids(21, 22), logprobs=floats(-1, -2), versions=ids(4, 4), finish_reason="stop"),
         Turn(
-            prompt_ids=ids(11, 12, 13, 21, 22, 31, 32), completion_ids=ids(41), logprobs=floats(-3), versions=ids(5), finish_reason="stop"
+            prompt_ids=ids(11, 12, 13),
+            completion_ids=ids(21, 22),
+            logprobs=floats(-1, -2),
+            versions=ids(4, 4),
+            temperature=1.0,
+            finish_reason="stop",
+        ),
+        Turn(
+            prompt_ids=ids(11, 12, 13, 21, 22, 31, 32),
+            completion_ids=ids(41),
+            logprobs=floats(-3),
+            versions=ids(5),
+            temperature=0.5,
+            finish_reason="stop",
         ),
     )
-    other = (Turn(prompt_ids=ids(51, 52), completion_ids=ids(61), logprobs=floats(-1), versions=ids(4), finish_reason="stop"),)
+    other = (
+        Turn(prompt_ids=ids(51, 52), completion_ids=ids(61), logprobs=floats(-1), versions=ids(4), temperature=1.0, finish_reason="stop"),
+    )
     task = Task(env="e", example_id=0, index=0, row={})
     rollouts = tuple(
         Rollout(task=task, member=i, turns=t, prompt="", completion="", reward=0.0, rewards={}, metrics={}, status="ok", stop="")
         for i, t in enumerate((turns, other))
     )
     group = Group(id=0, task=task, rollouts=rollouts, advantages=floats(0.5, -0.5))
-    samples = samples_of(group, strategy="interleaved", temperature=1.0)
+    samples = samples_of(group, strategy="interleaved")
     assert samples[0].token_ids.tolist() == [11, 12, 13, 21, 22, 31, 32, 41]
     assert samples[0].loss_mask.tolist() == [False, False, False, True, True, False, False, True]
     assert samples[0].versions.tolist() == [-1, -1, -1, 4, 4, -1, -1, 5]
@@ -195,6 +209,7 @@ def test_the_case_that_the_records_docstring_works_out():
     assert row.labels.tolist() == [12, 13, 21, 22, 31, 32, 41, 0, 52, 61, 0]
     assert np.flatnonzero(row.loss_mask).tolist() == [2, 3, 6, 9]
     assert row.versions.tolist() == [-1, -1, 4, 4, -1, -1, 5, -1, -1, 4, -1]
+    assert row.temperature.tolist() == [1, 1, 1, 1, 1, 1, 0.5, 1, 1, 1, 1]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
     assert row.rollout_ids.tolist() == [0] * 8 + [1] * 3
     assert row.rollout_lengths.tolist() == [3, 1]

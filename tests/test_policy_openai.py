@@ -11,6 +11,7 @@ from aiohttp import web
 from policy_stand_in import load, task_of
 
 from rlx.policy.base import PolicyError, PromptTooLong
+from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
 from rlx.types import Task
 
@@ -159,3 +160,76 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     assert good.completion == [{"role": "assistant", "content": env.rows[0]["answer"]}]
     assert (bad.status, bad.stop) == ("error", "model_error")
     assert "bad key" in bad.error
+
+
+def with_tokens(content: str, count: int = 2, values: int = 2, **left_out: Any) -> dict[str, Any]:
+    """A completion with token ids and log-probabilities, as vLLM gives it."""
+    answer = completion(content) | {"prompt_token_ids": [1, 2, 3]}
+    tokens = [{"token": "x", "logprob": -0.5 - n, "bytes": None, "top_logprobs": []} for n in range(values)]
+    answer["choices"][0] |= {"token_ids": list(range(7, 7 + count)), "logprobs": {"content": tokens}}
+    for name in left_out:
+        (answer if name in answer else answer["choices"][0]).pop(name)
+    return answer
+
+
+def test_an_endpoint_that_returns_tokens_gives_turns_which_an_environment_keeps() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    endpoint = Endpoint(*[(200, with_tokens(env.rows[0]["answer"]))] * 2)
+
+    async def scene(policy: OpenAIPolicy) -> Any:
+        episode = policy.episode(TASK, 0, 0)
+        reply = await episode.respond([{"role": "user", "content": "abc"}])
+        env.policy = policy
+        return reply, episode, (await env.play(task_of(env), [0], 0))[0]
+
+    reply, episode, rollout = play(endpoint, scene, tokens=True, sampling={"top_k": 5})
+    assert endpoint.asked[0]["logprobs"] is True
+    assert (endpoint.asked[0]["return_token_ids"], endpoint.asked[0]["top_k"]) == (True, 5)
+    assert episode.turns == episode.keep([reply.request_id]) == (reply.turn,)
+    assert episode.keep(["another"]) == ()
+    assert reply.turn.prompt_ids.tolist() == [1, 2, 3]
+    assert reply.turn.completion_ids.tolist() == [7, 8]
+    assert reply.turn.logprobs.tolist() == [-0.5, -1.5]
+    assert reply.turn.versions.tolist() == [-1, -1]
+    assert rollout.reward == 1.0
+    assert rollout.num_completion_tokens == 2
+
+
+def checked(*answers: Any, **needs: bool) -> Capabilities:
+    async def scene(policy: OpenAIPolicy) -> Capabilities:
+        return await check(policy, **needs)
+
+    return play(Endpoint(*answers), scene, max_retries=0)
+
+
+NO_TOOLS = (400, {"error": {"message": "tool choice needs a parser"}})
+
+
+def test_what_an_endpoint_can_do_is_known_before_any_work() -> None:
+    plain, exact = (200, completion("yes")), (200, with_tokens("yes"))
+    assert checked(plain, exact, plain, tokens=True, tools=True) == Capabilities(no_tokens=None, no_tools=None)
+    found = checked(plain, plain, NO_TOOLS)
+    assert "returns no token ids" in str(found.no_tokens)
+    assert "does not take tools: " in str(found.no_tools)
+
+
+@pytest.mark.parametrize(
+    ("answers", "needs", "says"),
+    [
+        (
+            [0.0, (200, completion("yes")), 0.0],
+            {"tokens": True},
+            r"/v1 returns no token ids: its answer has no prompt_token_ids and no tok",
+        ),
+        ([0.0, (200, with_tokens("yes", token_ids=None)), 0.0], {"tokens": True}, r"has no token_ids\. vLLM returns both"),
+        ([0.0, (200, with_tokens("yes", logprobs=None)), 0.0], {"tokens": True}, r"returns no log-probabilities: .* no logprobs\. vLLM"),
+        ([0.0, (200, with_tokens("yes", values=0)), 0.0], {"tokens": True}, r"returns 2 token ids, but 0 log-probabilities"),
+        ([0.0, 0.0, NO_TOOLS], {"tools": True}, r"does not take tools: .*tool choice needs a parser"),
+        ([0.0, 0.0, NO_TOOLS], {"tokens": True, "tools": True}, r"returns no token ids.*; .*does not take tools"),
+        ([(401, {"error": {"message": "bad key"}})], {}, r"\(401\): .*bad key"),
+    ],
+)
+def test_what_an_endpoint_cannot_do_is_refused_in_one_sentence(answers: list, needs: dict[str, bool], says: str) -> None:
+    with pytest.raises(PolicyError, match=says) as refused:
+        checked(*answers, **needs)
+    assert "\n" not in str(refused.value)

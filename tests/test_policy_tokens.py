@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
 
-from rlx.policy import tokens
+from rlx.policy import asked, tokens
 from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.tokens import TokenEpisode
 from rlx.types import Task, Turn
@@ -57,14 +57,75 @@ def test_a_request_has_the_policys_sampling_with_its_own_in_its_place() -> None:
 
 
 def test_a_parameter_that_the_server_does_not_have_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tokens._say_unknown.cache_clear()
+    asked._say_unknown.cache_clear()
     stand_in = StandIn(tiny_chat())
     episode = episode_of(stand_in)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            ask(episode, [user("abc")], {"repetition_penalty": 1.2})
-    assert "repetition_penalty" not in stand_in.requests[0]["sampling"]
-    assert [record.getMessage().count("'repetition_penalty'") for record in caplog.records] == [1]
+            ask(episode, [user("abc")], {"guided_json": "{}"})
+    assert "guided_json" not in stand_in.requests[0]["sampling"]
+    assert [record.getMessage().count("'guided_json'") for record in caplog.records] == [1]
+
+
+def test_openais_parameters_become_vllms() -> None:
+    stand_in = StandIn(tiny_chat())
+    own = {"n": 1, "stop": "x", "extra_body": {"top_k": 5}, "logit_bias": {"7": 1}, "seed": 3, "presence_penalty": 0.5}
+    ask(episode_of(stand_in), [user("abc")], own)
+    sampling = stand_in.requests[0]["sampling"]
+    assert (sampling["stop"], sampling["top_k"], sampling["logit_bias"], sampling["presence_penalty"]) == (["x"], 5, {7: 1.0}, 0.5)
+    assert sampling["seed"] == request_seed(0, TASK, 1, 3, 0)
+    assert not {"n", "extra_body"} & sampling.keys()
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"repetition_penalty": 1.2, "top_k": 3}, "top_k=3, repetition_penalty=1.2"),
+        ({"logit_bias": {7: 1.0}}, "logit_bias="),
+        ({"temperature": 0.3, "stop": ["."], "max_tokens": 4, "stop_token_ids": [9]}, None),
+    ],
+)
+def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_policys_own(
+    own: dict, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens._say_biased.cache_clear()
+    run = {"max_tokens": 20, "temperature": 1.0}
+    policy = replace(policy_of(StandIn(tiny_chat(), error=0.0), sampling=run), exact=True)
+    for exact in (True, False):
+        episode = replace(policy, exact=exact).episode(TASK, 0, 0)
+        replies = [ask(episode, [user("abc")], own), ask(episode, [user("abc")], own), ask(episode, [user("abc")])]
+        assert [reply.content for reply in replies] == ["cba"] * 3, "every request is answered"
+        kept = episode.keep([reply.request_id for reply in replies])
+        assert kept == episode.turns
+        assert len(kept) == (1 if exact and said else 3)
+    assert [said in record.getMessage() for record in caplog.records if said] == [True] * bool(said)
+
+
+def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens() -> None:
+    class Stopping(StandIn):
+        async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+            turn = await super().generate(prompt_ids, sampling, request_id, affinity)
+            return replace(turn, completion_ids=turn.completion_ids[:-1])  # no end token: the stop string ended it
+
+    stand_in = Stopping(tiny_chat(), answer=lambda _: "ab;\nc", error=0.0)
+    episode = episode_of(stand_in)
+    first = ask(episode, [user("abc")], {"stop": [";\n", "\n"], "min_tokens": 0})
+    assert first.content == "ab"
+    assert tiny_chat().tokenizer.decode(episode.turns[0].completion_ids) == "ab;\nc"
+    assert not first.truncated
+    ask(episode, [user("abc"), first.message, user("again")])
+    assert ";" not in tiny_chat().tokenizer.decode(stand_in.requests[1]["prompt_ids"])
+
+
+def test_a_raw_prompt_gets_no_chat_template() -> None:
+    stand_in = StandIn(tiny_chat(), answer=lambda _: "def", error=0.0)
+    reply = ask(episode_of(stand_in), [{"role": "text", "content": "abc"}])
+    assert tiny_chat().tokenizer.decode(stand_in.requests[0]["prompt_ids"]) == "abc"
+    assert reply.content == "def"
+    with pytest.raises(PolicyError, match="raw text prompt cannot offer tools"):
+        asyncio.run(episode_of(stand_in).respond([{"role": "text", "content": "abc"}], [{"type": "function"}]))
 
 
 def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
@@ -104,7 +165,7 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
         def __init__(self) -> None:
             self.__dict__ |= vars(chat)
 
-        def extend(self, turn: Turn, new: Any, tools: Any = None) -> list[int]:
+        def extend(self, turn: Turn, before: Any, new: Any, tools: Any = None) -> list[int]:
             extended.append((turn, list(new)))
             return [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist(), 9]
 

@@ -53,7 +53,14 @@ class FakeEnv:
             self.ended.append(task.index)
         ids = np.zeros(2, dtype=np.int32)
         versions = np.array([begin, self.version], dtype=np.int32)
-        turn = Turn(prompt_ids=ids[:1], completion_ids=ids, logprobs=ids.astype(np.float32), versions=versions, finish_reason="stop")
+        turn = Turn(
+            prompt_ids=ids[:1],
+            completion_ids=ids,
+            logprobs=ids.astype(np.float32),
+            versions=versions,
+            temperature=1.0,
+            finish_reason="stop",
+        )
         status = does if isinstance(does, str) else "ok"
         return Rollout(
             task=task, member=member, turns=(turn,), prompt=[], completion=[], reward=1.0, rewards={}, metrics={}, status=status,

@@ -162,7 +162,14 @@ def test_lengths_change_the_rewards_that_advantages_see() -> None:
 def test_four_turns_within_their_limit_are_not_overlong() -> None:
     def turn(tokens: int) -> Turn:
         ids = np.zeros(tokens, dtype=np.int32)
-        return Turn(prompt_ids=ids[:1], completion_ids=ids, logprobs=np.zeros(tokens, np.float32), versions=ids, finish_reason="stop")
+        return Turn(
+            prompt_ids=ids[:1],
+            completion_ids=ids,
+            logprobs=np.zeros(tokens, np.float32),
+            versions=ids,
+            temperature=1.0,
+            finish_reason="stop",
+        )
 
     several = [replace(rollout, turns=tuple(map(turn, turns))) for rollout, turns in zip(
         rollouts_of(1.0, 1.0, 1.0, 0.0), ([400] * 4, [100, 512, 8], [30], []), strict=True

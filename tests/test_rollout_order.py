@@ -197,10 +197,10 @@ def group(index: int, *errors: float, env: str = "e") -> list[Rollout]:
 
 
 def test_one_example_that_cannot_be_scored_does_not_end_the_run_and_a_broken_environment_does() -> None:
-    errors = RewardErrors(max_retries=2)
+    errors = RewardErrors(max_reward_errors=2)
     for step in range(10):
         errors.check([group(3 * step, 1, 1, env="rare")])
         errors.check([group(3 * step + 1, 1, 1, env="rare"), group(3 * step + 2, 0, 1, env="rare"), group(step, 1, 1, env=f"e{step}")])
     errors.check([group(100, 1, 1), group(101, 1, 1)])
-    with pytest.raises(RuntimeError, match=r"environment e: .* in every rollout of 3 groups .*max_retries=2.* example 102: exact raised"):
+    with pytest.raises(RuntimeError, match=r"environment e: .* in every rollout of 3 groups .*max_reward_errors=2; .* 102: exact raised"):
         errors.check([group(103, 0, 0), group(102, 1, 1)])

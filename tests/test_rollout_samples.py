@@ -17,12 +17,13 @@ from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample, Turn
 TASK = Task(env="e", example_id=0, index=5, row={})
 
 
-def turn(prompt: list[int], completion: list[int], version: int = 0, offset: int = 0) -> Turn:
+def turn(prompt: list[int], completion: list[int], version: int = 0, offset: int = 0, temperature: float = 0.75) -> Turn:
     return Turn(
         prompt_ids=np.array(prompt, dtype=np.int32),
         completion_ids=np.array(completion, dtype=np.int32),
         logprobs=-np.arange(offset + 1, offset + 1 + len(completion), dtype=np.float32),
         versions=np.full(len(completion), version, dtype=np.int32),
+        temperature=temperature,
         finish_reason="stop",
     )
 
@@ -37,7 +38,7 @@ def rollout(*turns: Turn, member: int = 0, truncated: bool = False) -> Rollout:
 def samples(*rollouts: Rollout, strategy: str = "interleaved", mask_overlong: bool = False) -> list[TrainingSample]:
     advantages = np.arange(1, len(rollouts) + 1, dtype=np.float32)
     group = Group(id=5, task=TASK, rollouts=rollouts, advantages=advantages)
-    return samples_of(group, strategy=strategy, temperature=0.7, mask_overlong=mask_overlong)
+    return samples_of(group, strategy=strategy, mask_overlong=mask_overlong)
 
 
 def test_a_single_turn_is_prompt_and_completion() -> None:
@@ -47,16 +48,18 @@ def test_a_single_turn_is_prompt_and_completion() -> None:
     assert sample.inference_logprobs.tolist() == [0, 0, -1, -2, -3]
     assert sample.versions.tolist() == [-1, -1, 9, 9, 9]
     assert sample.advantages.tolist() == [0, 0, 1, 1, 1]
-    assert (sample.group, sample.member, sample.env, sample.temperature) == (5, 0, "e", 0.7)
+    assert (sample.group, sample.member, sample.env) == (5, 0, "e")
+    assert sample.temperature.tolist() == [1, 1, 0.75, 0.75, 0.75]
     assert [str(a.dtype) for a in (sample.token_ids, sample.advantages, sample.versions)] == ["int32", "float32", "int32"]
 
 
 def test_a_turn_that_extends_the_one_before_joins_its_sample() -> None:
-    (sample,) = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5], version=1, offset=10)))
+    (sample,) = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5], version=1, offset=10, temperature=0.5)))
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert sample.loss_mask.tolist() == [False, True, True, False, True]
     assert sample.inference_logprobs.tolist() == [0, -1, -2, 0, -11]
     assert sample.versions.tolist() == [-1, 0, 0, -1, 1]
+    assert sample.temperature.tolist() == [1, 0.75, 0.75, 1, 0.5]
 
 
 def test_a_turn_whose_prompt_was_rewritten_begins_a_new_sample() -> None:

@@ -130,13 +130,13 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
 
 
 @pytest.mark.long
-def test_math_and_the_mix_improve(start):
-    job = start("run", "env=[math,reverse_text]", "max_steps=40")
+def test_a_mix_of_sums_and_reversing_improves(start):
+    job = start("run", "env=[sums,reverse_text]", "max_steps=40")
     assert job.wait(timeout=500) == 0, job.text()
     records = job.metrics("orchestrator")
     rewards = [r["reward/mean"] for r in records]
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
-    for name in ("math", "reverse_text"):
+    for name in ("sums", "reverse_text"):
         rewards = [r[f"reward/{name}/mean"] for r in records if f"reward/{name}/mean" in r]
         assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
 
@@ -174,7 +174,7 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     )
     assert str(site) in where.stdout
     done = subprocess.run(
-        [tmp_path / "env" / "bin" / "rlx", "train", "env=[math,reverse_text]", "dry_run=true"],
+        [tmp_path / "env" / "bin" / "rlx", "train", "env=[sums,reverse_text]", "dry_run=true"],
         cwd=empty, check=False, capture_output=True, text=True, env=env, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -124,8 +124,8 @@ def test_reproduce_runs_the_saved_configuration_in_a_new_directory_and_tells_of_
 
 def test_default_names_say_what_the_run_is_and_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one, two = (settle(config("cpu"), "math+reverse_text-tiny-gspo") for _ in range(2))
-    assert str(one.run.name).startswith("math+reverse_text-tiny-gspo-")
+    one, two = (settle(config("cpu"), "sums+reverse_text-tiny-gspo") for _ in range(2))
+    assert str(one.run.name).startswith("sums+reverse_text-tiny-gspo-")
     assert one.run.dir == str(tmp_path / "outputs" / str(one.run.name))
     assert one.run.name != two.run.name
 

@@ -55,6 +55,7 @@ def ended(root: Path, done: int = 7, checkpoints: tuple[int, ...] = (3, 6), **ch
         file.write_text("{}")
     for step in checkpoints:
         write(paths, step)
+        paths.evaluation_of("math", "tiny", step).mkdir(parents=True)
     (paths.checkpoints / ".step_9.writing").mkdir(parents=True)
     lock.close()
     return paths
@@ -80,6 +81,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_nothing_of_later_steps_is_left(tm
     assert numbers(paths.rollouts) == numbers(paths.recorded) == list(range(step))
     assert numbers(paths.weights) == list(range(1, step + 1))
     assert steps(paths) == [s for s in (3, 6) if s <= step]
+    assert numbers(paths.evaluations / "math--tiny") == [s for s in (3, 6) if s < step], "the checkpoint's version is evaluated again"
     left = [
         paths.preempt.exists(),
         *paths.batches.iterdir(),

@@ -56,7 +56,7 @@ def test_values_of_groups_and_keys_are_multiplied_and_name_their_directories():
         "loss=gspo,seed=1",
     ]
     assert expand(["-m", "seed=1,2", "max_steps=3"], {}).elements[1].argv == ("max_steps=3", "seed=2")
-    assert names("-m", "env=[math],[math,reverse_text]") == ["env=[math]", "env=[math,reverse_text]"]
+    assert names("-m", "env=[sums],[sums,reverse_text]") == ["env=[sums]", "env=[sums,reverse_text]"]
     assert names("-m", "model.name=a/b,c") == ["model.name=a_b", "model.name=c"]
 
 

@@ -63,7 +63,8 @@ def own_log_probabilities(hf, samples: list[TrainingSample]) -> tuple[torch.Tens
     hf.set_attn_implementation("eager")
     for sample in samples:
         logits = hf(input_ids=torch.from_numpy(sample.token_ids).long()[None], use_cache=False).logits[0]
-        log_probs = (logits.double() / sample.temperature).log_softmax(-1)
+        temperature = torch.from_numpy(sample.temperature[1:]).double()[:, None]  # of the token that each position predicts
+        log_probs = (logits[:-1].double() / temperature).log_softmax(-1)
         for t in np.flatnonzero(sample.loss_mask):
             logps.append(log_probs[t - 1, sample.token_ids[t]])
             entropies.append(-(log_probs[t - 1].exp() * log_probs[t - 1]).sum())

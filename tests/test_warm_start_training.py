@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from rlx.config.schema import WarmStartConfig
-from rlx.data.demonstrations import Demonstration, choose, counts_by_weight, demonstrate, last_question, to_sample
+from rlx.data.demonstrations import Demonstration, choose, counts_by_weight, demonstrate, to_sample
 from rlx.models.tiny import build_model, build_tokenizer
+from rlx.policy.chat import Chat
 from rlx.train.warm_start import warm_start
+from rlx.types import Turn
 
 WORDS = ["abc", "hello", "word", "xyzzy"]
 ROWS = [{"prompt": [{"role": "system", "content": "reverse"}, {"role": "user", "content": word}], "question": word} for word in WORDS]
@@ -26,53 +30,100 @@ SHAPE = {
 SMALL = WarmStartConfig(steps=5, batch_size=8, **SHAPE)
 
 
+def turn_of(prompt, completion):
+    zeros = np.zeros(len(completion), np.float32)
+    return Turn(prompt_ids=np.array(prompt), completion_ids=completion, logprobs=zeros, versions=zeros.astype(int), finish_reason="stop")
+
+
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer(256)
+def chat():
+    return Chat(build_tokenizer(256))
 
 
-def answers_of(tokenizer, demonstrations):
-    return [tokenizer.decode(d.answer_ids) for d in demonstrations]
+def shown(chat, demonstration):
+    """The demonstration as text, with `[` and `]` around what is trained."""
+    text, inside = "", False
+    for token, spoken in zip(demonstration.token_ids, demonstration.spoken, strict=True):
+        if spoken != inside:
+            text, inside = text + ("[" if spoken else "]"), spoken
+        text += chat.tokenizer.decode([token])
+    return text + "]" * inside
 
 
-def test_a_faultless_teacher_gives_the_answers_and_the_end_of_turn(tokenizer):
-    demonstrations = demonstrate("words", ROWS, ANSWERS, tokenizer, teacher_error=0.0, seed=0)
-    assert answers_of(tokenizer, demonstrations) == [f"{answer}<|im_end|>" for answer in ANSWERS]
-    assert tokenizer.decode(demonstrations[0].prompt_ids) == (
-        "<|im_start|>system\nreverse<|im_end|>\n<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+def demonstrations_of(chat):
+    return [
+        demonstration
+        for row, answer in zip(ROWS, ANSWERS, strict=True)
+        for demonstration in demonstrate("words", row["prompt"], [{"role": "assistant", "content": answer}], chat)
+    ]
+
+
+def test_the_answer_and_the_end_of_turn_are_trained(chat):
+    demonstrations = demonstrations_of(chat)
+    assert len(demonstrations) == 4
+    assert shown(chat, demonstrations[0]) == (
+        "<|im_start|>system\nreverse<|im_end|>\n<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n[cba<|im_end|>]"
     )
 
 
-def test_a_teacher_that_always_errs_copies_the_question(tokenizer):
-    demonstrations = demonstrate("words", ROWS, ANSWERS, tokenizer, teacher_error=1.0, seed=0)
-    assert answers_of(tokenizer, demonstrations) == [f"{word}<|im_end|>" for word in WORDS]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {}, "y": {}}}}}
+PLAYED = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2, "y": 3}'}}],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "5"},
+    {"role": "assistant", "content": "It is 5."},
+]
 
 
-def test_a_teacher_errs_as_often_as_it_should_and_the_same_way_again(tokenizer):
-    rows, answers = choose(ROWS, 400, seed=0), ["right"] * 400
-    first = demonstrate("words", rows, answers, tokenizer, teacher_error=0.3, seed=1)
-    right = sum(text == "right<|im_end|>" for text in answers_of(tokenizer, first))
-    assert 240 < right < 320
-    assert demonstrate("words", rows, answers, tokenizer, teacher_error=0.3, seed=1) == first
-    assert demonstrate("words", rows, answers, tokenizer, teacher_error=0.3, seed=2) != first
+def test_tools_stand_in_the_prompt_and_all_turns_of_the_teacher_are_trained_in_one_sample(chat):
+    (demonstration,) = demonstrate("sums", [{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
+    assert shown(chat, demonstration) == (
+        "<|im_start|>system\ntools: add(x, y)<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
+        '[<tool_call>\n{"name": "add", "arguments": {"x": 2, "y": 3}}\n</tool_call><|im_end|>]\n'
+        "<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n[It is 5.<|im_end|>]"
+    )
 
 
-def test_a_row_without_a_known_answer_is_copied(tokenizer):
-    (demonstration,) = demonstrate("words", ROWS[:1], [None], tokenizer, teacher_error=0.0, seed=0)
-    assert answers_of(tokenizer, [demonstration]) == ["abc<|im_end|>"]
+def test_the_call_of_a_demonstration_is_one_that_the_policy_reads(chat):
+    (demonstration,) = demonstrate("sums", [{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
+    start = demonstration.spoken.index(True)
+    length = demonstration.spoken[start:].index(False)
+    said = np.array(demonstration.token_ids[start : start + length])
+    parsed = chat.parse(turn_of(demonstration.token_ids[:start], said), [ADD])
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [("add", {"x": 2, "y": 3})]
 
 
-def test_the_question_is_the_last_user_message_or_the_whole_text():
-    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
-    assert last_question({"prompt": turns}) == "three"
-    assert last_question({"prompt": [{"role": "user", "content": [{"type": "text", "text": "part"}]}]}) == "part"
-    assert last_question({"prompt": "plain"}) == "plain"
+class Stripping:
+    """A format whose later prompts drop the first token of earlier answers, as some templates drop reasoning. Tokens are characters."""
+
+    stop_token_ids = (ord("."),)
+
+    def transcript(self, messages, tools=None):
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        earlier = [m["content"][1:] if m["role"] == "assistant" and i < last else m["content"] for i, m in enumerate(messages)]
+        return [ord(c) for c in "".join(f"{text}." for text in earlier)]
+
+    def render(self, messages, tools=None):
+        return [ord(c) for m in messages for c in f"{m['content'][m['role'] == 'assistant' :]}."]
 
 
-def test_a_sample_trains_on_the_answer_alone():
-    sample = to_sample(Demonstration(env="words", prompt_ids=(1, 5, 8), answer_ids=(9, 2)), group=7)
+def test_a_template_that_drops_earlier_reasoning_gives_a_demonstration_for_each_turn():
+    played = [{"role": "assistant", "content": "?a"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "?b"}]
+    texts = [
+        ("".join(map(chr, d.token_ids)), "".join("x" if s else "-" for s in d.spoken))
+        for d in demonstrate("words", [{"role": "user", "content": "p"}], played, Stripping())
+    ]
+    assert texts == [("p.?a.", "--xxx"), ("p.a.q.?b.", "------xxx")]
+
+
+def test_a_sample_trains_on_the_teachers_tokens_alone():
+    spoken = (False, False, False, True, True)
+    sample = to_sample(Demonstration(env="words", token_ids=(1, 5, 8, 9, 2), spoken=spoken), group=7)
     assert sample.token_ids.tolist() == [1, 5, 8, 9, 2]
-    assert sample.loss_mask.tolist() == [False, False, False, True, True]
+    assert sample.loss_mask.tolist() == list(spoken)
     assert sample.advantages.tolist() == [0, 0, 0, 1, 1]
     assert sample.group == 7
     assert sample.token_ids.dtype == np.int32
@@ -95,16 +146,16 @@ def answer_loss(model, demonstrations):
     """Mean cross-entropy over answer tokens, one demonstration at a time."""
     losses = []
     for d in demonstrations:
-        ids = torch.tensor([d.prompt_ids + d.answer_ids])
+        ids = torch.tensor([d.token_ids])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0]
-        start = len(d.prompt_ids)
+        start = d.spoken.index(True)
         losses.append(functional.cross_entropy(logits[start - 1 : -1], ids[0, start:], reduction="none"))
     return torch.cat(losses).mean().item()
 
 
-def test_five_steps_lower_the_loss_and_repeat_exactly(tokenizer):
-    demonstrations = demonstrate("words", ROWS, ANSWERS, tokenizer, teacher_error=0.0, seed=0)
+def test_five_steps_lower_the_loss_and_repeat_exactly(chat):
+    demonstrations = demonstrations_of(chat)
     reported: list[tuple[int, float]] = []
     model = warm_start(SMALL, demonstrations, 256, lambda step, loss: reported.append((step, loss)))
     before, after = answer_loss(build_model(SMALL, 256), demonstrations), answer_loss(model, demonstrations)
@@ -116,6 +167,6 @@ def test_five_steps_lower_the_loss_and_repeat_exactly(tokenizer):
 
 
 def test_a_demonstration_beyond_the_context_is_refused_with_both_lengths():
-    long = Demonstration(env="words", prompt_ids=(1,) * 60, answer_ids=(2,) * 10)
+    long = Demonstration(env="words", token_ids=(1,) * 70, spoken=(False,) * 60 + (True,) * 10)
     with pytest.raises(ValueError, match=r"70 tokens, but model\.context_length=64"):
         warm_start(SMALL, [long], 64, lambda step, loss: None)

@@ -47,7 +47,7 @@ def make_sample(
         loss_mask=mask,
         inference_logprobs=np.where(mask, -3 + rng.normal(size=len(ids)), 0).astype(np.float32),
         advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
-        temperature=keys.get("temperature", 1.0),
+        temperature=np.where(mask, np.float32(keys.get("temperature", 1.0)), np.float32(1)),
         versions=np.where(mask, rng.integers(0, 3, len(ids)), -1).astype(np.int32),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,11 +167,14 @@ def abandon(paths: RunPaths, step: int) -> None:
     shutil.rmtree(writing(paths, step), ignore_errors=True)
 
 
-def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None) -> list[int]:
-    """Delete all checkpoints except the newest `keep_last` (None: delete none) and multiples of `keep_interval`. Returns deleted steps."""
+def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None, protect: Collection[int] = ()) -> list[int]:
+    """Delete all checkpoints except the newest `keep_last` (None: delete none), multiples of `keep_interval`, and those in `protect`.
+
+    Returns the deleted steps.
+    """
     if keep_last is None:
         return []
-    gone = [step for step in steps(paths)[:-keep_last] if not (keep_interval and step % keep_interval == 0)]
+    gone = [step for step in steps(paths)[:-keep_last] if step not in protect and not (keep_interval and step % keep_interval == 0)]
     for step in gone:
         _delete(paths.checkpoint_of(step))
     return gone

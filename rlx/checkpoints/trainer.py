@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from rlx.checkpoints import folders
+from rlx.checkpoints.best import kept
 from rlx.checkpoints.orchestrator import STATE
 from rlx.config.schema import CkptConfig
 from rlx.paths import RunPaths
@@ -43,11 +44,15 @@ class Checkpoints:
         last: int,
         facts: Mapping[str, Any],
         with_orchestrator: bool = True,
+        is_evaluated: Callable[[int], bool] = lambda _: False,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`last` is the run's last step. `facts` go into the marker, for people to read. `tick` is called while waiting."""
+        """`last` is the run's last step. `facts` go into the marker, for people to read. `tick` is called while waiting.
+
+        `is_evaluated`: whether the policy version of a step is evaluated; `ckpt.keep_best` waits for that.
+        """
         self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
-        self.facts, self.with_orchestrator, self.tick = facts, with_orchestrator, tick
+        self.facts, self.with_orchestrator, self.is_evaluated, self.tick = facts, with_orchestrator, is_evaluated, tick
         self.mesh, self.first = trainer.mesh, trainer.mesh.first
         self.saved: int | None = None  # step of this attempt's last complete checkpoint
         self._saver: Saver | None = None
@@ -127,7 +132,12 @@ class Checkpoints:
         size = sum(record["size"] for record in files.values())
         log.info("checkpoint %d: %.1f MiB in %s", step, size / 2**20, folder)
         # Deleting gigabytes takes time; the trainer need not wait for it.
-        self._pruning = self._pruner.submit(folders.prune, self.paths, self.config.keep_last, self.config.keep_interval)
+        self._pruning = self._pruner.submit(self._prune)
+
+    def _prune(self) -> list[int]:
+        best = self.config.keep_best if self.with_orchestrator else None  # a replay has no evaluations
+        protect = kept(self.paths, best, self.is_evaluated) if best is not None else ()
+        return folders.prune(self.paths, self.config.keep_last, self.config.keep_interval, protect)
 
     def _finish_pruning(self) -> None:
         """Wait until old checkpoints are deleted. Raises OSError if deleting failed."""

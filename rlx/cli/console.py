@@ -16,8 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rlx.checkpoints.best import best_of
 from rlx.config.schema import Config
-from rlx.heartbeat import read_heartbeats
+from rlx.heartbeat import Ages, in_phase, read_heartbeats
+from rlx.launch.stall import STACKS
+from rlx.rollout.failures import in_words
 from rlx.runs.history import History
 from rlx.runs.run import Run
 
@@ -93,6 +96,9 @@ class Console:
         self.paths = self.run.paths
         self.history = History(self.paths)
         self.started = time.time()
+        self._earlier = {name: beat["time"] for name, beat in read_heartbeats(self.paths).items()}  # of an attempt that has ended, or old
+        self._ages = Ages()
+        self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
         self._phases: dict[str, str] = {}
         self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
@@ -128,7 +134,20 @@ class Console:
         link = self.paths.latest_logs
         attempt = os.readlink(link) if link.is_symlink() else None
         if attempt != self._attempt:
-            self._attempt, self._phases, self._printed_step = attempt, {}, 0
+            self._attempt, self._phases, self._printed_step, self._stall = attempt, {}, 0, ""
+        if time.monotonic() - self._looked >= LINE_INTERVAL:
+            self._looked = time.monotonic()
+            self._look_for_stalls()
+
+    def _look_for_stalls(self) -> None:
+        """Read the newest account of a stall, and print what is new in it."""
+        files = sorted(self.paths.latest_logs.glob("stall_*.txt"), key=lambda file: (len(file.name), file.name))
+        text = files[-1].read_text().partition(STACKS)[0].strip() if files else ""
+        if text != self._stall:
+            new = text.removeprefix(self._stall).strip()
+            self._stall = text
+            if self._live is None:
+                print(f"{new}\n(stacks: {files[-1]})" if new == text else new, flush=True)
 
     # live, on a terminal
 
@@ -153,15 +172,19 @@ class Console:
             )
             rows += [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
         now = Table.grid(padding=(0, 2))
-        for name, beat in self._beats().items():
-            now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(time.time() - beat["since"]), style="dim"))
+        beats = self._beats()
+        ages = self._ages.look(beats, time.monotonic())
+        for name, beat in beats.items():
+            now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(in_phase(beat, ages[name])), style="dim"))
         rows.append(now)
+        if self._stall:
+            rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
         title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 
     def _beats(self) -> dict[str, dict]:
-        """Heartbeats of unfinished processes. Skips files that are older than this console: an earlier attempt wrote them."""
-        beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] >= self.started - 1}
+        """Heartbeats of unfinished processes. Skips files that are as they were before this console: an earlier attempt wrote them."""
+        beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] != self._earlier.get(name)}
         if self.paths.initial_model.exists():
             beats.pop("prepare", None)
         return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
@@ -175,6 +198,9 @@ class Console:
             text = f"reward {reward:.3f}"
             curve = sparkline(h.series("reward/mean", "orchestrator")) if markup else ""
             parts.append(f"[bold]{text}[/] [green]{curve}[/]" if markup else text)
+        for name, values in h.scores(h.first).items():
+            step = max(values)
+            parts.append(f"eval {name} {values[step]:.3f} (step {step})")
         lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
         if lag is not None and lag_max is not None:
             parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
@@ -227,6 +253,7 @@ class Console:
             first, last = rewards[:5], rewards[-5:]
             start, end = sum(first) / len(first), sum(last) / len(last)
             lines.append(f"  reward    {start:.3f} → {end:.3f}  {sparkline(rewards)}  (means of the first and last {len(last)} steps)")
+        lines += self._evaluations()
         for source, stages in STAGES.items():
             total = sum(h.series("time/step", source))
             if not total:
@@ -243,6 +270,9 @@ class Console:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
         drops = self._drops()
         lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        if self.paths.failures.exists():
+            failures = in_words(json.loads(self.paths.failures.read_text()))
+            lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
         if self.paths.kernels.exists():
             kernels = json.loads(self.paths.kernels.read_text())
             lines.append(f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}")
@@ -250,6 +280,22 @@ class Console:
         lines.append(f"  run       {root}")
         lines += self._next(exit_code)
         return "\n".join(lines)
+
+    def _evaluations(self) -> list[str]:
+        """The first and the last evaluation of each environment, and the checkpoint that `ckpt.keep_best` keeps."""
+        lines = []
+        for name, values in self.history.scores().items():
+            first, last = min(values), max(values)
+            metric = f"eval/{name.replace(' ', '/')}"
+            record = self.history.records["eval"][last]
+            ends = [record[end] for end in (f"{metric}_low", f"{metric}_high") if end in record]
+            interval = f"  [{ends[0]:.3f}, {ends[1]:.3f}]" if len(ends) == 2 else ""
+            start = f"{values[first]:.3f} → " if first != last else ""
+            lines.append(f"  eval      {name}: {start}{values[last]:.3f} at step {last}{interval}")
+        if self.cfg.ckpt.keep_best is not None and (best := best_of(self.paths, self.cfg.ckpt.keep_best)) is not None:
+            value, step = best
+            lines.append(f"  best      {self.cfg.ckpt.keep_best} {value:.3f}: {self.paths.checkpoint_of(step)}")
+        return lines
 
     def _drops(self) -> dict[str, float]:
         records = self.history.records["orchestrator"]

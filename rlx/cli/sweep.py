@@ -51,6 +51,7 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import must_be_built
+    from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
     from rlx.train.nodes import check_built
 
@@ -81,6 +82,8 @@ def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
         from rlx.launch.slurm import check_directory
 
         check_directory(directory)
+    for element, environments in zip(elements, environments_of([element.cfg for element in elements]), strict=True):
+        element.environments = lines_of(environments)
     return elements
 
 
@@ -164,7 +167,7 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     from rlx.plan.explain import explain
     from rlx.runs.claim import describe
 
-    explained = {element.name: explain(element.cfg, element.plan, {}, [], str(element.paths.root)) for element in elements}
+    explained = {each.name: explain(each.cfg, each.plan, {}, [], str(each.paths.root), each.environments) for each in elements}
     script = None
     if elements[0].cfg.launcher.name == "slurm":
         script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, len(elements))

@@ -22,8 +22,8 @@ rlx train: {SUMMARY}.
 usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train.py …
 
   rlx train                                             the default: a tiny model learns to reverse words on a CPU
-  rlx train loss=gspo env=math seed=1                   another objective, environment and seed
-  rlx train env=[math,reverse_text] max_steps=80        a mix of two environments
+  rlx train loss=gspo env=sums seed=1                   another objective, environment and seed
+  rlx train env=[sums,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
                                                         show what would run where and what it needs; start nothing
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.config.targets import must_be_built
+    from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.place import require_one_host
     from rlx.plan.rl import make_plan
     from rlx.runs.claim import create, describe, settle
@@ -71,12 +72,13 @@ def run(argv: list[str]) -> int:
         from rlx.train.nodes import check_built
 
         check_built(cfg)
+    environments = lines_of(environments_of([cfg])[0])
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
 
         print(to_yaml(cfg), end="\n")
-        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir)
+        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
         script = None
         if cfg.launcher.name == "slurm":
@@ -93,7 +95,7 @@ def run(argv: list[str]) -> int:
             print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
-    for note in composed.notes:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 

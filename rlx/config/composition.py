@@ -186,11 +186,16 @@ def _environments(defaults: list[ResultDefault]) -> list[str]:
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
-    """The chosen option of each group, from the defaults list. Options that a chosen file adds from its own group do not count."""
+    """The chosen option of each group, from the defaults list.
+
+    Options that a chosen file adds from its own group do not count, nor environments that are only evaluated (`env@eval.envs.NAME`).
+    """
     chosen: dict[str, list[str]] = {}
     for default in defaults:
         group, _, option = (default.config_path or "").rpartition("/")
         parent = (default.parent or "").rpartition("/")[0]
+        if (default.package or "").startswith("eval."):
+            continue
         if group in groups and (group != parent or default.is_self) and option not in chosen.get(group, []):
             chosen.setdefault(group, []).append(option)
     return {group: "+".join(options) for group, options in chosen.items()}

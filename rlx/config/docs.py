@@ -59,8 +59,8 @@ Weakest first:
 5. the command line
 
 Further forms: `env.KEY=VALUE` is short for `envs.<name>.KEY=VALUE` when the run has one environment. `env.id=MODULE` runs any
-installed verifiers environment. `~envs.math` removes a key; this works for keys of `loss`, `advantage`, `optim`, `envs` and
-`inference.vllm`.
+installed verifiers environment. `~envs.math` removes a key; this works for keys of `loss`, `advantage`, `optim`, `envs`, `eval.envs`
+and `inference.vllm`. `env@eval.envs.math=math` evaluates on an option of `env` that the run does not train on.
 
 ## Files of your own
 
@@ -88,6 +88,8 @@ def render(root: Root = TRAIN) -> str:
         kind, _ = split_optional(types_of(schema)[f.name])
         if is_dataclass(kind):
             parts += _section(f.name, typing.cast(type, kind))
+            if f.name == "eval":
+                parts += _section("eval.envs.<name>", typing.get_args(types_of(typing.cast(type, kind))["envs"])[1])
         elif f.name == "envs":
             parts += _section("envs.<name>", typing.get_args(kind)[1])
     parts += [

@@ -28,7 +28,7 @@ from rlx.config.tree import closest, near_keys, show
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
-OPEN = ("loss", "advantage", "optim", "envs", "inference.vllm")  # nodes whose keys may be deleted
+OPEN = ("loss", "advantage", "optim", "envs", "eval.envs", "inference.vllm")  # nodes whose keys may be deleted
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,8 @@ class Groups:
             else:
                 known = o.key_or_group in shipped_groups()  # in the defaults list of train.yaml, so `+` is not needed
                 line = line_of(o).lstrip("+") if known else line_of(o)
+                if o.package is not None:  # an option for another place than its file names, such as env@eval.envs.math=math
+                    line = "+" + line.lstrip("+")
                 lines.append(line if o.is_delete() or value_of(o) is not None else f"~{o.key_or_group}")
         return parse(lines)
 

@@ -23,6 +23,9 @@ from rlx.config.schema_rollout import (
     DifficultyFilter,
     EnvConfig,
     EnvSampling,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSampling,
     OrchestratorConfig,
     RewardConfig,
     SamplingConfig,
@@ -34,6 +37,9 @@ __all__ = [
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "EvalSampling",
     "LauncherConfig",
     "LoggerConfig",
     "OrchestratorConfig",
@@ -81,6 +87,24 @@ class ModelConfig:
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
     head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null: hidden_size / num_attention_heads", low=1)
     vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
+    renderer: str = key(
+        "auto",
+        "what writes and reads conversations: a family of the `renderers` package (`qwen3`, `llama-3`, …), `default`: the chat template, "
+        "or `auto`: the family of the exact hub name, if the package knows it and `model.chat_template` is not set",
+    )
+    chat_template: str | None = key(None, "file with the chat template (Jinja) to use instead of the tokenizer's own; null: its own")
+    tool_call_parser: str = key(
+        "auto",
+        "how tool calls are read from answers, if the chat template writes conversations; vLLM's names. "
+        "`auto`: the one that reads the calls which the template writes; `none`: calls stay text",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"),
+    )
+    reasoning_parser: str = key(
+        "auto",
+        "how reasoning is told from the answer, if the chat template writes conversations: `qwen3` (`<think>` begins it), "
+        "`deepseek_r1` (it needs no beginning), `none`, or `auto`: `qwen3` if the template knows reasoning",
+        choices=("auto", "none", "qwen3", "deepseek_r1"),
+    )
     strips_thinking: bool = key(
         False, "the chat template drops the reasoning of earlier turns, so later prompts do not extend earlier ones"
     )
@@ -179,6 +203,9 @@ class CkptConfig:
     )
     keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
     keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
+    keep_best: str | None = key(
+        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
+    )
 
 
 @dataclass
@@ -272,6 +299,7 @@ class Config:
     reward: RewardConfig = section(RewardConfig)
     envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
+    eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)

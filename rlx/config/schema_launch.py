@@ -14,7 +14,18 @@ class LauncherConfig:
     name: str = key("local", "`local`: on this machine; `slurm`: as a job on a cluster; both through submitit", choices=("local", "slurm"))
     grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when a run is stopped", low=0)
     preempt_grace: float = key(60.0, "seconds after the notice of a preemption to finish or abandon the step and write a checkpoint", low=0)
+    check_envs: bool = key(
+        True,
+        "load every environment once before anything starts or is submitted, also in a dry run; false: for a login node that cannot load "
+        "them although the nodes of the job can",
+    )
     heartbeat_timeout: float = key(900.0, "seconds without a heartbeat after which a role counts as hung", above=0)
+    stall_timeout: float | None = key(
+        300.0,
+        "seconds without any progress after which the console and `logs/attempt_N/stall_*.txt` say what is waited for, with stacks; "
+        "the run goes on; null: never",
+        above=0,
+    )
     last_lines: int = key(20, "how many log lines of a failed role to show", low=0)
     array_parallelism: int | None = key(
         None, "how many runs of a sweep run at once; null: on SLURM all, on this machine as many as the GPUs allow, or one on CPU", low=1

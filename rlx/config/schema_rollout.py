@@ -35,7 +35,10 @@ class EnvSampling:
 @dataclass
 class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
-    args: dict[str, Any] = key({}, "arguments of its `load_environment`")
+    args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
+    agents: list[str] = key([], "agents of a v1 taskset that train, one in each group, in turn; empty: all that the environment trains")
+    num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
+    split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
     weight: float = key(1.0, "weight of this environment in the mix: its share of the prompts, relative to the others", low=0)
     rollouts_per_example: int | None = key(None, "rollouts per prompt; null: `orchestrator.rollouts_per_example`", low=1)
     curriculum: str | None = key(
@@ -44,7 +47,51 @@ class EnvConfig:
         "`-column`: largest first); later epochs are shuffled; null: all are shuffled",
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
+    workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
+    python: str | None = key(
+        None, "path of another Python whose packages its workers use (with verifiers, msgspec and numpy); null: the run's own"
+    )
     sampling: EnvSampling = section(EnvSampling)
+
+
+@dataclass
+class EvalSampling(EnvSampling):
+    """Sampling parameters of evaluations; None takes the environment's value in training."""
+
+    temperature: float | None = key(None, "sampling temperature; 0 is greedy; null: as in training", low=0)
+
+
+@dataclass
+class EvalEnvConfig(EnvConfig):
+    """One environment of an evaluation. Without an `id` it is the environment of the same name in `envs`, with what is set here."""
+
+    id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
+    split: str = key("eval", "which data set of the environment to use", choices=("train", "eval"))
+    num_examples: int | None = key(None, "how many of its first examples to evaluate on; null: `eval.num_examples`", low=1)
+    rollouts_per_example: int | None = key(None, "rollouts of each example; null: `eval.rollouts_per_example`", low=1)
+    sampling: EvalSampling = section(EvalSampling)
+
+
+@dataclass
+class EvalConfig:
+    """Evaluations beside training, each at one policy version. `rlx.config.evaluated` says what is evaluated."""
+
+    interval: int | None = key(
+        None, "evaluate every policy version that is a multiple of this, and the last one; null: no evaluation", low=1
+    )
+    envs: dict[str, EvalEnvConfig] = key({}, "the environments to evaluate on, by name; empty: all of `envs`, on their evaluation data")
+    num_examples: int | None = key(128, "how many of the first examples of an environment to evaluate on; null: all", low=1)
+    rollouts_per_example: int = key(1, "rollouts of each example: n of avg@n, and the largest k of pass@k", low=1)
+    sampling: EvalSampling = section(EvalSampling)
+    eval_base: bool = key(True, "also evaluate version 0, the initial model")
+    share: float = key(
+        0.25,
+        "rollouts of an evaluation in flight, as a share of what the servers decode together (`inference.max_num_seqs` each); more while "
+        "training leaves them idle",
+        above=0,
+        high=1,
+    )
+    pass_threshold: float = key(0.5, "a rollout passes, for pass@k, if its reward is at least this")
 
 
 @dataclass
@@ -108,10 +155,27 @@ class OrchestratorConfig:
         low=1,
     )
     rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)
+    env_workers: int = key(
+        1,
+        "processes for each environment of the mix; a rollout that blocks or kills one ends nothing but itself. "
+        "0: environments run in the orchestrator, where their code can block it",
+        low=0,
+    )
+    env_worker_memory_gb: float | None = key(
+        None,
+        "GiB of memory above which a worker is replaced: when it has finished its rollouts, at 1.5 times at once; null: no bound",
+        above=0,
+    )
     max_retries: int = key(
         3,
         "retries of a failed rollout before its group fails (a timeout is not retried); "
         "also how many failed groups in a row are replaced, per environment, before the run stops with the last failure",
+        low=0,
+    )
+    max_reward_errors: int | None = key(
+        3,
+        "how many groups in a row of one environment may have a reward function that raised in every rollout, before the run ends; "
+        "null: any number. A rollout scores 0 where a reward function raises",
         low=0,
     )
     trajectory_strategy: str = key(

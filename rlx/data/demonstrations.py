@@ -1,7 +1,7 @@
-"""Demonstrations for supervised training from environments' rows: the answers of a noisy teacher.
+"""Demonstrations for supervised training: conversations that a teacher wrote, as token ids.
 
-The input is rows as environments give them (`prompt`: messages or `str`), their right answers, and a tokenizer. The functions are pure:
-the same seed gives the same demonstrations.
+`rlx.envs.answers` gets the conversations from environments. This module chooses rows and makes ids from conversations, in the form in
+which the policy meets them: every prompt is rendered as it is for the policy, tools included. The functions are pure.
 """
 
 from __future__ import annotations
@@ -9,36 +9,49 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rlx.types import TrainingSample
 
 Row = Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class Format(Protocol):
+    """The chat format of a model: `rlx.policy.chat.Chat`."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The tokens that end the assistant's turn."""
+        ...
+
+    def render(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the prompt for the assistant's next answer."""
+        ...
+
+    def transcript(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the conversation as it stands, without the head of a next answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One prompt and the teacher's answer, which ends with the end-of-turn token."""
+    """One conversation, or a part of it in which each prompt extends the tokens before.
+
+    A prompt of three tokens, the teacher's call of two, a tool result of four and the teacher's answer of two, each with its end of turn:
+
+        token_ids  5 1 8  9 2  6 7 1 8  4 2
+        spoken     - - -  x x  - - - -  x x
+    """
 
     env: str
-    prompt_ids: tuple[int, ...]  # [P] ChatML, including the head of the assistant's turn
-    answer_ids: tuple[int, ...]  # [C] the last one is the tokenizer's eos
+    token_ids: tuple[int, ...]  # [L]
+    spoken: tuple[bool, ...]  # [L] the teacher wrote this token: it is trained on
 
     def __len__(self) -> int:
-        """Number of tokens in prompt and answer."""
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-
-def last_question(row: Row) -> str:
-    """The text that a copying teacher repeats: the last user message, or the whole prompt if it is a `str`."""
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    questions = [message for message in prompt if message["role"] == "user"] or prompt
-    content = questions[-1]["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return len(self.token_ids)
 
 
 def counts_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -61,37 +74,50 @@ def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
 
 
 def demonstrate(
-    env: str, rows: Sequence[Row], answers: Sequence[str | None], tokenizer: Any, *, teacher_error: float, seed: int
+    env: str, prompt: Sequence[Message], played: Sequence[Message], chat: Format, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Demonstration]:
-    """One demonstration per row: the right answer, or with probability `teacher_error` a copy of the question.
+    """The demonstrations of one conversation: `prompt`, then `played`, whose assistant messages are the teacher's.
 
-    Rows without a known answer (None) always get a copy. Order and length are those of `rows`.
+    One demonstration, if every prompt extends the tokens before it; otherwise (a template that drops earlier reasoning) it is split
+    where that fails. Raises ValueError if the template does not show an answer as the continuation of its prompt.
     """
-    state = random.Random(f"{seed}/{env}")
-    demonstrations = []
-    for row, answer in zip(rows, answers, strict=True):
-        errs = state.random() < teacher_error
-        text = last_question(row) if errs or answer is None else answer
-        prompt = row["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        answer_ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        demonstrations.append(Demonstration(env=env, prompt_ids=tuple(prompt_ids), answer_ids=tuple(answer_ids)))
-    return demonstrations
+    found: list[tuple[list[int], list[bool]]] = []
+    messages, functions = list(prompt), list(tools) if tools else None
+    for message in played:
+        if message["role"] == "assistant":
+            ids = chat.render(messages, functions)
+            answer = _answer(ids, chat.transcript([*messages, message], functions), chat.stop_token_ids, env)
+            if not found or ids[: len(found[-1][0])] != found[-1][0]:
+                found.append(([], []))
+            tokens, spoken = found[-1]
+            spoken += [False] * (len(ids) - len(tokens)) + [True] * len(answer)
+            tokens += [*ids[len(tokens) :], *answer]
+        messages.append(message)
+    return [Demonstration(env=env, token_ids=tuple(tokens), spoken=tuple(spoken)) for tokens, spoken in found]
+
+
+def _answer(prompt: list[int], whole: list[int], stops: Sequence[int], env: str) -> list[int]:
+    """The ids that the model would have sampled after `prompt`: the rest of `whole` up to the end of the turn."""
+    if whole[: len(prompt)] != prompt:
+        raise ValueError(f"envs.{env}: the chat template does not continue the prompt with the answer, so there is nothing to learn from")
+    rest = whole[len(prompt) :]
+    ends = [position for position, token in enumerate(rest) if token in stops]
+    if not ends:
+        raise ValueError(f"envs.{env}: the chat template does not end the assistant's turn with one of the tokens {list(stops)}")
+    return rest[: ends[0] + 1]
 
 
 def to_sample(demonstration: Demonstration, group: int = 0) -> TrainingSample:
-    """The demonstration as a sample of one rollout. Its answer tokens are trainable, each with advantage 1."""
-    num_prompt, num_answer = len(demonstration.prompt_ids), len(demonstration.answer_ids)
-    mask = np.arange(num_prompt + num_answer) >= num_prompt
+    """The demonstration as a sample of one rollout. The teacher's tokens are trainable, each with advantage 1."""
+    mask = np.array(demonstration.spoken, bool)
     return TrainingSample(
         group=group,
         member=0,
         env=demonstration.env,
-        token_ids=np.array(demonstration.prompt_ids + demonstration.answer_ids, np.int32),
+        token_ids=np.array(demonstration.token_ids, np.int32),
         loss_mask=mask,
         inference_logprobs=np.zeros(len(mask), np.float32),
         advantages=mask.astype(np.float32),
-        temperature=1.0,
+        temperature=np.ones(len(mask), np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
     )

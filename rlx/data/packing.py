@@ -164,7 +164,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
         loss_mask=shifted("loss_mask", False),
         inference_logprobs=shifted("inference_logprobs", 0),
         advantages=shifted("advantages", 0),
-        temperature=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths),
+        temperature=shifted("temperature", 1),
         versions=shifted("versions", -1),
         rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int32), lengths),
         rollout_lengths=np.array([sum(np.count_nonzero(s.loss_mask) for s in unit.samples) for unit in row], dtype=np.int32),

@@ -1,16 +1,76 @@
-"""The right answer to a row of an environment, as the text that a model would write. The warm start's teacher needs it.
+"""What a teacher says in an environment: the conversations that the warm start learns from.
 
-Each kind of classic verifiers environment keeps the answer in another place.
+An environment may bring its own teacher: a method `demonstration` of the object that its `load_environment` returns.
+
+    def demonstration(self, row, errs, random): ...
+
+- `row`: the row that is played. `errs`: whether this teacher is to fail, with probability `model.warm_start.teacher_error`; a good one
+  fails as a beginner does, in the right form. `random`: a `random.Random` of this row; take all chance from it.
+- It returns the messages after the row's prompt, in OpenAI's form: the assistant's messages, which are trained, and between them those of
+  the environment (role `user` or `tool`), which are context. The last message is the assistant's.
+
+      [{"role": "assistant", "content": "", "tool_calls": [
+           {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2, "y": 3}'}}]},
+       {"role": "tool", "tool_call_id": "a", "content": "5"},
+       {"role": "assistant", "content": "The sum is 5."}]
+
+- None: it has nothing to say about this row. Then, and in environments without a teacher, the teacher answers once: with the row's right
+  answer, or a copy of the question if it errs or the answer is not known.
+
+The tools of the environment stand in the prompt, as they do for the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
 
+from rlx.envs.verifiers_client import function_of
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
+from rlx.policy.base import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What the teacher says in one row."""
+
+    prompt: list[Message]
+    played: list[Message]  # after the prompt
+    tools: list[dict[str, Any]] | None  # functions in OpenAI's form
+
+
+def conversations(
+    environment: VerifiersEnvironment, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int
+) -> list[Conversation]:
+    """One conversation per row, in their order. The same arguments give the same conversations."""
+    state = random.Random(f"{seed}/{environment.name}")
+    return [
+        Conversation(
+            prompt=messages_of(row),
+            played=played(environment, row, state.random() < teacher_error, random.Random(f"{seed}/{environment.name}/{index}")),
+            tools=tools_of(environment, row),
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def played(environment: VerifiersEnvironment, row: Mapping[str, Any], errs: bool, state: random.Random) -> list[Message]:
+    """The messages after the row's prompt. Raises ValueError if the environment's own teacher returns something else than messages."""
+    teacher = getattr(child_of(environment.env, row), "demonstration", None)
+    said = teacher(row, errs, state) if teacher is not None else None
+    if said is None:
+        answer = None if errs else answer_text(environment, row)
+        return [{"role": "assistant", "content": last_question(row) if answer is None else answer}]
+    if not (isinstance(said, list) and said and all(isinstance(m, dict) and "role" in m for m in said) and said[-1]["role"] == "assistant"):
+        raise ValueError(
+            f"envs.{environment.name}: `demonstration` must return a list of messages that ends with the assistant's, or None; got {said!r}"
+        )
+    return [{**message, "content": message.get("content") or ""} for message in said]
 
 
 def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> str | None:
@@ -18,7 +78,7 @@ def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> st
 
     A reasoning-gym row holds the index of an entry, and the entry holds the answer. An XML parser needs its tags.
     """
-    env = environment.env
+    env = child_of(environment.env, row)
     answer = row.get("answer")
     if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv; other environments do not import reasoning-gym
         answer = entries[int(row["answer"])]["answer"]
@@ -28,3 +88,42 @@ def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> st
     if isinstance(parser, vf.XMLParser) and len(parser.get_fields()) == 1:
         return parser.format(**{parser.get_fields()[0]: answer})
     return answer
+
+
+def last_question(row: Mapping[str, Any]) -> str:
+    """The text that a copying teacher repeats: the last user message, or the whole prompt if it is a `str`."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    questions = [message for message in prompt if message["role"] == "user"] or prompt
+    content = questions[-1]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """The prompt of a row as messages."""
+    prompt = row["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def tools_of(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The functions that the environment offers in this row, in OpenAI's form; None if there are none."""
+    env = child_of(environment.env, row)
+    asked = info_of(row).get("tool_defs", env.tool_defs)
+    return [function_of(tool) for tool in env._normalize_tool_defs(asked) or []] or None
+
+
+def child_of(env: vf.Environment, row: Mapping[str, Any]) -> vf.Environment:
+    """The environment that plays this row: in an EnvGroup the child that the row names, or its child in turn."""
+    route = info_of(row).get("env_id") if isinstance(env, vf.EnvGroup) else None
+    names = [route] if isinstance(route, str) else list(route or ())
+    for name in names:
+        assert isinstance(env, vf.EnvGroup), (names, env.env_id)
+        env = env.env_map[name]
+    return env
+
+
+def info_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The column `info` of a row; data sets may hold it as JSON."""
+    info = row.get("info") or {}
+    return json.loads(info) if isinstance(info, str) else info

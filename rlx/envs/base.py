@@ -7,7 +7,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ class Environment(Protocol):
     """One environment of the mix."""
 
     name: str  # key of the `envs` section
-    rows: Sequence[dict[str, Any]]  # the data set: `example_id`, `prompt`, `answer`, … always in the same order
+    rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
+    tools: Sequence[Mapping[str, Any]]  # the functions that it is known to offer before a rollout, in OpenAI's form
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import verifiers as vf
 from verifiers.clients.client import Client
+from verifiers.clients.openai_chat_completions_client import content_to_text
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
+from verifiers.utils.message_utils import normalize_messages
 
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
@@ -15,18 +18,25 @@ from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 class EpisodeClient(Client):
     """A policy's episode with verifiers' `Client` interface."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, raw: bool = False) -> None:
+        """`raw`: every prompt is raw text (an environment with `message_type="completion"`)."""
         super().__init__(episode)
-        self.episode = episode
+        self.episode, self.raw = episode, raw
+        self.answered: list[str] = []  # the id of each answer
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
 
     async def to_native_tool(self, tool: Tool) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+        return function_of(tool)
 
     async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict]:
-        return with_tool_names([for_template(message) for message in messages]), {}
+        if isinstance(messages, str) or any(isinstance(message, dict) for message in messages):
+            messages = normalize_messages(messages)  # verifiers' loop has done it; a request of the environment's own may hold dicts
+        native = [for_template(message) for message in messages]
+        if self.raw or messages[0].role == "text":  # joined as verifiers' client of completion endpoints does it
+            return [{"role": "text", "content": "\n\n".join(content_to_text(message["content"]) for message in native)}], {}
+        return with_tool_names(native), {}
 
     async def get_native_response(
         self, prompt: list[Message], model: str, sampling_args: dict[str, Any], tools: list[dict] | None = None, **_: Any
@@ -42,6 +52,7 @@ class EpisodeClient(Client):
 
     async def from_native_response(self, response: Reply) -> Response:
         reply = response
+        self.answered.append(reply.request_id)
         calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in reply.calls] or None
         # This is the hot path, so validation is skipped; every value already has its declared type.
         return Response.model_construct(
@@ -68,6 +79,27 @@ class EpisodeClient(Client):
 
     async def close(self) -> None:
         """Nothing to close: the policy belongs to the run."""
+
+
+def function_of(tool: Tool) -> dict[str, Any]:
+    """A tool as a function in OpenAI's form."""
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+
+
+def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The functions that an environment is known to offer before a rollout, each once: its own, those of a group's members, and those of
+    its first row. An environment may add others later."""
+    found: list[Any] = []
+    waiting = [env]
+    while waiting:
+        child = waiting.pop()
+        found += child.tool_defs or []
+        waiting += child.envs if isinstance(child, vf.EnvGroup) else []
+    info = rows[0].get("info") if len(rows) else None
+    if isinstance(info, Mapping):
+        found += info.get("tool_defs") or []
+    tools = [function_of(tool) for tool in env._normalize_tool_defs(found) or []]
+    return list({tool["function"]["name"]: tool for tool in tools}.values())
 
 
 def for_template(message: Any) -> Message:

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,11 +22,13 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.verifiers_client import EpisodeClient, for_template
-from rlx.envs.verifiers_hooks import REWARD_ERRORS, describe, prepare
-from rlx.inference.protocol import Sampling
-from rlx.policy.base import Episode, Message, Policy
-from rlx.types import Rollout, Status, Task
+from rlx.envs.errors import FailureLog, failure_of, sources_of
+from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
+from rlx.envs.verifiers_group import Player, leaves, players_of, routed
+from rlx.envs.verifiers_hooks import REWARD_ERRORS
+from rlx.policy.base import Message, Policy
+from rlx.stacks import rollout_name
+from rlx.types import Rollout, Status, Task, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,91 +54,93 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
-    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float) -> None:
-        if env.dataset_source is None and env.dataset is None:
-            raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train") -> None:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
-        self.rows: Sequence[dict[str, Any]] = env.get_dataset()
-        self.scores_groups = env.requires_group_rollouts
-        # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
-        # Keys that the run sets win.
-        own = {**(env.sampling_args.get("extra_body") or {}), **env.sampling_args}
-        own = {key: value for key, value in own.items() if key not in ("n", "extra_body") and value is not None}
-        unknown = {key: value for key, value in own.items() if key not in Sampling.__struct_fields__}
-        if unknown:
-            log.warning("envs.%s asks for sampling parameters that the server does not support; they are ignored: %s", name, unknown)
-        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in unknown}
-        names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
-        self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
-        self._play, self._score = prepare(env)
+        self.sources = sources_of(env.env_id) if env.env_id else None
+        self.failures = FailureLog(log)
+        self.rows = rows_of(name, env, split)
+        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
+        self.players = players_of(name, env, sampling)
+        # One member of a group of environments is enough: a request plays either a whole group or one rollout, for all rows.
+        self.scores_groups = any(player.scores_groups for player in self.players.values())
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, and the scoring of a group as long again."""
-        played = await together([self._rollout(task, member, attempt) for member in members])
+        try:
+            env, row = routed(self.env, task.row)
+        except ValueError as error:  # the row names no environment of the group
+            return [_failed(task, m, (), [], {}, "error", "environment_error", self._noted("a row", error))[0] for m in members]
+        player = self.players[id(env)]
+        played = await together([self._rollout(player, row, task, member, attempt) for member in members])
         rollouts = [rollout for rollout, _ in played]
-        if not self.scores_groups:
+        if not player.scores_groups:
             return rollouts
         if any(rollout.status != "ok" for rollout in rollouts):
             return [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in rollouts]
-        return await self._scored_group(rollouts, [state for _, state in played if state is not None])
+        return await self._scored_group(player, rollouts, [state for _, state in played if state is not None])
 
-    async def _rollout(self, task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
+    async def _rollout(self, player: Player, row: dict[str, Any], task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
+        client = EpisodeClient(episode, raw=player.raw)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, episode))
+        playing = asyncio.create_task(self._episode(player, row, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
             await _abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
-        fail = functools.partial(_failed, task, member, episode, timing)
+        fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
             await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := playing.exception()) is not None:
-            log.warning("%s: example %s failed", self.name, task.example_id, exc_info=raised)
-            return fail("error", "environment_error", describe(raised))
+            return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
         if (error := state.get("error")) is not None:
-            return fail("error", _snake(type(error).__name__), describe(error))
+            return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        if not episode.replies:
+        trajectory = [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
+        beside = set(client.answered) - set(trajectory)
+        if len(beside) == len(client.answered):
             if state.get("prompt_too_long"):
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            if beside:
+                what = f"none of the {len(beside)} requests of the episode is in its trajectory, so nothing can be trained"
+                return fail("error", "no_turns", what)
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
             task=task,
             member=member,
-            turns=episode.turns,
+            turns=episode.keep(trajectory),
             prompt=[_plain(message) for message in state["prompt"]],
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
-            metrics={},
+            metrics={"requests_beside": float(len(beside))},
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
             timing=timing,
         )
-        return (rollout if self.scores_groups else self._scored(rollout, state)), state
+        return (rollout if player.scores_groups else self._scored(player, rollout, state)), state
 
-    async def _scored_group(self, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
+    async def _scored_group(self, player: Player, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
         """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
-        scoring = asyncio.create_task(self._score_states(states))
+        scoring = asyncio.create_task(self._score_states(player.env, states))
         try:
             await asyncio.wait({scoring}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -146,46 +150,72 @@ class VerifiersEnvironment:
             await _abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
         if (raised := scoring.exception()) is not None:
-            log.warning("%s: scoring a group failed", self.name, exc_info=raised)
-            return [replace(r, status="error", stop="environment_error", error=describe(raised)) for r in rollouts]
-        return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+            text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
+            return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
+        return [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
         """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
-        closing = asyncio.create_task(self.env._teardown())
+        self.failures.close()
+        envs = {id(env): env for env in (self.env, *leaves(self.env))}.values()
+        closing = asyncio.create_task(together([env._teardown() for env in envs]))
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, episode: Episode) -> State:
-        state = await self._play(task.row, EpisodeClient(episode), "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and episode.replies and not self.scores_groups:
-            await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
-            await self.env.rubric.cleanup(state)
+    async def _episode(self, player: Player, row: dict[str, Any], client: EpisodeClient) -> State:
+        env = player.env
+        state = await env.rollout(row, client, "policy", dict(player.sampling))
+        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
+            await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
+            await env.rubric.cleanup(state)
         return state
 
-    async def _score_states(self, states: list[State]) -> None:
-        rubric = self.env.rubric
-        await (rubric.score_group(states) if self.env.score_rollouts else rubric.dummy_score_group(states))
+    async def _score_states(self, env: vf.Environment, states: list[State]) -> None:
+        rubric = env.rubric
+        await (rubric.score_group(states) if env.score_rollouts else rubric.dummy_score_group(states))
         for state in states:
             await rubric.cleanup(state)
 
-    def _scored(self, rollout: Rollout, state: State) -> Rollout:
+    def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in self.reward_names}
+        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in player.rewards}
         errors = state.get(REWARD_ERRORS, [])
-        metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
+        metrics["reward_error"] = float(any(name in player.rewards for name, _ in errors))
         reward = float(state["reward"])
         if not math.isfinite(reward):
-            return replace(rollout, status="error", stop="reward_not_finite", error=f"the reward is {reward}", metrics=metrics)
+            causes = ", ".join(f"{name} returned {value}" for name, value in values.items() if not math.isfinite(value))
+            what = f"the reward is {reward}" + (f": {causes}" if causes else "")
+            return replace(rollout, status="error", stop="reward_not_finite", error=what, metrics=metrics)
         return replace(
             rollout,
             reward=reward,
-            rewards={name: value for name, value in values.items() if name in self.reward_names},
+            rewards={name: value for name, value in values.items() if name in player.rewards},
             metrics=metrics,
-            error="; ".join(f"{name} raised {what}" for name, what in errors) or None,
+            error="; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None,
         )
+
+    def _noted(self, what: str, error: BaseException) -> str:
+        """The error in one line. The log gets its traceback, once for all errors of its kind."""
+        failure = failure_of(error, self.sources)
+        self.failures.note(self.name, what, failure)
+        return failure.text
+
+
+def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:
+    """The data set of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
+
+    Raises ValueError without training examples.
+    """
+    trains = env.dataset_source is not None or env.dataset is not None
+    if split == "eval" and (env.eval_dataset_source is not None or env.eval_dataset is not None):
+        return env.get_eval_dataset()
+    if not trains:
+        raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
+    if split == "eval":
+        log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
+    return env.get_dataset()
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -214,13 +244,15 @@ def _unscored(rollout: Rollout) -> Rollout:
     return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
 
 
-def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Status, stop: str, error: str) -> tuple[Rollout, None]:
+def _failed(
+    task: Task, member: int, turns: tuple[Turn, ...], replies: list[Message], timing: dict, status: Status, stop: str, error: str
+) -> tuple[Rollout, None]:
     rollout = Rollout(
         task=task,
         member=member,
-        turns=episode.turns,
+        turns=turns,
         prompt=task.row.get("prompt"),
-        completion=list(episode.replies),
+        completion=replies,
         reward=0.0,
         rewards={},
         metrics={},

@@ -30,6 +30,11 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, f
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    stop: list[str] = []  # the answer ends with the token that completes one of these texts
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}  # token id → what is added to its logit
 
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
@@ -46,6 +51,7 @@ class Completion(msgspec.Struct, frozen=True):
 
     token_ids: bytes  # int32 [C]
     logprobs: bytes  # float32 [C], in the distribution that each token was drawn from: at the sampling temperature, truncated by top_p etc.
+    temperature: float  # `Turn.temperature`
     versions: list[tuple[int, int]]  # runs `(version, tokens)` in order; their tokens add up to C
     finish_reason: str  # "stop", "length" or "abort"
 

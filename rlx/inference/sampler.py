@@ -240,5 +240,6 @@ def _turn(prompt: bytes, completion: Completion) -> Turn:
         completion_ids=np.frombuffer(completion.token_ids, INT),
         logprobs=np.frombuffer(completion.logprobs, FLOAT),
         versions=runs[:, 0].repeat(runs[:, 1]),
+        temperature=completion.temperature,
         finish_reason=completion.finish_reason,
     )

@@ -27,7 +27,7 @@ class Child:
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     pidfd: int  # -1 after `Children.forget`
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
     look: int = 0  # number of the look that first saw its exit; 0: still running
 
     @property

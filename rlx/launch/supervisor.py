@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.config.schema import Config
-from rlx.heartbeat import read_heartbeats
+from rlx.heartbeat import Ages, read_heartbeats
 from rlx.launch.children import Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
+from rlx.launch.stall import StallDoctor
 from rlx.launch.starters import LocalStarter, Starter
 from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
@@ -46,10 +47,11 @@ class Limits:
     last_lines: int  # log lines shown of the process that failed
     max_steps: int  # copied into the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
+    stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
 
     @classmethod
     def of(cls, cfg: Config) -> Limits:
-        shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace")
+        shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         return cls(max_steps=cfg.max_steps, **{name: getattr(cfg.launcher, name) for name in shared})
 
 
@@ -85,6 +87,8 @@ class Supervisor:
         self.told = False  # the roles were told to write a checkpoint and leave
         self.comes_back = False  # SLURM has already requeued the job, however this attempt ends
         self.leave_by = float("inf")  # monotonic time at which roles that were told to leave are stopped
+        self.ages = Ages()
+        self.stalls = StallDoctor(paths, self.status.attempt, limits.stall_timeout, lambda text: self._say(*text.splitlines()))
         self.metrics_offset = 0
         self.looked = 0.0
 
@@ -159,8 +163,9 @@ class Supervisor:
         """Start all processes. Returns a verdict only if one cannot be started."""
         self.paths.logs(self.status.attempt).mkdir(parents=True, exist_ok=True)
         # Delete the files of an earlier attempt: they would be read as this one's.
-        single = (self.paths.preempt, self.paths.preempted, self.paths.kernels)
-        for old in (*single, *self.paths.endpoints.glob("*.json"), *self.paths.heartbeats.glob("*.json")):
+        single = (self.paths.preempt, self.paths.preempted, self.paths.kernels, self.paths.failures)
+        folders = (self.paths.endpoints.glob("*.json"), self.paths.heartbeats.glob("*.json"), self.paths.stalls.glob("*"))
+        for old in (*single, *(file for folder in folders for file in folder)):
             old.unlink(missing_ok=True)
         self.specs = {spec.name: spec for spec in read_plan(self.paths.plan)}
         for spec in self.specs.values():
@@ -257,8 +262,11 @@ class Supervisor:
         for child, process in zip(self.children.all, self.status.processes, strict=True):
             process["pid"] = process["pid"] or beats.get(child.spec.name, {}).get("pid")
         self._write_status()
-        running = {child.spec.name: child.started for child in self.children.all if child.running}
-        return find_hung(running, beats, time.time(), self.limits.heartbeat_timeout)
+        now = time.monotonic()
+        ages = self.ages.look(beats, now)
+        silent = {child.spec.name: ages.get(child.spec.name, now - child.started) for child in self.children.all if child.running}
+        self.stalls.look(beats, ages, self.metrics_offset, list(silent))
+        return find_hung(silent, beats, self.limits.heartbeat_timeout)
 
     def _read_step(self) -> None:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
@@ -50,6 +50,7 @@ class Element:
     plan: list[ProcessSpec]
     state: str = "new"  # new | done | alive (queued or running) | again (to be resumed)
     job: str | None = None
+    environments: list[str] = field(default_factory=list)  # what is known of each environment, one line each
 
     @property
     def paths(self) -> RunPaths:

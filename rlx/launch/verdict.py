@@ -142,15 +142,14 @@ def _on_failure(failed: list[Process], view: View) -> Verdict:
     return Verdict(state="failed", blamed=first.name, returncode=code, reason=describe_returncode(code, first.service))
 
 
-def find_hung(started: Mapping[str, float], beats: Mapping[str, Mapping[str, Any]], now: float, timeout: float) -> tuple[str, str] | None:
+def find_hung(silent: Mapping[str, float], beats: Mapping[str, Mapping[str, Any]], timeout: float) -> tuple[str, str] | None:
     """Name of the first process without a heartbeat for `timeout` seconds, and the reason as text; `None` if there is none.
 
-    `started`: name → start time in seconds since the epoch, of the running processes. `beats`: name → heartbeat (`rlx.heartbeat`).
+    `silent`: name → seconds since its newest heartbeat, or since its start if it has sent none; of the running processes.
+    `beats`: name → heartbeat (`rlx.heartbeat`).
     """
-    for name, since in started.items():
-        beat = beats.get(name, {})
-        silent = now - max(since, beat.get("time", 0.0))
-        if silent > timeout:
-            doing = f"; last reported phase: {beat['phase']}" if beat and beat["time"] >= since else ""
-            return name, f"sent no heartbeat for {silent:.0f} s (launcher.heartbeat_timeout={timeout:g}){doing}"
+    for name, seconds in silent.items():
+        if seconds > timeout:
+            doing = f"; last reported phase: {beats[name]['phase']}" if name in beats else ""
+            return name, f"sent no heartbeat for {seconds:.0f} s (launcher.heartbeat_timeout={timeout:g}){doing}"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
@@ -15,10 +16,20 @@ from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
 
-def explain(cfg: Config, plan: Sequence[ProcessSpec], choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> str:
-    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text."""
+def explain(
+    cfg: Config,
+    plan: Sequence[ProcessSpec],
+    choices: Mapping[str, str],
+    notes: Sequence[str],
+    run_dir: str,
+    environments: Sequence[str] = (),
+) -> str:
+    """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text.
+
+    `environments`: what is known of each environment, one line each."""
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
+        *([("environments", list(environments))] if environments else []),
         ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
         ("one step", _batch(cfg)),
         ("memory (estimates)", _memory(cfg, plan)),
@@ -107,9 +118,18 @@ def _batch(cfg: Config) -> list[str]:
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
+            *([["evaluations", _evaluations(cfg)]] if cfg.eval.interval is not None else []),
             *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
         ],
     )[1:]
+
+
+def _evaluations(cfg: Config) -> str:
+    """How often, and how many rollouts each."""
+    envs = evaluated(cfg).items()
+    sizes = ", ".join(f"{name} {env.num_examples or 'all'} × {env.rollouts_per_example}" for name, env in envs)
+    count = sum(is_due(cfg, version) for version in range(cfg.max_steps + 1))
+    return f"{count} in the run, of {sizes} (examples × rollouts), each at one policy version, beside training"
 
 
 def _rounding(cfg: Config) -> str:

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 from rlx.types import Task, Turn
 
 Message = dict[str, Any]
-"""`role`, `content`, and if needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; tool calls in the form of chat templates."""
+"""`role`, `content`, and if needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; tool calls in the form of chat templates.
+
+A prompt of one message with the role `text` is raw text: it gets no chat template."""
 
 
 class PolicyError(RuntimeError):
@@ -69,7 +71,18 @@ class Episode(Protocol):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns to train on: the requests with known tokens so far, in the order of the requests."""
+        """The requests with known tokens so far, in the order of the requests.
+
+        Without those made with `trained=False`, and those whose own sampling parameters the trainer cannot account for.
+        """
+        ...
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """Those of `turns` whose `Reply.request_id` is among `request_ids`, in the order of the requests: the turns to train on.
+
+        An environment's adapter calls it after the episode, when it knows which requests belong to the trajectory. Ids of other requests
+        are ignored.
+        """
         ...
 
     @property

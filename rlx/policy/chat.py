@@ -1,40 +1,64 @@
 """Turns messages into token ids and back, for one model.
 
-The `renderers` package has a typed renderer for some models, chosen by hub name. It renders, continues and parses conversations: the
-next turn keeps sampled tokens verbatim if the renderer can prove that this is right. Other models use their own chat template. Then every
-turn is rendered afresh, and `rlx.rollout.samples` checks whether it extends the turn before. Besides this module, only a configuration
-rule (`rlx.config.checks`) uses `renderers`, to see which models it supports.
+The `renderers` package has a typed renderer for some families of models. It renders, continues and parses conversations. Other models use
+their chat template; its calls and reasoning are read by `rlx.policy.parsers`. Either way a later turn keeps the sampled tokens if that is
+provably right. If not, the conversation is rendered afresh, and `rlx.rollout.samples` begins a new sample.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlx.policy.base import Call, Message, Reply
+from rlx.config.chat_format import family_of
+from rlx.config.schema import ModelConfig
+from rlx.policy.base import Call, Message, PolicyError, Reply
+from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, arguments_as_json, read_reasoning
+from rlx.policy.templates import decoded, traits_of
 from rlx.types import Turn
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
+_TAIL = 16  # tokens at the end of a prompt that may hold an open `<think>`
 _CACHED_PROMPTS = 4096  # first prompts kept; the members of a group share theirs
 
 
 class Chat:
-    """The chat format of one model."""
+    """The chat format of one model. The sampled tokens are never changed: parsing only decides what the environment reads."""
 
-    def __init__(self, tokenizer: Any, renderer: Any | None = None) -> None:
-        """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        renderer: Any | None = None,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        keeps_tokens: bool = True,
+    ) -> None:
+        """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template, and the parsers by name.
+
+        `keeps_tokens`: later prompts keep sampled tokens if that is provably right. False renders every prompt from the template.
+        """
         self.tokenizer = tokenizer
         self.renderer = renderer
-        self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids()) if renderer else [tokenizer.eos_token_id]
-        self._stops = frozenset(self.stop_token_ids)
-        self._marks = [mark for mark in tokenizer.all_special_tokens if mark not in ("<think>", "</think>")]
+        self.keeps_tokens = keeps_tokens
+        self._decodes_arguments = False
         self._prompts: dict[tuple, list[int]] = {}
+        if renderer is not None:
+            self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
+            self.tool_parser, self.reasoning_parser = None, None
+        else:
+            traits = traits_of(self.show, str(tokenizer.chat_template))
+            self._decodes_arguments = traits.decodes_arguments
+            ends = {mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark)}
+            self.stop_token_ids = [tokenizer.eos_token_id]
+            self.stop_token_ids += [end for end in map(tokenizer.convert_tokens_to_ids, sorted(ends)) if end not in self.stop_token_ids]
+            self.tool_parser = traits.tool_parser if tool_parser == "auto" else tool_parser
+            self.reasoning_parser = reasoning_parser if reasoning_parser != "auto" else "qwen3" if traits.thinks else "none"
+        self._stops = frozenset(self.stop_token_ids)
+        self._marks = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """Token ids [P] of the prompt for the assistant's next answer."""
+        """Token ids [P] of the prompt for the assistant's next answer. Raises PolicyError if the template refuses the messages."""
         key = None
         if not tools and all(len(m) == 2 and isinstance(m["content"], str) for m in messages):
             key = tuple((m["role"], m["content"]) for m in messages)
@@ -47,82 +71,120 @@ class Chat:
             self._prompts[key] = ids
         return ids
 
-    def _render(self, messages: list[Message], tools: list[dict] | None) -> list[int]:
-        if self.renderer is not None:
-            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
-        decoded = [_with_decoded_arguments(message) for message in messages]
-        return list(self.tokenizer.apply_chat_template(decoded, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False))
+    def transcript(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
+        """Token ids [L] of the conversation as it stands, without the head of a next answer."""
+        return self._render(list(messages), tools, answer=False)
 
-    def extend(self, turn: Turn, new: Sequence[Message], tools: list[dict] | None = None) -> list[int] | None:
-        """The prompt after `turn` and the messages `new` that follow it, with sampled tokens verbatim; None if that cannot be proven."""
-        if self.renderer is None:
+    def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
+        """The conversation as text. Raises PolicyError if the template refuses the messages."""
+        return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)
+
+    def _render(self, messages: list[Message], tools: list[dict] | None, answer: bool = True) -> list[int]:
+        if self.renderer is not None:
+            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=answer))
+        if self._decodes_arguments:
+            messages = [decoded(message) for message in messages]
+        try:
+            return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, return_dict=False))
+        except Exception as error:  # a template is a program of the model's makers and may raise anything
+            raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
+
+    def extend(self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
+        """The prompt after `turn` and the messages `new` that follow it. `before`: the messages up to the turn's answer, and the answer.
+
+        It keeps the sampled tokens if that is provably right; otherwise it is `render` of all the messages.
+        """
+        if self.renderer is not None:
+            bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
+            return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
+        whole = self.render([*before, *new], tools)
+        sampled = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+        if not self.keeps_tokens or whole[: len(sampled)] == sampled:
+            return whole
+        return self._joined(sampled, before, whole, tools) or whole
+
+    def _joined(self, sampled: list[int], before: Sequence[Message], whole: list[int], tools: list[dict] | None) -> list[int] | None:
+        """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answer is written.
+
+        The template spells an answer in its own way: other tokens for the same text, other spaces in a call's JSON. What was sampled may
+        stand in place of that, if the template shows the same conversation up to the end of the turn now (`whole`) and before the new
+        messages came (`said`): then it dropped nothing because of them. It must show the turn's reasoning, too.
+        """
+        start, said = len(self.render(before[:-1], tools)), self.transcript(before, tools)
+        ends = [position for position in range(start, len(said)) if said[position] in self._stops]
+        if not ends or said[: ends[-1] + 1] != whole[: ends[-1] + 1] or said[:start] != self.render(before[:-1], tools):
             return None
-        bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
-        return None if bridged is None else list(bridged.token_ids)
+        end = ends[-1]
+        reasoning = before[-1].get("reasoning_content")
+        if reasoning and reasoning.strip() not in self.tokenizer.decode(said[start:end], skip_special_tokens=False):
+            return None
+        last = sampled[-1]
+        if last in self._stops and last != said[end]:
+            return None
+        return sampled + whole[end + (last == said[end]) :]  # a turn that a length limit cut gets its end here
 
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
-        """Parse the completion. Tool calls without a name are ignored."""
-        ids = turn.completion_ids
+        """Read the completion. If one of its tool calls cannot be read, all of it stays text, as in vLLM.
+
+        Calls have the ids that the model wrote, or none.
+        """
         if self.renderer is not None:
-            parsed = self.renderer.parse_response(ids.tolist(), tools=tools, prompt_ids=turn.prompt_ids.tolist())
-            named = [call for call in parsed.tool_calls if call.name]
-            calls = tuple(Call(call.id or f"call_{i}", call.name, _as_json(call.arguments)) for i, call in enumerate(named))
-            return Reply(parsed.content or "", parsed.reasoning_content or None, calls)
+            return self._parse_typed(turn, tools)
+        ids = turn.completion_ids
         end = len(ids)
         while end and int(ids[end - 1]) in self._stops:
             end -= 1
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)  # an array, because decoding a list checks every element
+        reasoning = None
+        if self.reasoning_parser != "none":
+            tail = self.tokenizer.decode(turn.prompt_ids[-_TAIL:], skip_special_tokens=False)
+            reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
+        calls: tuple[Call, ...] = ()
+        if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
+            text, calls = read[0], tuple(Call("", name, arguments) for name, arguments in read[1])
+        return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
+
+    def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:
+        from renderers import ToolCallParseStatus
+
+        ids = turn.completion_ids.tolist()
+        parsed = self.renderer.parse_response(ids, tools=tools, prompt_ids=turn.prompt_ids.tolist())  # type: ignore[union-attr]
+        readable = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # the environment tells the model that there is no such tool
+        content, attempts = parsed.content or "", parsed.tool_calls
+        # XML formats say INVALID_JSON of a value that is plain text; the call is readable all the same.
+        broken = [call for call in attempts if not call.name or (call.status not in readable and not isinstance(call.arguments, dict))]
+        if broken:
+            blocks = [self.tokenizer.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw for call in attempts]
+            return Reply(content + "".join(blocks), parsed.reasoning_content or None)
+        calls = tuple(Call(call.id or "", call.name, arguments_as_json(call.arguments)) for call in attempts)
+        return Reply(content, parsed.reasoning_content or None, calls)
+
+    def _unmarked(self, text: str) -> str:
         for mark in self._marks:
             if mark in text:
                 text = text.replace(mark, "")
-        return _parse_hermes(text) if tools else Reply(text)
+        return text
 
 
-def load_chat(tokenizer: Any, model_name: str, keep_reasoning: bool = True) -> Chat:
-    """The chat format of a model, by its exact hub name. Models unknown to the `renderers` package use their chat template.
+def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True) -> Chat:
+    """The chat format of a model. `keeps_tokens` also keeps the reasoning of earlier turns if a renderer can do that.
 
-    `keep_reasoning` keeps the reasoning of earlier turns in later prompts, so that the turns of a rollout stay one sample.
+    Raises ValueError if the tokenizer does not fit `model.renderer`.
     """
-    from renderers import config_from_name, create_renderer
-    from renderers.base import MODEL_RENDERER_MAP
-
-    family = MODEL_RENDERER_MAP.get(model_name)
+    family = family_of(model)
     if family is None:
-        return Chat(tokenizer)
+        return Chat(tokenizer, tool_parser=model.tool_call_parser, reasoning_parser=model.reasoning_parser, keeps_tokens=keeps_tokens)
+    from renderers import config_from_name, create_renderer
+
     config = config_from_name(family)
     assert config is not None, family
-    if keep_reasoning:
+    if keeps_tokens:
         config = config.model_copy(update={"thinking_retention": "all"})
-    return Chat(tokenizer, create_renderer(tokenizer, config))
-
-
-def _parse_hermes(text: str) -> Reply:
-    """Parse calls written as `<tool_call>{"name": …, "arguments": …}</tool_call>`. Other blocks are ignored."""
-    calls: list[Call] = []
-    for block in _TOOL_CALL.findall(text):
-        try:
-            call = json.loads(block)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
-            calls.append(Call(f"call_{len(calls)}", call["name"], _as_json(call.get("arguments"))))
-    if not calls:
-        return Reply(text)
-    return Reply(text[: text.index("<tool_call>")], None, tuple(calls))
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-
-
-def _with_decoded_arguments(message: Message) -> Message:
-    """Decode the arguments of earlier calls, because chat templates expect a mapping. Text that is not JSON stays text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call["function"])
-        with contextlib.suppress(json.JSONDecodeError):
-            function["arguments"] = json.loads(function["arguments"])
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
+    try:
+        renderer = create_renderer(tokenizer, config)
+    except Exception as error:  # each renderer has its own way to miss the tokens that it needs
+        raise ValueError(
+            f"the tokenizer of {model.name} does not fit the renderer {family}: {type(error).__name__}: {error}.\n"
+            "Set model.renderer to the model's own family, or to default, which uses its chat template."
+        ) from error
+    return Chat(tokenizer, renderer, keeps_tokens=keeps_tokens)

@@ -1,23 +1,27 @@
-"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are not known, so it cannot be trained on.
+"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are known if the endpoint returns them.
 
-It serves evaluation, data synthesis, judges and teachers. The `openai` package retries a request if the server is overloaded or fails,
-with growing waits.
+It serves evaluation, data synthesis, judges and teachers, not training (`rlx.policy.endpoint` says why). The `openai` package retries a
+request if the server is overloaded or fails, with growing waits.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rlx.policy.asked import raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
-from rlx.types import Task
+from rlx.policy.endpoint import turn_of
+from rlx.types import Task, Turn
 
 log = logging.getLogger(__name__)
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
-OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
 
@@ -36,22 +40,31 @@ class OpenAIPolicy:
         context_length: int = 0,
         timeout: float = 600.0,
         max_retries: int = 4,
+        tokens: bool = False,
     ) -> None:
         """`base_url`: the URL before `/chat/completions`, as in `https://api.openai.com/v1`. `model`: its name there.
 
         `sampling`: default parameters of requests, by vLLM's names. `timeout`: seconds for one attempt at a request.
         `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
+        `tokens`: ask for token ids and log-probabilities, so that every answer has a `Turn`. An endpoint that does not return them fails
+        every request; `rlx.policy.endpoint.check` finds out before.
         """
         from openai import AsyncOpenAI  # takes a second
 
         self.base_url, self.model, self.seed = base_url, model, seed
         self.sampling = dict(sampling or {})
         self.context_length = context_length
-        self.timeout, self.max_retries = timeout, max_retries
+        self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
 
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
         return OpenAIEpisode(self, task, member, attempt)
+
+    def asking_for(self, tokens: bool) -> OpenAIPolicy:
+        """This policy with another value of `tokens`. Both have the same connections."""
+        other = copy.copy(self)
+        other.tokens = tokens
+        return other
 
     async def close(self) -> None:
         """Close the connections."""
@@ -61,13 +74,20 @@ class OpenAIPolicy:
 class OpenAIEpisode:
     """See `rlx.policy.base.Episode`."""
 
-    turns: tuple[()] = ()
-
     def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
+        self._turns: dict[int, tuple[str, Turn]] = {}  # request id and turn of each trained request with known tokens, by its number
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for _, (_, turn) in sorted(self._turns.items(), key=lambda item: item[0]))
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -85,19 +105,33 @@ class OpenAIEpisode:
         parameters = parameters_of(asked)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
-        reply = reply_of(await self._ask([for_endpoint(message) for message in messages], parameters), policy.base_url)
+        raw = raw_text(messages)
+        if policy.tokens:
+            parameters |= {"logprobs": True, "extra_body": {**parameters.get("extra_body", {}), "return_token_ids": True}}
+        if raw is None:
+            answer = await self._ask(policy.client.chat.completions, parameters | {"messages": [for_endpoint(m) for m in messages]})
+            reply = reply_of(answer, policy.base_url)
+        elif policy.tokens:
+            raise PolicyError("an endpoint whose tokens are known answers conversations only, not raw text prompts")
+        else:
+            answer = await self._ask(policy.client.completions, parameters | {"prompt": raw})
+            reply = text_reply_of(answer, policy.base_url)
+        if policy.tokens:
+            reply = replace(reply, turn=turn_of(answer, policy.base_url))
         if trained:
             self.replies.append(reply.message)
+            if reply.turn is not None:
+                self._turns[number] = (reply.request_id, reply.turn)
         return reply
 
-    async def _ask(self, messages: Any, parameters: dict[str, Any]) -> Any:
-        """The endpoint's answer, after its retries."""
+    async def _ask(self, completions: Any, parameters: dict[str, Any]) -> Any:
+        """The endpoint's answer, after its retries. `completions`: one of the two routes, for conversations or for raw text."""
         import openai
 
         policy = self.policy
         tried = f"tried {policy.max_retries + 1} times"
         try:
-            return await policy.client.chat.completions.create(model=policy.model, messages=messages, **parameters)
+            return await completions.create(model=policy.model, **parameters)
         except openai.APIStatusError as error:
             text = f"{policy.base_url} ({error.status_code}): {error.message}"
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
@@ -142,6 +176,21 @@ def reply_of(answer: Any, base_url: str) -> Reply:
         reasoning=getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None),
         calls=tuple(Call(call.id, call.function.name, call.function.arguments) for call in calls),
         truncated=choice.finish_reason == "length",
+        request_id=answer.id or "",
+        num_prompt_tokens=usage.prompt_tokens if usage else 0,
+        num_tokens=usage.completion_tokens if usage else 0,
+    )
+
+
+def text_reply_of(answer: Any, base_url: str) -> Reply:
+    """A completion of raw text as a reply. Raises PolicyError if the answer is not a completion."""
+    choices = getattr(answer, "choices", None)
+    if not choices or not isinstance(getattr(choices[0], "text", None), str):
+        raise PolicyError(f"{base_url} gave an answer that is not a completion: {str(answer)[:200]}")
+    usage = answer.usage
+    return Reply(
+        content=choices[0].text,
+        truncated=choices[0].finish_reason == "length",
         request_id=answer.id or "",
         num_prompt_tokens=usage.prompt_tokens if usage else 0,
         num_tokens=usage.completion_tokens if usage else 0,

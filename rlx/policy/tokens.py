@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlx.inference.protocol import Sampling
-from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.config.sampling import biases
+from rlx.policy.asked import before_stop, parameters_of, raw_text
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
 from rlx.types import Task, Turn
 
 log = logging.getLogger(__name__)
-
-KNOWN = frozenset(Sampling.__struct_fields__)
 
 
 class Generator(Protocol):
@@ -38,6 +37,7 @@ class TokenPolicy:
     context_length: int  # limit of prompt and completion tokens together
     seed: int  # the run's seed
     sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
+    exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
     label: str = ""  # prefix of every request id, so that two runs may share a server
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
@@ -47,19 +47,24 @@ class TokenPolicy:
 class TokenEpisode:
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_call_ids", "_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self.replies: list[Message] = []
         self._num_requests = 0
-        self._turns: dict[int, Turn] = {}  # the trained turns, by request number
+        self._call_ids: set[str] = set()
+        self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number] for number in sorted(self._turns))
+        return tuple(self._turns[number][1] for number in sorted(self._turns))
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -73,20 +78,33 @@ class TokenEpisode:
         policy, number, prompt = self.policy, self._num_requests, list(messages)
         functions = [dict(tool) for tool in tools] if tools else None
         self._num_requests += 1
-        ids = self._extended(prompt, functions) or policy.chat.render(prompt, functions)
+        raw = raw_text(prompt)
+        if raw is None:
+            ids = self._prompt_ids(prompt, functions)
+        elif functions:
+            raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
+        else:
+            ids = policy.chat.tokenizer.encode(raw)
         room = policy.context_length - len(ids)
         if room <= 0:
             raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
-        parameters = self._parameters(sampling, room) | {"seed": request_seed(policy.seed, self.task, self.member, self.attempt, number)}
+        parameters = parameters_of(policy.sampling, sampling, policy.chat.stop_token_ids, room)
+        parameters["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
         request_id = f"{policy.label}{self.task.env}-{self.task.index}-{self.member}-{self.attempt}-{number}"
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
-        said = policy.chat.parse(turn, functions)
+        if raw is None:
+            said = policy.chat.parse(turn, functions)
+        else:
+            said = Reply(policy.chat.tokenizer.decode(turn.completion_ids, skip_special_tokens=True))
+        content = said.content
+        if turn.finish_reason == "stop" and turn.completion_ids[-1] not in parameters["stop_token_ids"]:
+            content = before_stop(content, parameters.get("stop", ()))
         reply = Reply(
-            said.content,
+            content,
             said.reasoning,
-            said.calls,
+            self._with_ids(said.calls, number),
             truncated=turn.finish_reason == "length",
             request_id=request_id,
             num_prompt_tokens=len(turn.prompt_ids),
@@ -94,35 +112,37 @@ class TokenEpisode:
             turn=turn,
         )
         message = reply.message
-        self._history.append(([*prompt, message], turn))
+        if content == said.content:  # a later prompt does not have a stop string that was cut off
+            self._history.append(([*prompt, message], turn))
         if trained:
-            self._turns[number] = turn
             self.replies.append(message)
+            biased = biases(parameters) if policy.exact else []
+            if biased:
+                _say_biased(self.task.env, ", ".join(f"{name}={parameters[name]}" for name in biased))
+            else:
+                self._turns[number] = (request_id, turn)
         return reply
 
-    def _parameters(self, own: Mapping[str, Any] | None, room: int) -> dict[str, Any]:
-        """The parameters of a request. `own`: its own parameters, if any. `room`: tokens left in the context."""
-        asked = dict(self.policy.sampling)
-        if own is not None:
-            asked |= {name: value for name, value in own.items() if value is not None}
-        limit = asked.pop("max_completion_tokens", None) or asked.get("max_tokens") or room
-        for name in [name for name in asked if name not in KNOWN]:
-            _say_unknown(name)
-            del asked[name]
-        asked["max_tokens"] = min(limit, room)
-        asked["min_tokens"] = min(asked.get("min_tokens", 0), asked["max_tokens"])
-        asked["stop_token_ids"] = [*self.policy.chat.stop_token_ids, *(asked.get("stop_token_ids") or [])]
-        return asked
+    def _with_ids(self, calls: Sequence[Call], number: int) -> tuple[Call, ...]:
+        """The calls of request `number`, each with an id that no other call of the episode has. Ids that the model wrote stay."""
+        named = []
+        for index, call in enumerate(calls):
+            # Nine letters and digits, because Mistral's templates refuse anything else.
+            own = f"call{number:03d}{index:02d}" if number < 1000 and index < 100 else f"call_{number}_{index}"
+            named.append(replace(call, id=own if not call.id or call.id in self._call_ids else call.id))
+            self._call_ids.add(named[-1].id)
+        return tuple(named)
 
-    def _extended(self, prompt: list[Message], tools: list[dict] | None) -> list[int] | None:
-        """The prompt's ids if it extends an earlier turn (its messages, then only messages of the environment); otherwise None."""
+    def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
+        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens."""
         for messages, turn in reversed(self._history):
             new = prompt[len(messages) :]
             if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
-                return self.policy.chat.extend(turn, new, tools)
-        return None
+                return self.policy.chat.extend(turn, messages, new, tools)
+        return self.policy.chat.render(prompt, tools)
 
 
 @functools.cache
-def _say_unknown(name: str) -> None:
-    log.warning("the server has no sampling parameter %r; requests are sent without it", name)
+def _say_biased(env: str, asked: str) -> None:
+    what = "its tokens come from another distribution than the one that the trainer scores, so they are not trained"
+    log.warning("envs.%s asks for %s: %s. Ask without it, or accept the bias with sampling.allow_biased_ratio=true.", env, asked, what)

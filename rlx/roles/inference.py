@@ -26,6 +26,7 @@ from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, say_full_disk
+from rlx.stacks import answer
 from rlx.waiting import wait_for
 from rlx.weights.hub import fetch
 
@@ -49,6 +50,7 @@ def main() -> int:
     options = parser.parse_args()
     paths, config, replica = RunPaths(options.run_dir), load_run(options.run_dir), options.replica
     heartbeat = Heartbeat(paths, f"inference_{replica}")
+    answer(paths, heartbeat.name)
 
     try:
         sock = listen(config, replica)
@@ -104,7 +106,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
-    server = Server(PolicyApp(engine, api_key, arguments))
+    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -121,6 +123,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
 async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat) -> int:
     """Send heartbeats until there is a reason to end. Print the reason and return the exit code."""
     while True:
+        heartbeat.progress = engine.activity
         heartbeat.beat("serving", step=engine.version)
         await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():

@@ -32,7 +32,8 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import give_policy, load_environments, load_tokenizer
+from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
@@ -46,11 +47,14 @@ from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
+from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, data_digest
 from rlx.rollout.updates import WeightUpdates
+from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
 from rlx.waiting import LEFT, Preempted, first_failure
@@ -81,9 +85,8 @@ class Orchestrator:
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
         self.collector = collector_of(config, envs, self._left_out)
-        self.reward_errors = RewardErrors(config.orchestrator.max_retries)
+        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
-        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)
@@ -91,11 +94,14 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
         self.sampler.version = version
         self.collector.set_version(version)
+        self.evaluations.begin(version)
 
     def _go_on_from(self, start: Start) -> None:
         """Load the state of a checkpoint. `run` brings its policy version to the servers."""
@@ -114,12 +120,14 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
+        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
+        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
         finally:
-            await self.collector.close()
+            await asyncio.gather(self.collector.close(), self.evaluations.close())
             await asyncio.gather(*(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
@@ -135,6 +143,7 @@ class Orchestrator:
             await asyncio.Event().wait()
 
     async def _work(self) -> None:
+        self.evaluations.begin(self.updates.version)
         await self.updates.reach(self.first_step)  # the servers need the checkpoint's policy before the first token
         parts = [self._train(), self.updates.follow()]
         if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
@@ -155,7 +164,7 @@ class Orchestrator:
                 self.advantage.update(scores)
             batch = make_batch(step, groups, self.config)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values["time/update_weights"] = self.updates.seconds
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -196,6 +205,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
+            phase = self.evaluations.instead_of(phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -234,13 +244,15 @@ def main() -> int:
     config, paths = load_run(run_dir), RunPaths(run_dir)
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, "orchestrator")
+    answer(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
-    envs = load_environments(config, heartbeat.beat)
+    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
     chat = load_tokenizer(config, paths, heartbeat.beat)
+    wait_loaded(envs, heartbeat.beat)
     heartbeat.beat("reading the data sets")
-    for name, env in envs.items():
-        check_rows(name, env.rows)
+    for name in config.envs:
+        check_rows(name, envs[name].rows)
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
     gc.freeze()  # the objects loaded so far stay; the garbage collector can skip them
 

@@ -21,11 +21,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rlx
 from rlx.config.load import load_run
@@ -33,10 +33,14 @@ from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
+from rlx.stacks import answer
 from rlx.waiting import wait_for
 
+if TYPE_CHECKING:
+    from rlx.envs.answers import Conversation
+
 log = logging.getLogger("rlx.prepare")
-CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py")
+CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py", "policy/chat.py")
 """Files under `rlx/`; a change in one of them gives another model."""
 SAY_EVERY = 10  # optimizer steps between two log lines
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
@@ -56,6 +60,7 @@ def main() -> int:
         return 0
     config = load_run(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
+    answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
     model = find_or_make(config, heartbeat)
     write_text(paths.initial_model, f"{model}\n")
@@ -81,6 +86,7 @@ def recipe(config: Config) -> dict[str, Any]:
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
+        "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
             for name, env in config.envs.items()
@@ -135,16 +141,23 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(config.envs))
 
     heartbeat.beat("loading environments")
-    examples = environment_rows(config)
+    examples = examples_of(config)
     heartbeat.beat("importing torch")
     from rlx.data.demonstrations import demonstrate
     from rlx.models import tiny
+    from rlx.policy.chat import load_chat
+    from rlx.policy.templates import read_template, refusal
     from rlx.train.warm_start import warm_start
 
     tokenizer = tiny.build_tokenizer(config.model.context_length)
+    if config.model.chat_template is not None:
+        tokenizer.chat_template = read_template(config.model.chat_template)
+    chat = load_chat(tokenizer, config.model)
+    if text := refusal(config.model.name, chat, {name: tools_of(conversations) for name, conversations in examples.items()}):
+        raise ValueError(text)
     demonstrations = []
-    for name, (rows, answers) in examples.items():
-        said = demonstrate(name, rows, answers, tokenizer, teacher_error=settings.teacher_error, seed=settings.seed)
+    for name, conversations in examples.items():
+        said = [d for c in conversations for d in demonstrate(name, c.prompt, c.played, chat, c.tools)]
         short = [d for d in said if len(d) <= config.model.context_length]
         if not short:
             raise ValueError(
@@ -172,10 +185,15 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     log.info("the warm start is done: %s", folder)
 
 
-def environment_rows(config: Config) -> dict[str, tuple[list[Mapping[str, Any]], list[str | None]]]:
-    """`(rows, right answers)` by environment. Each environment gets its share of `num_examples`."""
+def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+    """The functions that the conversations of an environment offer, each once."""
+    return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
+
+
+def examples_of(config: Config) -> dict[str, list[Conversation]]:
+    """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import answer_text
+    from rlx.envs.answers import conversations
     from rlx.envs.base import sampling_of
     from rlx.envs.verifiers_v0 import load_environment
 
@@ -188,7 +206,7 @@ def environment_rows(config: Config) -> dict[str, tuple[list[Mapping[str, Any]],
             continue
         environment = load_environment(name, env, sampling_of(config, env), config.orchestrator.rollout_timeout)
         rows = choose(environment.rows, counts[name], settings.seed)
-        found[name] = (rows, [answer_text(environment, row) for row in rows])
+        found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found
 
 

@@ -13,6 +13,7 @@ The exit code is 0 after `max_steps` steps and 75 after a preemption (0 under to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -21,12 +22,14 @@ import sys
 import time
 from pathlib import Path
 
+from rlx.config.evaluated import is_due
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.stacks import answer
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
@@ -66,11 +69,26 @@ class Trainer:
         )
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
-        self.publisher = Publisher.of(self.model, self.mesh, paths, source=name, dtype=dtype, trust_remote_code=trusted)
+        self.publisher = Publisher.of(
+            self.model,
+            self.mesh,
+            paths,
+            source=name,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            chat_template=cfg.model.chat_template,
+        )
         watch.checks.append(self.publisher.check)
         facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(
-            paths, cfg.ckpt, self.step_trainer, last=cfg.max_steps, facts=facts, with_orchestrator=served, tick=watch.beat_on
+            paths,
+            cfg.ckpt,
+            self.step_trainer,
+            last=cfg.max_steps,
+            facts=facts,
+            with_orchestrator=served,
+            is_evaluated=functools.partial(is_due, cfg),
+            tick=watch.beat_on,
         )
         self.first_step = 0
         self.updated = False  # whether the current step has already changed the weights
@@ -219,7 +237,7 @@ class Trainer:
 
     def between_micro_batches(self) -> None:
         """Send a heartbeat. Raises Preempted if the step should be abandoned; this is possible only before it changes the weights."""
-        self.watch.beat_on()
+        self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
 
@@ -249,6 +267,7 @@ def main() -> int:
         signal.signal(number, stop)
     cfg = load_run(paths.root)
     place = Place.of(os.environ)
+    answer(paths, place.name or f"trainer_rank_{place.rank}")
     level = logging.INFO if place.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)

@@ -52,7 +52,6 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
     loss, _ = split_terms(config.loss, LossTerms)
-    temperatures = {name: float(sampling_of(config, env)["temperature"]) for name, env in config.envs.items()}
     mini_batches = []
     for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
@@ -60,7 +59,6 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
-                temperature=temperatures[group.task.env],
                 mask_overlong=loss.mask_overlong,
             )
         mini_batches.append(tuple(samples))
@@ -108,8 +106,8 @@ def describe(
         values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
         values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
-        values |= _means(f"reward/{name}", [rollout.rewards for rollout in own])
-        values |= _means(f"env/{name}", [rollout.metrics for rollout in own])
+        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
+        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}
@@ -121,27 +119,29 @@ class RewardErrors:
     """Ends the run if the reward functions of an environment are broken, but not if they fail on single examples.
 
     A rollout scores 0 where a reward function raises; `env/<env>/reward_error` counts such rollouts. The run ends when a reward function
-    raised in every rollout of `max_retries` + 1 groups in a row of one environment. Groups that cannot be played have the same limit.
+    raised in every rollout of more than `max_reward_errors` groups in a row of one environment; `None`: it never ends for that.
     """
 
-    def __init__(self, max_retries: int) -> None:
-        self.max_retries = max_retries
+    def __init__(self, max_reward_errors: int | None) -> None:
+        self.most = max_reward_errors
         self._in_a_row: Counter[str] = Counter()  # by environment
 
     def check(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Check the groups of a step. Raises RuntimeError with the last error of a reward function."""
+        if self.most is None:
+            return
         for rollouts in sorted(groups, key=lambda rollouts: rollouts[0].task.index):
             name = rollouts[0].task.env
             self._in_a_row[name] = self._in_a_row[name] + 1 if all(one.metrics.get("reward_error") for one in rollouts) else 0
-            if self._in_a_row[name] > self.max_retries:
+            if self._in_a_row[name] > self.most:
                 raise RuntimeError(
                     f"environment {name}: a reward function raised in every rollout of {self._in_a_row[name]} groups in a row "
-                    f"(orchestrator.max_retries={self.max_retries}). The last time, at example {rollouts[-1].task.example_id}: "
-                    f"{rollouts[-1].error}"
+                    f"(orchestrator.max_reward_errors={self.most}; null: such rewards are 0, and the run goes on). "
+                    f"The last time, at example {rollouts[-1].task.example_id}: {rollouts[-1].error}"
                 )
 
 
-def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of every name over the records that have it."""
     names = sorted({name for one in values for name in one})
     return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}

@@ -58,6 +58,7 @@ class Pending:
 def collector_of(config: Config, envs: Mapping[str, Environment], left_out: Callable[[Sequence[Rollout]], str | None]) -> Collector:
     """The collector of a run. `left_out`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
     orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
+    envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
     weights = {name: env.weight for name, env in config.envs.items()}
     return Collector(
         envs=envs,
@@ -170,6 +171,7 @@ class Collector:
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
+        self.tally.log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -230,6 +232,11 @@ class Collector:
     def in_flight(self) -> int:
         """Rollouts being played now."""
         return sum(pending.left for pending, _ in self._playing.values())
+
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """Task, members still being played and seconds of each group in flight."""
+        now = time.monotonic()
+        return [(pending.task, pending.left, now - pending.began) for pending, _ in list(self._playing.values())]
 
     @property
     def phase(self) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlx.envs.base import Environment
+from rlx.envs.errors import FailureLog
 from rlx.rollout.state import Counts, readable
 from rlx.types import Rollout, Task
 
@@ -43,6 +44,7 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
     failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
+    log: FailureLog = field(default_factory=lambda: FailureLog(log), repr=False, compare=False)
 
     @classmethod
     def of(cls, counts: Counts) -> Tally:
@@ -64,7 +66,7 @@ class Tally:
         """Count a failed rollout and keep it for the step's file."""
         self.failed[rollout.stop] += 1
         self.failures.append(rollout)
-        log.warning("rollout failed: %s example %s: %s: %s", rollout.task.env, rollout.task.example_id, rollout.stop, rollout.error)
+        self.log.note(rollout.task.env, f"a rollout of example {rollout.task.example_id}", f"{rollout.stop}: {rollout.error}")
 
 
 async def play_group(

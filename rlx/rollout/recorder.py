@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rlx.config.schema import OrchestratorConfig
 from rlx.paths import RunPaths
+from rlx.rollout.failures import Failures
 from rlx.rollout.record import LeftOut, record_batch, records, write_rollouts
 from rlx.tracking import Tracker
 from rlx.types import Group, Rollout, StepBatch
@@ -17,6 +18,7 @@ class StepRecorder:
 
     def __init__(self, paths: RunPaths, config: OrchestratorConfig, tracker: Tracker | None) -> None:
         self.paths, self.config, self.tracker = paths, config, tracker
+        self.failures = Failures()
         self.saved = -1  # the last step whose files are complete
         self._saving: asyncio.Future[None] | None = None
 
@@ -37,6 +39,10 @@ class StepRecorder:
             record_batch(self.paths.recorded_of(step), batch)
         if self.config.save_rollouts:
             write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
+        self.failures.add(rollout for group in groups for rollout in group.rollouts)
+        self.failures.add(rollout for _, rollouts in left_out for rollout in rollouts)
+        self.failures.add(failures)
+        self.failures.write(self.paths.failures)
         self.saved = step
         if self.tracker is not None and self.tracker.wants_rollouts(step):
             self.tracker.rollouts(step, list(records(groups)))

@@ -51,29 +51,31 @@ def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
     return drafts
 
 
-def samples_of(group: Group, *, strategy: str, temperature: float, mask_overlong: bool = False) -> list[TrainingSample]:
+def samples_of(group: Group, *, strategy: str, mask_overlong: bool = False) -> list[TrainingSample]:
     """The training samples of a group, ordered by member and turn.
 
-    `temperature`: the sampling temperature of its tokens. With `mask_overlong`, rollouts cut by a length limit give no samples.
+    With `mask_overlong`, rollouts cut by a length limit give no samples.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         if mask_overlong and rollout.is_truncated:
             continue
         for draft in merge(rollout.turns, strategy):
-            samples.append(_sample(group, rollout, draft, float(advantage), temperature))
+            samples.append(_sample(group, rollout, draft, float(advantage)))
     return samples
 
 
-def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, temperature: float) -> TrainingSample:
+def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float) -> TrainingSample:
     length = len(draft.ids)
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
+    temperature = np.ones(length, dtype=np.float32)
     versions = np.full(length, -1, dtype=np.int32)
     for start, turn in draft.spans:
         part = slice(start, start + len(turn.completion_ids))
         mask[part] = True
         logprobs[part] = turn.logprobs
+        temperature[part] = turn.temperature
         versions[part] = turn.versions
     return TrainingSample(
         group=group.id,

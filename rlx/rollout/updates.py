@@ -23,11 +23,28 @@ class Updatable(Protocol):
         ...
 
 
-class WeightUpdates:
-    """Updates every server to the newest version as soon as that version is complete."""
+class Stops(Protocol):
+    """Keeps the servers at some versions for a while: the evaluations of a run."""
 
-    def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None]) -> None:
+    def next_stop(self, version: int, newest: int) -> int:
+        """The version to update servers to that have `version`: `newest`, or one before it."""
+        ...
+
+    async def leave(self) -> None:
+        """Returns when the servers may leave their version."""
+        ...
+
+    async def finish(self) -> None:
+        """Like `leave`, for the last version: gives up if the run is preempted."""
+        ...
+
+
+class WeightUpdates:
+    """Updates every server to the newest version as soon as that version is complete and the servers may leave theirs."""
+
+    def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None], stops: Stops) -> None:
         """`timeout`: seconds for one update. `last`: the last version. `reached`: called with each version that all servers have."""
+        self.stops = stops
         self.published = Subscriber(paths)
         self.fleet = fleet
         self.timeout = timeout
@@ -44,13 +61,17 @@ class WeightUpdates:
             if newest is None or newest.version < version:
                 await asyncio.sleep(pause.seconds())
                 continue
+            await self.stops.leave()
+            newest = self.published.latest() or newest  # a newer one may have appeared meanwhile
+            target = self.published.at(self.stops.next_stop(self.version, newest.version))
             began = time.monotonic()
-            await self.fleet.update(newest, self.timeout)
+            await self.fleet.update(target, self.timeout)
             self.seconds = time.monotonic() - began
-            self.version = newest.version
-            self.reached(newest.version)
+            self.version = target.version
+            self.reached(target.version)
 
     async def follow(self) -> None:
-        """Runs until the last version is served. Raises the fleet's errors."""
+        """Runs until the last version is served and no longer needed. Raises the fleet's errors."""
         while self.version < self.last:
             await self.reach(self.version + 1)
+        await self.stops.finish()

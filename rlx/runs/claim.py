@@ -117,6 +117,8 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
+    if cfg.model.chat_template is not None:
+        cfg = replace(cfg, model=replace(cfg.model, chat_template=str(Path(cfg.model.chat_template).expanduser().absolute())))
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, even_done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from rlx.checkpoints.folders import read_start
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
+AVERAGE = re.compile(r"eval/[^/]+/avg@\d+")
 LAST_STEPS = 5  # the reward of one batch is noisy
 
 
@@ -64,6 +66,15 @@ class History:
         """The trainer's speed over the last `over` steps of this attempt; `None` if it cannot be computed yet."""
         times = self.series("time", "trainer", self.first)[-over - 1 :]
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
+    def scores(self, first: int = 0) -> dict[str, dict[int, float]]:
+        """`avg@n` of every evaluated environment, by its name and the step, from step `first` on: `{"math avg@4": {0: 0.1, 20: 0.4}}`."""
+        found: dict[str, dict[int, float]] = defaultdict(dict)
+        for step, record in sorted(self.records["eval"].items()):
+            for name, value in record.items():
+                if step >= first and AVERAGE.fullmatch(name):
+                    found[name.removeprefix("eval/").replace("/", " ")][step] = value
+        return found
 
     @property
     def final_reward(self) -> float | None:

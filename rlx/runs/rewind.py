@@ -56,7 +56,8 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     """Prepare the next attempt in a run's own directory, from the newest complete checkpoint or that of step `wanted`.
 
     Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
-    Removes everything of later steps: metrics, rollouts, batches, policy versions, and, if `wanted` is a step, later checkpoints.
+    Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
+    checkpoints.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint or `max_steps` steps are already done.
     """
@@ -77,6 +78,9 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     for file in (*paths.rollouts.glob("step_*"), *paths.recorded.glob("step_*")):
         if int(file.name.removeprefix("step_").split(".")[0]) >= done:
             file.unlink()
+    for folder in paths.evaluations.glob("*/step_*"):
+        if int(folder.name.removeprefix("step_")) >= done:
+            shutil.rmtree(folder)
     for file in (*paths.batches.glob("*"), *paths.endpoints.glob("*.json"), *paths.heartbeats.glob("*.json")):
         file.unlink()
     for file in (paths.preempt, paths.preempted):

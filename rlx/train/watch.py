@@ -47,6 +47,12 @@ class Watch:
         for check in self.checks:
             check()
 
+    def progressed(self) -> None:
+        """Like `beat_on`, after a part of the phase's work is done."""
+        if self.heartbeat is not None:
+            self.heartbeat.progress += 1
+        self.beat_on()
+
     def working(self, phase: str, step: int | None = None) -> AbstractContextManager[None]:
         """A context for long work that cannot send heartbeats: a thread sends them."""
         return self.heartbeat.during(phase, step) if self.heartbeat is not None else nullcontext()

@@ -199,6 +199,10 @@ class ModelFiles:
             config.save_pretrained(folder)
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 
+    def with_chat_template(self, path: str) -> ModelFiles:
+        """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
+        return ModelFiles({**self.files, "chat_template.jinja": Path(path).read_bytes()})
+
 
 Tensors = dict[str, "torch.Tensor"]
 

@@ -47,12 +47,25 @@ class Publisher:
 
     @classmethod
     def of(
-        cls, model: PolicyModel, mesh: Mesh, paths: RunPaths, *, source: str, dtype: torch.dtype, trust_remote_code: bool = False
+        cls,
+        model: PolicyModel,
+        mesh: Mesh,
+        paths: RunPaths,
+        *,
+        source: str,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
     ) -> Publisher:
-        """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer."""
+        """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
+
+        `chat_template`: a file; the published folders have this template instead of the model's own.
+        """
         static = ModelFiles({})
         if mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+            if chat_template is not None:
+                static = static.with_chat_template(chat_template)
         return cls(model, mesh, paths, static, dtype)
 
     def gather(self, version: int) -> None:
@@ -147,7 +160,11 @@ class Subscriber:
     def latest(self) -> WeightVersion | None:
         """The newest version that appeared; None without one."""
         version = files.latest_version(self.paths)
-        return None if version is None else WeightVersion(version=version, kind="files", where=str(self.paths.weights_of(version)))
+        return None if version is None else self.at(version)
+
+    def at(self, version: int) -> WeightVersion:
+        """A version that appeared. The trainer keeps those after the servers' version."""
+        return WeightVersion(version=version, kind="files", where=str(self.paths.weights_of(version)))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,22 +12,27 @@ from rlx.config.signatures import is_installed, module_of
 # environments
 
 
-@rule("envs")
+@rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
-        yield "there is no environment. Choose one or more: env=reverse_text, env=[math,reverse_text], or env.id=MODULE for your own."
+        yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        module = module_of(env.id)
-        if not module.isidentifier():
-            yield f"{of(f'envs.{name}.id')} is not the name of a Python module. Write the name of an installed environment, or owner/name."
-        elif not is_installed(module):
-            yield (
-                f"the environment {of(f'envs.{name}.id')} is not installed: there is no module {module}.\n"
-                f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
-            )
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
+
+
+def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
+    """Whether a key names an environment. `installed`: it must be installed here."""
+    module = module_of(env_id)
+    if not module.isidentifier():
+        yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
+    elif installed and not is_installed(module):
+        yield (
+            f"the environment {of(key)} is not installed: there is no module {module}.\n"
+            f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
+        )
 
 
 # batches
@@ -165,18 +170,3 @@ def top_k(cfg: Config, of: Show) -> Iterator[str]:
     for key, value in values.items():
         if value == 0:
             yield f"`{key}` must be -1 (all tokens) or at least 1: {of(key)}."
-
-
-@rule("model.strips_thinking", "model.name", "orchestrator.trajectory_strategy")
-def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved":
-        return
-    from renderers.base import MODEL_RENDERER_MAP  # takes half a second, so import it only when needed
-
-    if cfg.model.name not in MODEL_RENDERER_MAP:  # for models that it knows, the renderer keeps all reasoning (rlx.policy.chat)
-        yield (
-            "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones: "
-            f"{of('model.strips_thinking')} with {of('orchestrator.trajectory_strategy')}.\n"
-            f"The package `renderers` could keep the reasoning, but does not know {of('model.name')}. "
-            "Use orchestrator.trajectory_strategy=branching."
-        )

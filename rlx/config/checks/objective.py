@@ -5,11 +5,14 @@ No rule names an objective or an advantage: the rules read what these declare in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.rules import Show, declared, rule, target_name
+from rlx.config.sampling import biases
 from rlx.config.schema import Config
+from rlx.config.signatures import declared_by
 
 
 @rule("loss", "advantage", "optim")
@@ -37,17 +40,25 @@ def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
+def weighs_tokens(cfg: Config) -> bool:
+    """Whether the objective weighs tokens by a ratio against the engine, so that the engine must sample from the policy's distribution."""
+    # A correction is a ratio against the engine, whether or not the objective uses one.
+    return declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
+
+
+def needs_exact_sampling(cfg: Config, env: Mapping[str, Any]) -> bool:
+    """Whether tokens of a request that truncates or penalises may not be trained. `env`: the sampling parameters of its environment."""
+    accepted = cfg.sampling.allow_biased_ratio or biases(env)
+    return not accepted and (weighs_tokens(cfg) or declared_by(str(cfg.loss.get("_target_", ""))) is None)
+
+
 @rule("sampling", "envs", "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
-    # min_tokens forbids the end-of-sequence token, so the engine's log-probabilities are over the other tokens.
-    neutral: dict[str, float] = {"top_p": 1, "top_k": -1, "min_p": 0, "min_tokens": 0}
-    sections = {"sampling": s} | {f"envs.{name}.sampling": env.sampling for name, env in cfg.envs.items()}
-    cut = [f"{place}.{key}" for place, own in sections.items() for key, off in neutral.items() if getattr(own, key) not in (None, off, 0)]
+    sections: dict[str, Any] = {"sampling": s} | {f"envs.{name}.sampling": env.sampling for name, env in cfg.envs.items()}
+    cut = [f"{place}.{key}" for place, own in sections.items() for key in biases({k: v for k, v in vars(own).items() if v is not None})]
     name = target_name(cfg.loss)
-    # A correction is a ratio against the engine, whether or not the objective uses one.
-    weighs = declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
-    if cut and not s.allow_biased_ratio and weighs:
+    if cut and not s.allow_biased_ratio and weighs_tokens(cfg):
         keys = ", ".join(of(key) for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
@@ -26,9 +27,13 @@ FINISH_REASONS = {0: "stop", 1: "length", 2: "abort", 3: "error", 4: "stop"}  # 
 
 
 class Sink:
-    """The tokens sampled so far for one policy request."""
+    """The tokens sampled so far for one policy request.
 
-    __slots__ = ("done", "finish_reason", "interrupted", "logprobs", "max_tokens", "token_ids", "versions")
+    The core knows stop tokens, but not text. A request with stop strings has `text`, which finds the token that completes one of them.
+    The tokens that the core has sampled beyond it are dropped, and the core is told to abort the request (`cut`).
+    """
+
+    __slots__ = ("cut", "done", "finish_reason", "interrupted", "logprobs", "max_tokens", "text", "token_ids", "versions")
 
     def __init__(self, done: asyncio.Future[None], max_tokens: int) -> None:
         self.token_ids: list[int] = []
@@ -38,6 +43,25 @@ class Sink:
         self.max_tokens = max_tokens
         self.interrupted = False  # by a weight update: the engine reports this as a preemption
         self.done = done
+        self.text: IncrementalDetokenizer | None = None
+        self.cut = False  # ended by a stop string while the core goes on
+
+    def add(self, tokens: list[int], logprobs: list[float], version: int, reason: str) -> None:
+        """Take new tokens and their log-probabilities. `reason`: why the core ends the request, if it does."""
+        if self.text is not None:
+            for number, token in enumerate(tokens, 1):
+                if self.text.update([token], reason == "stop" and number == len(tokens)) is not None:
+                    tokens, logprobs = tokens[:number], logprobs[:number]
+                    self.cut, reason = not reason, "stop"
+                    break
+        if tokens:
+            self.token_ids += tokens
+            self.logprobs += logprobs
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1][1] += len(tokens)
+            else:
+                self.versions.append([version, len(tokens)])
+        self.finish_reason = reason
 
 
 class PolicyOutputs:
@@ -71,17 +95,13 @@ class PolicyOutputs:
                 others.append(output)
                 continue
             tokens = output.new_token_ids
+            logprobs: list[float] = []
             if tokens:
                 assert output.new_logprobs is not None
-                sink.token_ids += tokens
-                sink.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-                if sink.versions and sink.versions[-1][0] == version:
-                    sink.versions[-1][1] += len(tokens)
-                else:
-                    sink.versions.append([version, len(tokens)])
-            if output.finish_reason is not None:
+                logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+            sink.add(tokens, logprobs, version, "" if output.finish_reason is None else FINISH_REASONS[output.finish_reason])
+            if sink.finish_reason:
                 del self.sinks[output.request_id]
-                sink.finish_reason = FINISH_REASONS[output.finish_reason]
                 if not sink.done.done():
                     sink.done.set_result(None)
         stats = outputs.scheduler_stats

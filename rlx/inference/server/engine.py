@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
@@ -62,6 +63,7 @@ class PolicyEngine:
         self.model = model
         self.served = served
         self.attested = 0.0
+        self._answered = 0  # tokens of the requests that have ended
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -111,8 +113,9 @@ class PolicyEngine:
         if len(prompt) >= self._context:
             raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new token", "context")
         try:
+            parameters = sampling_params(request.sampling)
             core_request = self.llm.input_processor.process_inputs(
-                request.request_id, {"type": "token", "prompt_token_ids": prompt}, sampling_params(request.sampling), self._tasks
+                request.request_id, {"type": "token", "prompt_token_ids": prompt}, parameters, self._tasks
             )
         except (VLLMValidationError, ValueError, TypeError) as error:
             raise BadRequest(str(error)) from error
@@ -121,6 +124,8 @@ class PolicyEngine:
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{request.request_id}#{next(self._numbers)}"  # unique even if clients' ids are not
         sink = Sink(asyncio.get_running_loop().create_future(), request.sampling.max_tokens)
+        if parameters.stop:
+            sink.text = IncrementalDetokenizer.from_new_request(self.llm.tokenizer, core_request)
         self.core.sinks[core_request.request_id] = sink
         try:
             await self.core.add_request_async(core_request)
@@ -131,11 +136,15 @@ class PolicyEngine:
             if isinstance(error, asyncio.CancelledError):
                 await self.core.abort_requests_async([core_request.request_id])
             raise
+        self._answered += len(sink.token_ids)
+        if sink.cut:
+            await self.core.abort_requests_async([core_request.request_id])
         if sink.finish_reason == "error":
             raise RequestFailed(f"the engine failed request {request.request_id} after {len(sink.token_ids)} tokens; see its log")
         return Completion(
             token_ids=pack_ids(sink.token_ids),
             logprobs=np.asarray(sink.logprobs, FLOAT).tobytes(),
+            temperature=parameters.temperature or 1.0,  # vLLM raises values below 0.01; 0 takes the most likely token, scored at 1
             versions=[(version, count) for version, count in sink.versions],
             finish_reason=sink.finish_reason,
         )
@@ -145,6 +154,11 @@ class PolicyEngine:
     @property
     def version(self) -> int:
         return self.core.version
+
+    @property
+    def activity(self) -> int:
+        """A number that changes as long as requests are answered: tokens of those in flight, and of those that have ended."""
+        return self._answered + sum(len(sink.token_ids) for sink in self.core.sinks.values())
 
     def state(self) -> PolicyState:
         core = self.core
@@ -224,7 +238,7 @@ class PolicyEngine:
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text."""
+    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text unless it is searched for stops."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -234,8 +248,13 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         min_p=sampling.min_p,
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias or None,
         logprobs=0,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

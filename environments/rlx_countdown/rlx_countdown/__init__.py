@@ -1,0 +1,138 @@
+"""Countdown: combine given numbers with + - * / to reach a target.
+
+The model reasons and writes one expression in `<answer></answer>`. The reward is 1.0 if it uses each given number exactly once and has the
+target as its value, else 0.0. A row is `question`, `answer` (one of the solutions) and `info` (`numbers`, `target`).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+SYSTEM_PROMPT = (
+    "Find an expression with the value that is asked for. Use each number exactly once, and only + - * / and brackets. Think step by step, "
+    "then write the expression alone between <answer> and </answer>."
+)
+LONGEST = 200  # characters of an expression
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-", "[": "(", "]": ")"}
+
+
+def evaluate(text: str) -> tuple[Fraction, Counter[int]] | None:
+    """The value of an expression and the numbers in it; None if it is not one, or divides by 0. A closing `= 12` is ignored."""
+    text = text.strip().strip("$")
+    for sign, plain in SIGNS.items():
+        text = text.replace(sign, plain)
+    text = re.sub(r"=\s*-?\d+\s*$", "", text)
+    if len(text) > LONGEST:
+        return None
+    used: Counter[int] = Counter()
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return None
+
+
+def _value(node: ast.expr, used: Counter[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used[node.value] += 1
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("neither a number nor one of the four operations")
+
+
+def build_rows(num_examples: int, min_numbers: int, max_numbers: int, largest: int, max_target: int, seed: int) -> list[dict[str, Any]]:
+    """`num_examples` solvable rows: each is made from its solution. The same arguments give the same rows."""
+    rng = random.Random(seed)
+    rows = []
+    while len(rows) < num_examples:
+        numbers = [rng.randint(1, largest) for _ in range(rng.randint(min_numbers, max_numbers))]
+        solution = _solution(list(numbers), max_target, rng)
+        if solution is None:
+            continue
+        value, text = solution
+        asked = ", ".join(map(str, numbers))
+        info = {"numbers": numbers, "target": value}
+        rows.append({"question": f"Numbers: {asked}. Target: {value}.", "answer": text, "info": info})
+    return rows
+
+
+def _solution(numbers: list[int], max_target: int, rng: random.Random) -> tuple[int, str] | None:
+    """Combine random pairs until one value is left, with whole numbers above 0 only. None if that value is no possible target."""
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        (a, left), (b, right) = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
+        values = {"+": a + b, "*": a * b} | ({"-": a - b} if a > b else {}) | ({"/": a // b} if b > 1 and a % b == 0 else {})
+        sign = rng.choice(list(values))
+        parts.append((values[sign], f"({left} {sign} {right})"))
+    ((value, text),) = parts
+    return (value, text.removeprefix("(").removesuffix(")")) if value <= max_target and value not in numbers else None
+
+
+def solved(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
+    """1.0 if the expression uses each number once and has the target as its value."""
+    found = evaluate(parser.parse_answer(completion) or "")
+    return float(found is not None and found[0] == info["target"] and found[1] == Counter(info["numbers"]))
+
+
+def is_expression(parser: vf.Parser, completion: vf.Messages) -> float:
+    """1.0 if the answer is an expression at all. Not part of the reward."""
+    return float(evaluate(parser.parse_answer(completion) or "") is not None)
+
+
+def uses_numbers(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
+    """1.0 if the expression uses each given number exactly once and no other. Not part of the reward."""
+    found = evaluate(parser.parse_answer(completion) or "")
+    return float(found is not None and found[1] == Counter(info["numbers"]))
+
+
+def load_environment(
+    min_numbers: int = 3,
+    max_numbers: int = 4,
+    largest: int = 25,
+    max_target: int = 100,
+    num_examples: int = 4096,
+    num_eval_examples: int = 256,
+    seed: int = 0,
+    system_prompt: str | None = SYSTEM_PROMPT,
+) -> vf.SingleTurnEnv:
+    """The environment.
+
+    Args:
+        min_numbers: fewest given numbers.
+        max_numbers: most given numbers.
+        largest: largest given number.
+        max_target: largest target.
+        num_examples: problems to train on.
+        num_eval_examples: problems for evaluation, drawn from another seed.
+        seed: seed of the problems.
+        system_prompt: None asks the bare question.
+    """
+    if not 2 <= min_numbers <= max_numbers <= 8:
+        raise ValueError(f"min_numbers={min_numbers} and max_numbers={max_numbers} must satisfy 2 <= min_numbers <= max_numbers <= 8")
+    if largest < 2 or max_target < 10:
+        raise ValueError(f"largest={largest} must be at least 2, and max_target={max_target} at least 10")
+    parser = vf.XMLParser(fields=["answer"])
+    arguments = (min_numbers, max_numbers, largest, max_target)
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(build_rows(num_examples, *arguments, seed)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(num_eval_examples, *arguments, seed + 1_000_003)),
+        system_prompt=system_prompt,
+        parser=parser,
+        rubric=vf.Rubric(funcs=[solved, is_expression, uses_numbers], weights=[1.0, 0.0, 0.0], parser=parser),
+    )

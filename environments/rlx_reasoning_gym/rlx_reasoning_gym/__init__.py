@@ -1,0 +1,139 @@
+"""Any data sets of reasoning-gym by name, alone or mixed.
+
+The model reasons and puts its answer in `<answer></answer>`. The reward is the data set's own score of it, 0 to 1.
+A row is `question`, `answer` (the answer that the generator stored) and `info` (`source`: the data set; `index`: the entry in it;
+`held_out`: whether it is for evaluation). Entries are generated again when they are scored, so rows stay small.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+import verifiers as vf
+from datasets import Dataset
+from reasoning_gym.factory import DATASETS
+
+SYSTEM_PROMPT = "Think step by step. Then write the final answer between <answer> and </answer>, in the form that the question asks for."
+DEFAULT = ("chain_sum", "gsm_symbolic", "leg_counting", "letter_counting", "number_sequence", "spell_backward")
+EVAL_SEED = 1_000_003  # added to the seed for the evaluation entries
+TRIED = 6  # entries of each data set whose stored answer is scored when the environment is loaded
+
+
+class Sources:
+    """The generators of the named data sets, for training and for evaluation."""
+
+    def __init__(self, names: Sequence[str], config: dict[str, Any], sizes: tuple[int, int], seed: int) -> None:
+        """Raises ValueError for an unknown name or configuration, and for a data set that does not accept its own answers."""
+        self.names = tuple(names)
+        self._sets: dict[tuple[str, bool], Any] = {}
+        for number, name in enumerate(names):
+            for held_out, size in ((False, sizes[0]), (True, sizes[1])):
+                own = seed + 7919 * number + EVAL_SEED * held_out
+                try:
+                    self._sets[name, held_out] = reasoning_gym.create_dataset(name, seed=own, size=size, **config.get(name, {}))
+                except (AssertionError, TypeError, ValueError) as error:
+                    raise ValueError(f"config={{{name}: {config.get(name, {})}}}: {error}") from error
+            refused = self._refused(name, min(TRIED, sizes[0]))
+            if refused:
+                raise ValueError(
+                    f"names: {name} cannot be trained on, because it does not accept its own answers: {refused}. Leave it out of names"
+                )
+        self.entry = lru_cache(maxsize=1024)(self._entry)
+
+    def _refused(self, name: str, count: int) -> str:
+        """The first of `count` entries whose stored answer does not score 1.0, in words; empty if there is none."""
+        for index in range(count):
+            entry = self._entry(name, False, index)
+            if entry["answer"] is None:
+                return f"entry {index} has no answer"
+            if (score := self.score(name, False, str(entry["answer"]), entry)) < 1:
+                return f"entry {index} scores {score:g} for {str(entry['answer'])[:60]!r}"
+        return ""
+
+    def _entry(self, name: str, held_out: bool, index: int) -> dict[str, Any]:
+        return self._sets[name, held_out][index]
+
+    def score(self, name: str, held_out: bool, answer: str, entry: dict[str, Any]) -> float:
+        """The data set's score of an answer, 0 to 1."""
+        return float(self._sets[name, held_out].score_answer(answer=answer, entry=entry))
+
+
+def build_rows(sources: Sources, weights: dict[str, float], num_examples: int, held_out: bool, seed: int) -> list[dict[str, Any]]:
+    """`num_examples` rows; the share of each data set follows its weight. The same arguments give the same rows."""
+    rng = random.Random(seed)
+    shares = [weights.get(name, 1.0) for name in sources.names]
+    used = dict.fromkeys(sources.names, 0)
+    rows = []
+    for name in rng.choices(sources.names, shares, k=num_examples):
+        index, used[name] = used[name], used[name] + 1
+        entry = sources.entry(name, held_out, index)
+        info = {"source": name, "index": index, "held_out": held_out}
+        rows.append({"question": entry["question"], "answer": str(entry["answer"]), "info": info})
+    return rows
+
+
+def check_arguments(names: Sequence[str], config: dict[str, Any], weights: dict[str, float]) -> None:
+    """Raise ValueError for names that reasoning-gym does not have, and for configurations and weights of names that are not used."""
+    if not names:
+        raise ValueError("names is empty; give at least one data set of reasoning-gym, such as names=[chain_sum]")
+    if unknown := [name for name in names if name not in DATASETS]:
+        raise ValueError(f"names: reasoning-gym has no {', '.join(unknown)}. It has {', '.join(sorted(DATASETS))}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"names={list(names)} names a data set twice; give it a weight: weights={{NAME: 2}}")
+    for argument, given in (("config", config), ("weights", weights)):
+        if stray := [name for name in given if name not in names]:
+            raise ValueError(f"{argument} is for {', '.join(stray)}, but names={list(names)}")
+    if min((weights.get(name, 1.0) for name in names), default=1.0) <= 0:
+        raise ValueError(f"weights={weights}: a weight must be above 0; leave a data set out of names instead")
+
+
+def load_environment(
+    names: list[str] | None = None,
+    config: dict | None = None,
+    weights: dict | None = None,
+    num_examples: int = 4096,
+    num_eval_examples: int = 256,
+    seed: int = 0,
+    system_prompt: str | None = SYSTEM_PROMPT,
+) -> vf.SingleTurnEnv:
+    """The environment.
+
+    Args:
+        names: data sets of reasoning-gym; None: `DEFAULT`.
+        config: settings of data sets by name, such as `{chain_sum: {max_terms: 3}}`.
+        weights: share of data sets by name, relative to the others; 1 where none is given.
+        num_examples: entries to train on.
+        num_eval_examples: entries for evaluation, drawn from another seed.
+        seed: seed of the entries.
+        system_prompt: None asks the bare question.
+    """
+    names, config, weights = list(DEFAULT if names is None else names), config or {}, weights or {}
+    check_arguments(names, config, weights)
+    if num_examples < 1 or num_eval_examples < 1:
+        raise ValueError(f"num_examples={num_examples} and num_eval_examples={num_eval_examples} must be at least 1")
+    sources = Sources(names, config, (num_examples, num_eval_examples), seed)
+    parser = vf.XMLParser(fields=["answer"])
+
+    def score(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
+        """The data set's own score of the answer, 0 to 1."""
+        answer = parser.parse_answer(completion)
+        if not answer:
+            return 0.0
+        name, held_out = info["source"], bool(info["held_out"])
+        return sources.score(name, held_out, answer.strip(), sources.entry(name, held_out, info["index"]))
+
+    def answered(parser: vf.Parser, completion: vf.Messages) -> float:
+        """1.0 if the reply has an answer in tags. Not part of the reward."""
+        return float(bool(parser.parse_answer(completion)))
+
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(build_rows(sources, weights, num_examples, False, seed)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(sources, weights, num_eval_examples, True, seed + EVAL_SEED)),
+        system_prompt=system_prompt,
+        parser=parser,
+        rubric=vf.Rubric(funcs=[score, answered], weights=[1.0, 0.0], parser=parser),
+    )

@@ -1,0 +1,89 @@
+"""Sums and differences in three levels: the task in which a character model of under a million parameters learns to calculate.
+
+The reward is 1.0 for a right answer and 0.0 otherwise, so the mean reward is the accuracy.
+A row is `question` ("3 + 4 =") and `answer` ("7"). There is no system prompt, so a prompt has a dozen characters.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Level:
+    """The expressions of one level. Numbers of terms and digits are uniform in their ranges, both ends included."""
+
+    meaning: str
+    operators: str
+    terms: tuple[int, int]
+    digits: int
+
+
+LEVELS: dict[int, Level] = {
+    1: Level("the sum of two one-digit numbers", "+", (2, 2), 1),
+    2: Level("sums and differences of two or three numbers of one digit", "+-", (2, 3), 1),
+    3: Level("sums and differences of two or three numbers of two digits", "+-", (2, 3), 2),
+}
+
+
+def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
+    """`num_examples` rows of a level. The same seed gives the same rows."""
+    spec = LEVELS[level]
+    rng = random.Random(seed)
+    smallest = 0 if spec.digits == 1 else 10 ** (spec.digits - 1)
+    rows = []
+    for _ in range(num_examples):
+        value = rng.randint(smallest, 10**spec.digits - 1)
+        text = str(value)
+        for _ in range(rng.randint(*spec.terms) - 1):
+            operator, term = rng.choice(spec.operators), rng.randint(smallest, 10**spec.digits - 1)
+            value += term if operator == "+" else -term
+            text += f" {operator} {term}"
+        question = f"{text} ="
+        rows.append({"question": question, "answer": str(value), "prompt": [{"role": "user", "content": question}]})
+    return rows
+
+
+class AnswerParser(vf.Parser):
+    """The answer is the whole reply, without surrounding white space."""
+
+    def parse(self, text: str) -> str:
+        return text.strip()
+
+
+def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
+    """1.0 if the reply is the answer."""
+    return float(parser.parse_answer(completion) == answer)
+
+
+def is_number(parser: vf.Parser, completion: vf.Messages) -> float:
+    """1.0 if the reply is a whole number. Not part of the reward."""
+    return float(re.fullmatch(r"-?\d+", parser.parse_answer(completion) or "") is not None)
+
+
+def load_environment(level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0) -> vf.SingleTurnEnv:
+    """The environment.
+
+    Args:
+        level: 1 (sums of one-digit numbers) to 3 (two digits); see `LEVELS`.
+        num_examples: problems to train on.
+        num_eval_examples: problems for evaluation, drawn from another seed. Easy levels have so few problems that most occur in both.
+        seed: seed of the problems.
+    """
+    if level not in LEVELS:
+        known = "; ".join(f"{number}: {spec.meaning}" for number, spec in LEVELS.items())
+        raise ValueError(f"level={level} is not one of {known}")
+    parser = AnswerParser()
+    rubric = vf.Rubric(funcs=[correct, is_number], weights=[1.0, 0.0], parser=parser)
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
+        parser=parser,
+        rubric=rubric,
+    )

@@ -1,0 +1,186 @@
+"""Arithmetic with a calculator as a tool: the model writes a call, reads the result, and answers.
+
+The reward is 1.0 if the number in the last message is the answer, else 0.0. A row is `question` and `answer` (a whole number).
+Level 1 is one bare expression: a character model of under a million parameters learns to copy it into a call and the result out of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import random
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+SYSTEM_PROMPT = "Use the tool to calculate. Then give the final answer as a number inside \\boxed{}."
+LEVELS = {
+    1: "one operation on two numbers of one digit, asked as a bare expression",
+    2: "two to four operations on numbers of two to four digits",
+    3: "word problems of two or three steps with large numbers",
+}
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+LONGEST = 200  # characters of an expression; with + - * / its value stays as short
+
+
+def calc(x: str) -> str:
+    """Calculate an arithmetic expression.
+
+    Args:
+        x: the expression, with numbers, + - * / and brackets, such as "12*(3+4)".
+    """
+    if len(x) > LONGEST:
+        return f"error: the expression has {len(x)} characters, the limit is {LONGEST}"
+    try:
+        value = _value(ast.parse(x.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return "error: not an expression of numbers, + - * / and brackets"
+    except ZeroDivisionError:
+        return "error: division by zero"
+    return str(value) if value.denominator == 1 else str(float(value))
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("no arithmetic")
+
+
+# problems: question, and the expression that answers it
+
+
+def _expression(rng: random.Random) -> tuple[str, str]:
+    left, right = rng.randint(1, 9), rng.randint(1, 9)
+    text = f"{left}{rng.choice('+-*')}{right}"
+    return f"{text}=", text
+
+
+def _long_expression(rng: random.Random) -> tuple[str, str]:
+    text = str(rng.randint(10, 9999))
+    for _ in range(rng.randint(2, 4)):
+        text = f"{f'({text})' if rng.random() < 0.3 else text} {rng.choice('+-*')} {rng.randint(10, 9999 if rng.random() < 0.5 else 99)}"
+    return f"What is {text}?", text
+
+
+def _shop(rng: random.Random) -> tuple[str, str]:
+    a, b, price, other = rng.randint(12, 480), rng.randint(12, 480), rng.randint(3, 97), rng.randint(3, 97)
+    text = f"A shop sells {a} lamps for {price} dollars each and {b} chairs for {other} dollars each. How many dollars does it take in?"
+    return text, f"{a}*{price} + {b}*{other}"
+
+
+def _journey(rng: random.Random) -> tuple[str, str]:
+    speed, hours, more, back = rng.randint(31, 139), rng.randint(3, 19), rng.randint(40, 900), rng.randint(20, 90)
+    text = (
+        f"A train travels {hours} hours at {speed} km an hour, then {more} km further, and then {back} km back. "
+        "How many km from its start, along the line, does it stop?"
+    )
+    return text, f"{hours}*{speed} + {more} - {back}"
+
+
+def _boxes(rng: random.Random) -> tuple[str, str]:
+    boxes, each, broken, per = rng.randint(12, 320), rng.randint(6, 48), rng.randint(2, 60), rng.randint(3, 29)
+    text = f"A farm fills {boxes} boxes with {each} eggs each. {broken} break. The rest sells at {per} cents each. How many cents is that?"
+    return text, f"({boxes}*{each} - {broken})*{per}"
+
+
+def _years(rng: random.Random) -> tuple[str, str]:
+    start, monthly, years, spent = rng.randint(100, 9000), rng.randint(11, 480), rng.randint(2, 30), rng.randint(10, 900)
+    text = (
+        f"Mia has {start} dollars. She saves {monthly} dollars every month for {years} years, and spends {spent} dollars. "
+        "How many dollars has she now?"
+    )
+    return text, f"{start} + {monthly}*12*{years} - {spent}"
+
+
+WORD_PROBLEMS = (_shop, _journey, _boxes, _years)
+
+
+def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
+    """`num_examples` rows of a level. The same seed gives the same rows."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num_examples):
+        make = {1: _expression, 2: _long_expression}.get(level) or rng.choice(WORD_PROBLEMS)
+        question, expression = make(rng)
+        rows.append({"question": question, "answer": calc(expression), "info": {"expression": expression}})
+    return rows
+
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def last_number(text: str) -> Fraction | None:
+    """The number in the last `\\boxed{}` of a text, or its last number; None if there is none."""
+    found = _NUMBER.findall(vf.extract_boxed_answer(text.rpartition("</think>")[2]))
+    return Fraction(found[-1].replace(",", "")) if found and len(found[-1]) <= 64 else None
+
+
+class ToolMath(vf.ToolEnv):
+    """The environment, with a teacher for the warm start."""
+
+    def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
+        """A call of the calculator and its result as the answer. A teacher that errs copies a wrong digit into the call."""
+        expression = row["info"]["expression"]
+        if errs:
+            place = random.choice([at for at, letter in enumerate(expression) if letter.isdigit()])
+            digit = random.choice([digit for digit in "123456789" if digit != expression[place]])
+            expression = expression[:place] + digit + expression[place + 1 :]
+        result = calc(expression)
+        call = {"id": "a", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"x": expression})}}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": result},
+            {"role": "assistant", "content": result if self.system_prompt is None else f"\\boxed{{{result}}}"},
+        ]
+
+
+def load_environment(
+    level: int = 3, max_turns: int = 5, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0
+) -> vf.MultiTurnEnv:
+    """The environment.
+
+    Args:
+        level: 1 (one operation) to 3 (word problems); see `LEVELS`. Level 1 has no system prompt.
+        max_turns: most messages of the model; all but the last call the tool.
+        num_examples: problems to train on.
+        num_eval_examples: problems for evaluation, drawn from another seed.
+        seed: seed of the problems.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level} is not one of " + "; ".join(f"{number}: {meaning}" for number, meaning in LEVELS.items()))
+    if max_turns < 2:
+        raise ValueError(f"max_turns={max_turns} must be at least 2: a call and an answer")
+
+    def correct(completion: vf.Messages, answer: str) -> float:
+        """1.0 if the last message is the model's and its number is the answer."""
+        last = completion[-1] if completion else None
+        if last is None or last.role != "assistant" or last.tool_calls:
+            return 0.0
+        return float(last_number(str(last.content or "")) == Fraction(answer))
+
+    def called_before_answering(completion: vf.Messages) -> float:
+        """1.0 if a call returned a number. Not part of the reward."""
+        return float(any(message.role == "tool" and not str(message.content).startswith("error") for message in completion))
+
+    return ToolMath(
+        tools=[calc],
+        max_turns=max_turns,
+        dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
+        system_prompt=None if level == 1 else SYSTEM_PROMPT,
+        rubric=vf.Rubric(funcs=[correct, called_before_answering], weights=[1.0, 0.0]),
+    )

@@ -1,0 +1,33 @@
+"""The checkpoint that is best by a metric of an evaluation. `metrics.jsonl` decides, so a resumed run goes on with what it knew.
+
+No file of its own: a rewind removes the records of later steps, and with them what was best then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlx.checkpoints import folders
+from rlx.metrics import read_metrics
+from rlx.paths import RunPaths
+
+
+def best_of(paths: RunPaths, metric: str) -> tuple[float, int] | None:
+    """The highest value of the metric over all evaluations whose step has a checkpoint, and that step; the later one of equals."""
+    there = set(folders.steps(paths))
+    return max(((value, step) for step, value in _values(paths, metric).items() if step in there), default=None)
+
+
+def kept(paths: RunPaths, metric: str, is_due: Callable[[int], bool]) -> set[int]:
+    """The steps whose checkpoints must stay: the best one, and those whose evaluation has no record yet.
+
+    `is_due`: whether the version of a step is evaluated.
+    """
+    best, done = best_of(paths, metric), max(_values(paths, metric), default=-1)
+    waiting = {step for step in folders.steps(paths) if step > done and is_due(step)}
+    return waiting if best is None else {*waiting, best[1]}
+
+
+def _values(paths: RunPaths, metric: str) -> dict[int, float]:
+    """The metric by step."""
+    return {record["step"]: record[metric] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval" and metric in record}

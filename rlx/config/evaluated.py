@@ -1,0 +1,61 @@
+"""What a run evaluates: the environments of `eval.envs` with all values filled in, and the policy versions that are due.
+
+Pure: reads the configuration only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from rlx.config.schema import Config, EvalEnvConfig, EvalSampling
+from rlx.config.schema_rollout import EnvConfig
+
+PREFIX = "eval_"
+"""An environment is evaluated under its name with this prefix, so that its seeds and requests differ from those of training."""
+
+
+def evaluated(cfg: Config) -> dict[str, EvalEnvConfig]:
+    """The environments to evaluate on, by name; empty if there are no evaluations.
+
+    An entry without `id` takes what it does not set from `envs`. Sampling parameters come from the entry, `eval.sampling`, the environment
+    in `envs` and `sampling`, in this order. Raises KeyError for an entry without `id` that `envs` does not have (a rule reports it).
+    """
+    if cfg.eval.interval is None:
+        return {}
+    return {name: _filled(cfg, name, entry) for name, entry in (cfg.eval.envs or {name: EvalEnvConfig() for name in cfg.envs}).items()}
+
+
+def environments(cfg: Config) -> dict[str, EnvConfig]:
+    """All environments that a run loads: those of the mix, and those to evaluate on under their names with the prefix."""
+    return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
+
+
+def section_of(name: str) -> str:
+    """The section of an environment that a run loads under this name."""
+    return f"eval.envs.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else f"envs.{name}"
+
+
+def is_due(cfg: Config, version: int) -> bool:
+    """Whether a policy version is evaluated: 0 with `eval.eval_base`, multiples of `eval.interval`, and the last version."""
+    if cfg.eval.interval is None:
+        return False
+    return cfg.eval.eval_base if version == 0 else version % cfg.eval.interval == 0 or version == cfg.max_steps
+
+
+def _filled(cfg: Config, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:
+    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    own = None
+    if entry.id is None:
+        own, untouched = cfg.envs[name], EvalEnvConfig()
+        for f in fields(EnvConfig):
+            if f.name not in ("split", "sampling") and values[f.name] == getattr(untouched, f.name):
+                values[f.name] = getattr(own, f.name)
+        values["args"] = {**own.args, **entry.args}
+    values["num_examples"] = entry.num_examples or cfg.eval.num_examples
+    values["rollouts_per_example"] = entry.rollouts_per_example or cfg.eval.rollouts_per_example
+    sources = [entry.sampling, cfg.eval.sampling, *([own.sampling] if own is not None else []), cfg.sampling]
+    sampling = EvalSampling()
+    for f in fields(EvalSampling):
+        given = (getattr(source, f.name, None) for source in sources)
+        sampling = replace(sampling, **{f.name: next((value for value in given if value is not None), None)})
+    return replace(entry, **(values | {"sampling": sampling}))

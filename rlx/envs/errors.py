@@ -1,0 +1,190 @@
+"""What an exception of an environment says to people: its chain of causes, and the line of the environment's own code that it comes from.
+
+Imports the standard library alone, so that the process of an environment can use it too.
+
+    failure = failure_of(error, sources_of("my-env"))
+    failure.text        "RewardError: scoring failed ← ValueError: bad digit 'x'; at /…/my_env/scores.py:41 in parse"
+    failure.traceback   the whole traceback, for the log
+    failure.key         equal for failures that differ only in their messages: "RewardError ← ValueError; at /…/scores.py:41"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_CAUSES = 6  # of a chain that are shown
+LONGEST = 400  # characters of one error's message that are shown
+KEPT = 200  # different failures that are remembered; later ones are written each time
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception as texts. It can be sent to another process."""
+
+    text: str  # one line: the chain of causes with their messages, then the place
+    key: str  # what stays equal when only the messages differ
+    traceback: str
+
+
+def failure_of(error: BaseException, sources: Path | None = None) -> Failure:
+    """An exception as texts. `sources`: the environment's own code (`sources_of`)."""
+    place = place_of(error, sources)
+    names = " ← ".join(type(each).__name__ for each in chain(error))
+    written = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(text=describe(error, sources), key=f"{names}; at {place.file}:{place.line}" if place else names, traceback=written)
+
+
+def describe(error: BaseException, sources: Path | None = None) -> str:
+    """One line: the chain of causes with their messages, and the line of the environment's code that it comes from.
+
+    `ModelError ← ServerDisconnectedError: Server disconnected; at /…/my_env.py:42 in ask`. A message that an inner error repeats is
+    left out.
+    """
+    errors = list(chain(error))
+    messages = [_message(each) for each in errors]
+    parts = []
+    for position, each in enumerate(errors[:MOST_CAUSES]):
+        message = messages[position]
+        repeated = any(message in inner for inner in messages[position + 1 :])
+        parts.append(type(each).__name__ + (f": {message}" if message and not repeated else ""))
+    if len(errors) > MOST_CAUSES:
+        parts.append(f"{len(errors) - MOST_CAUSES} more")
+    place = place_of(error, sources)
+    return " ← ".join(parts) + (f"; at {place}" if place else "")
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes, the outermost first. Of an exception group, its first member stands for all."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        if each.__cause__ is not None:
+            each = each.__cause__
+        elif each.__context__ is not None and not each.__suppress_context__:
+            each = each.__context__
+        else:
+            each = each.exceptions[0] if isinstance(each, BaseExceptionGroup) else None
+
+
+def place_of(error: BaseException, sources: Path | None = None) -> Place | None:
+    """The innermost line of the environment's own code that the innermost of the causes passed through; None if there is none.
+
+    Without `sources`, or if no line belongs to them: the innermost line outside of Python, installed packages and rlx.
+    """
+    for own in ([sources] if sources is not None else []) + [None]:
+        for each in reversed(list(chain(error))):
+            if isinstance(each, SyntaxError) and each.filename and each.lineno and _belongs(each.filename, own):
+                return Place(file=each.filename, line=each.lineno, function="<module>")
+            for frame in reversed(traceback.extract_tb(each.__traceback__)):
+                if frame.lineno is not None and _belongs(frame.filename, own):
+                    return Place(file=frame.filename, line=frame.lineno, function=frame.name)
+    return None
+
+
+def sources_of(env_id: str) -> Path | None:
+    """The folder (or the single file) of an environment's package; None if it is not installed. Imports nothing.
+
+    `env_id` is verifiers' name of the environment: `owner/my-env` is the module `my_env`.
+    """
+    module = env_id.partition("@")[0].rpartition("/")[2].replace("-", "_")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin not in (None, "built-in", "frozen") else None
+
+
+def kind_of_text(text: str) -> str:
+    """What stays equal of a failure's text when only numbers and quoted words of its messages differ."""
+    message, mark, place = text.rpartition("; at ")
+    return _VARIES.sub("…", message if mark else text)[:LONGEST] + mark + (place if mark else "")
+
+
+class FailureLog:
+    """Writes each failure with its traceback once, and counts its repetitions."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._counts: Counter[tuple[str, str]] = Counter()  # by environment and key
+        self._said: dict[tuple[str, str], int] = {}  # counts when they were last written
+        self._texts: dict[tuple[str, str], str] = {}  # the first failure's text
+
+    def note(self, env: str, what: str, failure: Failure | str) -> None:
+        """Count a failure of environment `env`; write it if it is the first of its kind, or the 10th, 100th, 1000th, …
+
+        `what`: what failed, for people ("example 12"). `failure`: or its text alone, where the traceback is written elsewhere.
+        """
+        if isinstance(failure, str):
+            failure = Failure(text=failure, key=kind_of_text(failure), traceback="")
+        kind = (env, failure.key)
+        if kind not in self._counts and len(self._counts) >= KEPT:
+            self._log.warning("%s: %s failed: %s", env, what, failure.text)
+            return
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            self._texts[kind], self._said[kind] = failure.text, 1
+            self._log.warning("%s: %s failed: %s%s", env, what, failure.text, failure.traceback and f"\n{failure.traceback}")
+        elif count == 10 ** (len(str(count)) - 1):
+            self._say(kind)
+
+    def close(self) -> None:
+        """Write how often each failure was repeated since it was last written."""
+        for kind in self._counts:
+            self._say(kind)
+
+    def most_frequent(self, number: int = 3) -> list[tuple[str, int, str]]:
+        """`(environment, count, text of the first one)` of the most frequent failures."""
+        return [(kind[0], count, self._texts[kind]) for kind, count in self._counts.most_common(number)]
+
+    def _say(self, kind: tuple[str, str]) -> None:
+        more = self._counts[kind] - self._said[kind]
+        if more:
+            self._said[kind] = self._counts[kind]
+            self._log.warning("%s: … %d more like it (%d in all): %s", kind[0], more, self._counts[kind], self._texts[kind])
+
+
+def _message(error: BaseException) -> str:
+    """The error's own message in one line, shortened."""
+    is_key = isinstance(error, KeyError) and len(error.args) == 1  # whose text is the key alone
+    text = f"no key {error.args[0]!r}" if is_key else " ".join(str(error).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+HERE = str(Path(__file__).resolve().parent.parent)
+
+
+def _belongs(file: str, sources: Path | None) -> bool:
+    """Whether a file belongs to `sources`; if that is None, whether it is neither Python's, nor an installed package's, nor rlx's."""
+    if sources is None:
+        return not file.startswith(("<", *PYTHON, sys.base_prefix + "/lib", HERE))
+    return file == str(sources) or file.startswith(f"{sources}/")

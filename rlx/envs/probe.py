@@ -1,0 +1,177 @@
+"""Loads the environments of a configuration in a process of its own and says what they are, before a run starts anything.
+
+    python -m rlx.envs.probe < {"envs": [{"key": "0", "name": "math", "id": "rlx-math", "args": {}, "split": "train"}]}
+
+answers on its standard output, one JSON object a line: `{"loading": "0"}`, then `{"key": "0", "probed": {…}, "files": {…}, "folders": {…}}`
+with the fields of `Probed`, and what the answer depends on. Everything that an environment prints goes to the standard error.
+The caller is `rlx.launch.probes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.config.evaluated import section_of
+from rlx.config.schema import EnvConfig
+from rlx.envs.errors import chain, describe, sources_of
+from rlx.envs.kinds import kind_of, loader_of
+from rlx.plain import CodecError, to_json
+from rlx.process import die_with_parent
+
+FIELDS = ("id", "args", "split", "agents", "num_tasks")  # of an environment's configuration, that loading it needs
+MOST_FILES = 1000  # of an environment's package that a digest covers
+WRAPPED = ("Could not import", "Failed to load environment")  # how verifiers begins an error around the package's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What is known of one environment before the run."""
+
+    kind: str = ""  # "classic" or "v1"
+    examples: int = 0
+    tools: tuple[str, ...] = ()  # names
+    scores_groups: bool = False
+    seconds: float = 0.0  # of loading, without the import of verifiers
+    problem: str | None = None  # why it cannot be used, for people; the fields above are then not filled
+    fix: str = ""  # what to do about the problem
+
+    def __str__(self) -> str:
+        """`classic, 4,096 examples, tools add, subtract`"""
+        parts = [self.kind, f"{self.examples:,} example{'s' * (self.examples != 1)}"]
+        parts += [f"tools {', '.join(self.tools)}"] if self.tools else []
+        parts += ["rewards compare a group"] if self.scores_groups else []
+        return ", ".join(parts)
+
+
+def probe(name: str, config: EnvConfig) -> Probed:
+    """Load one environment and look at it. Never raises because of the environment. Call it on the main thread."""
+    began = time.monotonic()
+    try:
+        kind = kind_of(config.id)
+        env = loader_of(config.id)(name, config, {}, timeout=60.0)
+        seconds = time.monotonic() - began
+        rows = env.rows
+        if len(rows) == 0:
+            return Probed(problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
+        first = dict(rows[0])
+        to_json(first)
+        _try_first(env, first)
+        return Probed(kind=kind, examples=len(rows), tools=_tools_of(env), scores_groups=env.scores_groups, seconds=round(seconds, 3))
+    except CodecError as error:
+        return Probed(
+            problem=f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}", fix="change the environment"
+        )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _why(name, config.id, error)
+
+
+def _try_first(env: Any, row: dict[str, Any]) -> None:
+    """Let a classic environment read its first example, as at the begin of an episode; start a v1 environment's servers once.
+
+    Raises verifiers' refusal.
+    """
+    if (rehearse := getattr(env, "rehearse", None)) is not None:
+        rehearse()
+        return
+    from rlx.envs.verifiers_client import EpisodeClient
+
+    init_state = getattr(getattr(env, "env", None), "init_state", None)
+    if init_state is not None:
+        asyncio.run(init_state(row, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
+
+
+def _tools_of(env: Any) -> tuple[str, ...]:
+    return tuple(tool.name for tool in getattr(getattr(env, "env", None), "tool_defs", None) or ())
+
+
+def _why(name: str, env_id: str, error: BaseException) -> Probed:
+    """The problem that an exception shows, in the package's own words."""
+    inner = next((each for each in chain(error) if not str(each).startswith(WRAPPED)), error)
+    text = describe(inner, sources_of(env_id))
+    module = env_id.rpartition("/")[2].replace("-", "_")
+    if isinstance(inner, ImportError):
+        if inner.name == module:
+            what, fix = f"{env_id} is not installed: there is no module {module}", f"install it into this Python ({sys.executable})"
+        else:
+            what = f"{env_id} is installed, but something that it imports is not: {text}"
+            fix = f"install what is missing into this Python ({sys.executable})"
+        return Probed(problem=what, fix=fix)
+    if isinstance(inner, ValueError) and str(inner).startswith(f"envs.{name}: "):  # a sentence of our own
+        return Probed(problem=str(inner).removeprefix(f"envs.{name}: "), fix="choose another environment")
+    return Probed(problem=f"loading {env_id} failed: {text}", fix=f"correct {section_of(name)}.args, or the environment")
+
+
+# what an answer depends on
+
+
+def file_digest(path: str | Path) -> str:
+    """Digest of a file's content; empty if it cannot be read."""
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return ""
+
+
+def packages_digest(folder: str | Path) -> str:
+    """Digest of the names and versions of the packages that are installed in a folder."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info", ".egg-link", ".pth")))
+    except OSError:
+        return ""
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+
+
+def files_of(env_id: str) -> dict[str, str]:
+    """Digests of the files that an answer depends on: the environment's package, and imported modules that are not installed packages."""
+    installed = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), f"{sys.base_prefix}/lib")
+    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    found = {file for file in loaded if isinstance(file, str) and not file.startswith(installed)}
+    sources = sources_of(env_id)
+    if sources is not None:
+        found |= {str(path) for path in _below(sources)}
+    return {file: file_digest(file) for file in sorted(found)[: 2 * MOST_FILES]}
+
+
+def _below(sources: Path) -> Iterable[Path]:
+    if not sources.is_dir():
+        return [sources]
+    files = (path for path in sorted(sources.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+    return [path for _, path in zip(range(MOST_FILES), files, strict=False)]
+
+
+def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to one entry of a request."""
+    probed = probe(entry["name"], EnvConfig(**{key: entry[key] for key in FIELDS if key in entry}))
+    folders = {path: packages_digest(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}}
+    return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
+
+
+def main() -> None:
+    """Answer the request on the standard input."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    request = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for entry in request["envs"]:
+        print(json.dumps({"loading": entry["key"]}), file=answers, flush=True)
+        print(json.dumps(answer(entry)), file=answers, flush=True)
+    os._exit(0)  # threads of an environment must not keep the process alive
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""Any v1 taskset of verifiers as an `rlx.envs.base.Environment`.
+
+A v1 environment is a taskset (rows), agents (each with a model, a harness and a runtime) and `run(task, agents)`, which may let several
+agents play. The policy's tokens never pass through verifiers: its client is the policy's episode (`verifiers_v1_client`).
+
+An agent's run leaves a *trace* with rewards of its own, so a rollout trains **one** trace: each group trains one of the agents, in turn by
+the task's index, and its other agents are answered and not trained. So an advantage compares rewards of the same agent on the same task,
+and no token gets the advantage of an opponent. If an agent runs several times in an episode, member m trains its run m modulo their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import re
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
+from verifiers.v1.utils.loaders import load_environment as load_v1
+
+from rlx.config.schema import EnvConfig
+from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
+from rlx.envs.kinds import module_of
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops
+from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
+from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
+from rlx.types import Rollout, Status, Task
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
+STARTUP_TIMEOUT = 120.0  # seconds for the tool servers that all rollouts share
+ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
+POLICY = "policy"  # the model's name in requests
+
+
+def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> V1Environment:
+    """Load the taskset `config.id` as the rlx environment `name`. Starts nothing.
+
+    `config.args` is verifiers' `env` block without `taskset.id`: `taskset` (its own keys), one key for each agent, `timeout`, …
+    `sampling` and `concurrency` are part of the protocol; the policy has the sampling parameters, and reward functions get no threads.
+    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, or
+    if it needs what rlx does not offer (a sandbox, a key, images). Errors of the package's own code are raised as they are.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    where = f"envs.{name}"
+    block, chosen = block_of(where, config)
+    scripts_in_this_python()
+    try:
+        env = load_v1(block)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.split == "eval":
+        log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
+    tasks = _tasks(where, env, config.num_tasks)
+    needs = Needs(f"{where}.args", chosen)
+    for sentence in needs.of(env, tasks[0]):
+        raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
+    return V1Environment(name, env, tasks, needs, _trained(where, env, config.agents), config, config.rollout_timeout or timeout)
+
+
+class V1Environment:
+    """See `rlx.envs.base.Environment`."""
+
+    scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
+
+    def __init__(
+        self, name: str, env: vf.Env, tasks: Sequence[vf.Task], needs: Needs, agents: Sequence[str], config: EnvConfig, timeout: float
+    ) -> None:
+        """`agents`: those that train, in turn."""
+        self.name = name
+        self.policy: Policy | None = None
+        self.env = env
+        self.agents = tuple(agents)
+        self.timeout = timeout
+        self.sources = sources_of(config.id)
+        self.failures = FailureLog(log)
+        self.rows: Sequence[dict[str, Any]] = [
+            {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
+            for number, task in enumerate(tasks)
+        ]
+        self._type, self._data = type(tasks[0]), type(tasks[0].data)
+        self._needs = needs
+        self._serving: asyncio.Task[None] | None = None
+        self._up: asyncio.Future[None] | None = None
+        self._down = asyncio.Event()  # set when they are to stop
+
+    def trained_agent(self, task: Task) -> str:
+        """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
+        return self.agents[zlib.crc32(b"%d" % task.index) % len(self.agents)]
+
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
+        await self._start()
+        return await together([self._rollout(task, member, attempt) for member in members])
+
+    def rehearse(self) -> None:
+        """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
+        if type(self.env).start is not vf.Env.start or self.env.taskset.toolsets(self.env.config.taskset):
+            _in_a_thread(self._rehearsed())
+
+    async def _rehearsed(self) -> None:
+        try:
+            await self._start()
+        finally:
+            await self.close()
+            self._up = self._serving = None
+            self._down = asyncio.Event()
+
+    async def close(self) -> None:
+        """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
+        self.failures.close()
+        if self._serving is not None:
+            self._down.set()
+            await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
+            await _abandon(self._serving)
+
+    async def _start(self) -> None:
+        """Start what the rollouts share (the interception server, shared tool servers), once. Raises what that raises."""
+        if self._up is None:
+            self._up = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve(self._up))
+        await asyncio.shield(self._up)
+
+    async def _serve(self, up: asyncio.Future[None]) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(STARTUP_TIMEOUT):
+                    await stack.enter_async_context(self.env.serving())
+                give_clients(self.env._interception)
+                up.set_result(None)
+                await self._down.wait()
+        except Exception as error:
+            if up.done():
+                log.warning("%s: stopping its servers failed", self.name, exc_info=True)
+            else:
+                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
+
+    async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
+        assert self.policy is not None, "the environment has no policy; set it before the first play"
+        episode = self.policy.episode(task, member, attempt)
+        client = PolicyClient(episode)
+        started = time.monotonic()
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
+        try:
+            await asyncio.wait({playing}, timeout=self.timeout)
+        except asyncio.CancelledError:
+            await _abandon(playing)
+            raise
+        timing = {"total": time.monotonic() - started}
+
+        def failed(status: Status, stop: str, error: str) -> Rollout:
+            return Rollout(
+                task=task,
+                member=member,
+                turns=episode.turns,
+                prompt=task.row.get("prompt"),
+                completion=list(episode.replies),
+                reward=0.0,
+                rewards={},
+                metrics={},
+                status=status,
+                stop=stop,
+                error=error,
+                timing=timing,
+            )
+
+        if not playing.done():
+            await _abandon(playing)
+            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+        if (raised := playing.exception()) is not None:
+            return failed("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
+        return self._played(task, member, episode, client, playing.result(), timing, failed)
+
+    def _played(
+        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, timing: dict[str, float], failed: Any
+    ) -> Rollout:
+        """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
+        agent = self.trained_agent(task)
+        traces = [trace for trace in played.traces if trace.agent.name == agent and trace.agent.trainable]
+        if not played.ok:
+            stop, failure = self._failure(played, client)
+            late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
+            return failed("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
+        if not traces:
+            others = sorted({trace.agent.name for trace in played.traces if trace.agent.trainable})
+            hint = f"; those that trained are {', '.join(others)}: set envs.{self.name}.agents" if others else ""
+            return failed("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
+        trace = traces[member % len(traces)]
+        turns = episode.keep(client.requests.get(trace.id, []))
+        too_long = trace.id in client.too_long
+        if not client.requests.get(trace.id):
+            if too_long:
+                assert self.policy is not None
+                room = self.policy.context_length
+                return failed("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            return failed("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
+        reward = float(trace.reward)
+        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        if len(self.env._agent_specs) > 1:
+            metrics |= self._by_agent(played)
+        messages = [for_template(message) for message in trace.messages]
+        first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        return Rollout(
+            task=task,
+            member=member,
+            turns=turns,
+            prompt=messages[:first],
+            completion=messages[first:],
+            reward=reward if math.isfinite(reward) else 0.0,
+            rewards={name: float(value.score) for name, value in trace.rewards.items() if value is not None},
+            metrics=metrics,
+            status="ok" if math.isfinite(reward) else "error",
+            stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
+            error=None if math.isfinite(reward) else f"the reward is {reward}",
+            is_truncated=trace.is_truncated or too_long,
+            timing=timing,
+        )
+
+    async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
+        data = self._data.model_validate(task.row["task"])
+        (slot,) = self.env.slots(self._type(data, self.env.config.taskset.task))
+        context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(client), sampling=vf.SamplingConfig())
+        return await self.env.run_slot(slot, context)
+
+    def _failure(self, played: vf.Episode, client: PolicyClient) -> tuple[str, Failure]:
+        """(cause, failure) of an episode that is not ok."""
+        for trace in played.traces:
+            if trace.id in client.failures:
+                return "model_error", failure_of(client.failures[trace.id], self.sources)
+        errors = [*played.errors, *(error for trace in played.traces if not trace.ok for error in trace.errors)]
+        if not errors:
+            return "environment_error", Failure(text="the episode failed without an error", key="no error", traceback="")
+        error = errors[-1]
+        place = _place(error.traceback or "", self.sources)
+        at = f"; at {place}" if place else ""
+        text = f"{error.type}: {' '.join(error.message.split())[:400]}{at}"
+        return _snake(error.type), Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
+
+    def _note(self, task: Task, failure: Failure) -> str:
+        self.failures.note(self.name, f"example {task.example_id}", failure)
+        return failure.text
+
+    def _by_agent(self, played: vf.Episode) -> dict[str, float]:
+        """The mean reward of each agent of an episode, as `AGENT/reward`."""
+        rewards: dict[str, list[float]] = {}
+        for trace in played.traces:
+            rewards.setdefault(trace.agent.name, []).append(float(trace.reward))
+        return {f"{name}/reward": sum(values) / len(values) for name, values in rewards.items()}
+
+
+def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
+    """(verifiers' configuration of the environment, the agents with a runtime `subprocess` that someone chose)."""
+    args = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.args.items()}
+    args["taskset"] = {**(args.get("taskset") or {}), "id": config.id}
+    try:
+        import_taskset(config.id)
+        kind = env_config_type(config.id, args.get("id") or "")
+    except ModuleNotFoundError as error:
+        if (error.name and error.name.partition(".")[0] not in (module_of(config.id), "verifiers")) or error.__cause__ is None:
+            raise
+        raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
+    bundled = default_harness_id(config.id)
+    chosen = set()
+    for name, field in kind.model_fields.items():
+        default = field.default
+        if not isinstance(default, AgentConfig):
+            continue
+        own = dict(args.get(name) or {})
+        if isinstance(own.get("harness"), Mapping) and "id" in own["harness"] and own["harness"]["id"] is None:
+            own["harness"] = {**own["harness"], "id": "null"}  # what YAML makes of the name `null`
+        if "harness" not in own and default.harness is None and bundled == "bash":
+            own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
+        if "runtime" not in own and "runtime" not in default.model_fields_set:
+            own["runtime"] = {"type": "subprocess"}  # verifiers' default is a sandbox; the chat loop runs nothing in it
+        elif (own.get("runtime") or default.runtime.model_dump()).get("type") == "subprocess":
+            chosen.add(name)
+        args[name] = own
+    args.setdefault("interception", {"type": "server"})
+    try:
+        return kind.model_validate(args), frozenset(chosen)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
+
+
+def _tasks(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
+    """The tasks of a taskset, at most `limit`; of an endless one ENDLESS_ROWS."""
+    if limit is None and env.taskset.INFINITE:
+        limit = ENDLESS_ROWS
+        log.info("%s: the taskset is endless; its first %d tasks are the data set (%s.num_tasks)", where, limit, where)
+    tasks = list(itertools.islice(iter(env.taskset), limit))
+    if not tasks:
+        raise ValueError(f"{where}: the taskset {env.config.taskset.id} has no tasks")
+    return tasks
+
+
+def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
+    """The agents that train: those of the policy that the environment does not freeze, or those of them that the configuration names."""
+    context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(PolicyClient(None)), sampling=vf.SamplingConfig())  # type: ignore[arg-type]
+    agents = env._episode_agents(context, [], None, None)
+    _in_a_thread(env.setup(agents))
+    names = [name for name, spec in env._agent_specs.items() if spec.client is None]
+    can = [name for name in names if getattr(agents, name).trainable]
+    if wrong := [name for name in asked if name not in can]:
+        raise ValueError(f"{where}.agents names {', '.join(wrong)}; the agents that can train are {', '.join(can) or 'none'}")
+    if not can:
+        raise ValueError(f"{where}: none of its agents trains ({', '.join(env._agent_specs)})")
+    stock = env._episode_agents
+
+    def with_loops(*args: Any) -> Any:
+        made = stock(*args)
+        loops(made, env._interception)
+        return made
+
+    env._episode_agents = with_loops
+    return list(asked) or can
+
+
+def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, run in a thread, because this one may have a running loop."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(call))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _abandon(task: asyncio.Task) -> None:
+    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieve it; otherwise asyncio logs a warning later
+
+
+def _prompt(data: vf.TaskData) -> list[Message]:
+    """The prompt of a row, for people; empty if the environment opens the conversation."""
+    system: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if data.prompt is None:
+        return system
+    return [*system, {"role": "user", "content": data.prompt_text}]
+
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def _place(written: str, sources: Path | None) -> str | None:
+    """The innermost line of the environment's own code in a traceback: `/…/my_env.py:42 in ask`."""
+    own = [each for each in FRAME.finditer(written) if sources is not None and each["file"].startswith(str(sources))]
+    return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}" if own else None
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

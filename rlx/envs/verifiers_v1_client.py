@@ -1,0 +1,264 @@
+"""Connects the agents of a v1 episode to a policy's episode, in this process.
+
+verifiers' agents play through a program (the *harness*) that asks an interception server over HTTP; the server keeps the trace, its
+limits, stop conditions and rewrites, and asks a client. Here the chat loop (`null`, verifiers' harness without tools of its own) runs in
+this process and calls the server's handler directly: no subprocess, no installation, no HTTP. The server's client is the policy's episode.
+Both versions that have v1 work: 0.3 and 0.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from multidict import CIMultiDict
+from pydantic import PrivateAttr
+from verifiers.v1 import errors
+from verifiers.v1.clients.client import Client
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.dialects import DIALECTS
+from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.interception.server import InterceptionServer
+from verifiers.v1.runtimes import ProgramResult
+from verifiers.v1.types import AssistantMessage, Response, Usage
+
+from rlx.envs.errors import describe
+from rlx.policy.base import Episode, Message, PromptTooLong, Reply
+
+try:  # 0.4
+    from verifiers.v1.harnesses.utils import mcp as tool_client
+except ImportError:
+    from verifiers.v1.harnesses.null import program as tool_client
+
+CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
+TOO_LONG: Any = getattr(errors, "OverlongPromptError", errors.ProviderError)  # 0.3 ends the rollout; 0.4 leaves it to the harness
+LIST_TOOLS_TIMEOUT = 60.0  # seconds
+
+
+class PolicyClient(Client):
+    """A policy's episode with verifiers' v1 `Client` interface. One for each episode."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.requests: dict[str, list[str]] = {}  # ids of the answered requests of each trace, by the trace's id
+        self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
+        self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict,
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """One request. `body` is the whole request: its own sampling parameters are honoured. Raises ProviderError."""
+        if not isinstance(dialect, ChatDialect):
+            raise errors.ProviderError(f"the policy answers chat completions, not {dialect.upstream_path}", status_code=400)
+        trace = session_id or ""
+        request = dialect.parse_request(body) if turn is None else None
+        prompt = turn.prompt if request is None else request.messages
+        settings = dialect.parse_sampling(body).wire_args()
+        for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
+            settings.pop(name, None)
+        try:
+            reply = await self.episode.respond([for_template(message) for message in prompt], body.get("tools"), settings)
+        except PromptTooLong as error:
+            self.too_long.add(trace)
+            raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
+        except Exception as error:
+            self.failures[trace] = error
+            raise errors.ProviderError(describe(error), status_code=502) from error
+        self.requests.setdefault(trace, []).append(reply.request_id)
+        return response_of(reply)
+
+    async def close(self) -> None:
+        """Nothing to close: the policy belongs to the run."""
+
+
+class PolicyEndpoint(TrainClientConfig):
+    """The "endpoint" that verifiers hands to its agents: it holds the episode's client."""
+
+    base_url: str = "http://policy"
+    api_key_var: str = "RLX_POLICY_HAS_NO_KEY"
+    _client: PolicyClient = PrivateAttr()
+
+    @classmethod
+    def of(cls, client: PolicyClient) -> PolicyEndpoint:
+        endpoint = cls()
+        endpoint._client = client
+        return endpoint
+
+    @property
+    def client(self) -> PolicyClient:
+        """The client of the episode."""
+        return self._client
+
+
+def give_clients(server: InterceptionServer) -> None:
+    """Make `server` ask the episode's policy for agents without an endpoint of their own."""
+    stock = server._client
+    server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)
+
+
+class ChatLoop(NullHarness):
+    """verifiers' chat loop in this process: it asks the model, calls the tools that it names, and ends with an answer without calls."""
+
+    def __init__(self, config: Any, server: InterceptionServer) -> None:
+        super().__init__(config)
+        self.server = server
+
+    async def setup(self, runtime: Any) -> None:
+        """Nothing to install."""
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """Play until the model answers without tool calls. A refused request (a limit, a stop condition, an error) ends it."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages += [{"role": "user", "content": prompt}] if prompt else []
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with connected(mcp_urls, self.config.tool_timeout) as (tools, dispatch, servers):
+            while True:
+                request = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+                status, answer = await self._post(self.server._handler_for(CHAT), secret, request)
+                if status != 200:
+                    over = isinstance(ctx.client, PolicyEndpoint) and trace.id in ctx.client.client.too_long
+                    return ProgramResult(0 if over else 1, "", str(answer.get("error", answer)))
+                said = {name: value for name, value in answer["choices"][0]["message"].items() if value is not None}
+                messages.append(said)
+                if not said.get("tool_calls"):
+                    return ProgramResult(0, "", "")
+                for call in said["tool_calls"]:
+                    messages.append(await self._called(call, dispatch, servers, secret, tool_interception_url is not None))
+
+    async def _called(self, call: dict, dispatch: dict, servers: dict, secret: str, gated: bool) -> Message:
+        """The result of a tool call, as a message. Errors of the model's call are results, too."""
+        name, text = call["function"]["name"], call["function"]["arguments"]
+        try:
+            arguments, wrong = json.loads(text or "{}"), ""
+        except json.JSONDecodeError as error:
+            arguments, wrong = text, f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+        result = {"role": "tool", "tool_call_id": call["id"], "name": name}
+        if gated:  # 0.4: the task may forbid the call
+            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+            status, verdict = await self._post(self.server.handle_tool, secret, asked)
+            if status != 200 or verdict["action"] == "stop":
+                raise RuntimeError(str(verdict.get("error") or verdict.get("reason")))
+            if verdict["action"] == "deny":
+                return verdict["message"]
+        if wrong:
+            return {**result, "content": wrong}
+        if not isinstance(arguments, dict):
+            kind = type(arguments).__name__
+            return {**result, "content": f"error: tool arguments must be a JSON object, got {kind}; resend as an object"}
+        if name not in dispatch:
+            return {**result, "content": f"error: unknown tool {name!r}"}
+        return {**result, "content": await tool_client.call_mcp(servers, dispatch, name, arguments)}
+
+    async def _post(self, handler: Any, secret: str, body: dict) -> tuple[int, dict]:
+        """(HTTP status, JSON) of a handler's answer. It gets a task of its own: the server cancels its handlers when a rollout ends."""
+        response = await asyncio.create_task(handler(LocalRequest(secret, body)))
+        return response.status, json.loads(response.body)
+
+
+class LocalRequest(dict):
+    """As much of `aiohttp.web.Request` as the interception server's handlers read."""
+
+    def __init__(self, secret: str, body: dict) -> None:
+        super().__init__()
+        self.path = CHAT.routes[0]
+        self.headers = CIMultiDict({"Authorization": f"Bearer {secret}"})
+        self._read_bytes: bytes | None = json.dumps(body).encode()
+
+    async def read(self) -> bytes:
+        """The request's body."""
+        assert self._read_bytes is not None
+        return self._read_bytes
+
+
+@asynccontextmanager
+async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple[list[dict], dict, dict]]:
+    """(functions in OpenAI's form, tool name → (server, its own name), servers) of MCP servers, through verifiers' own client."""
+    async with AsyncExitStack() as stack:
+        if not urls:
+            yield [], {}, {}
+            return
+        config = {"mcpServers": {name: {"url": url, "timeout": timeout} for name, url in urls.items()}}
+        more = (stack,) if "stack" in inspect.signature(tool_client.connect_mcp).parameters else ()
+        async with asyncio.timeout(LIST_TOOLS_TIMEOUT):
+            found = await tool_client.connect_mcp(config, *more)
+        yield found
+
+
+def response_of(reply: Reply) -> Response:
+    """The policy's answer as verifiers' record, with the wire form that a program reads."""
+    message = AssistantMessage(
+        content=reply.content or None,
+        reasoning_content=reply.reasoning,
+        tool_calls=[vf.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in reply.calls] or None,
+    )
+    finish: Any = "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
+    usage = Usage(prompt_tokens=reply.num_prompt_tokens, completion_tokens=reply.num_tokens)
+    response = Response(id=reply.request_id, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
+    response.raw = {
+        "id": reply.request_id,
+        "object": "chat.completion",
+        "created": 0,
+        "model": "policy",
+        "choices": [{"index": 0, "message": message_to_wire(message), "finish_reason": finish}],
+        "usage": {
+            "prompt_tokens": reply.num_prompt_tokens,
+            "completion_tokens": reply.num_tokens,
+            "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
+        },
+    }
+    return response
+
+
+def for_template(message: Any) -> Message:
+    """A v1 message in the form that chat templates and renderers read. Text parts are joined."""
+    content = message.content
+    if isinstance(content, list):
+        if any(part.type != "text" for part in content):
+            raise ValueError("the conversation has images, but rlx trains on text alone")
+        content = "\n".join(part.text for part in content)
+    out: Message = {"role": message.role, "content": content or ""}
+    if message.role == "assistant":
+        if message.reasoning_content:
+            out["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            out["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.tool_calls
+            ]
+    elif message.role == "tool":
+        out["tool_call_id"] = message.tool_call_id
+        if message.name:
+            out["name"] = message.name
+    return out
+
+
+def loops(agents: Sequence[Any], server: InterceptionServer) -> None:
+    """Give the agents whose harness is the chat loop the one of this process."""
+    for agent in agents:
+        if type(agent.harness) is NullHarness:
+            agent.harness = ChatLoop(agent.harness.config, server)

@@ -1,0 +1,272 @@
+"""What a v1 taskset needs that this machine's processes do not offer: said when it is loaded, before any server starts.
+
+Each need is one sentence with what to do about it. Agents run in this process (the chat loop) or, if their runtime is `subprocess`, in
+processes of this machine; sandboxes and containers are never started.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import socket
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from urllib.parse import urlsplit
+
+import verifiers.v1 as vf
+from packaging.requirements import Requirement
+from pydantic import BaseModel
+from verifiers.v1.configs.client import BaseClientConfig, resolve_api_key
+from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.runtimes import SubprocessRuntime
+
+from rlx.envs.verifiers_v1_client import PolicyEndpoint
+
+SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # the form that PEP 723 gives
+HOOKS = ("setup", "finalize")
+CONNECT_TIMEOUT = 3.0  # seconds
+
+
+class Needs:
+    """The needs of one environment. `key` is the start of the configuration keys that a sentence names: `envs.NAME.args`."""
+
+    def __init__(self, key: str, chosen: frozenset[str]) -> None:
+        """`chosen`: the agents whose runtime the user or the environment's author set to `subprocess`."""
+        self.key = key
+        self.chosen = chosen
+
+    def of(self, env: vf.Env, first: vf.Task | None) -> Iterator[str]:
+        """The needs of a loaded environment. `first`: its first task."""
+        config = env.config
+        for name, spec in env._agent_specs.items():
+            yield from self._agent(name, spec, env._harnesses[name])
+        task_type = type(env.taskset).task_type()
+        for name in env._agent_specs:
+            yield from self.task(task_type, name)
+        for server in self._servers(env):
+            yield from self._server(server)
+        classes = [(type(env), vf.Env), (type(env.taskset), vf.Taskset), (task_type, vf.Task)]
+        classes += [(type(server), vf.Toolset) for server in self._servers(env)]
+        if lacking := sorted(set().union(*(missing_imports(each, base) for each, base in classes))):
+            yield f"it imports {', '.join(lacking)} when it runs, which this Python lacks; install it ({sys.executable})"
+        for where, endpoint in endpoints(config, self.key):
+            yield from self._endpoint(where, endpoint)
+        if first is not None:
+            yield from self._data(first)
+
+    def _servers(self, env: vf.Env) -> list[Any]:
+        tasks = env.config.taskset
+        return [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]
+
+    def task(self, task_type: type[vf.Task], agent: str) -> Iterator[str]:
+        """The needs of the tasks of a class, if `agent` plays them."""
+        if task_type.NEEDS_CONTAINER:
+            yield f"its tasks ({task_type.__name__}) need a container, which rlx does not start"
+            return
+        uses = [function.__qualname__ for function in hooks(task_type) if _reads(function, "runtime")]
+        if not uses:
+            return
+        if agent not in self.chosen:
+            yield (
+                f"its tasks run commands in the agent's sandbox ({', '.join(sorted(uses))}), and rlx starts no sandbox; "
+                f"to run them as processes of this machine, without isolation: {self.key}.{agent}.runtime.type=subprocess"
+            )
+        yield from missing_packages(task_type, "its tasks run a script")
+
+    def _agent(self, name: str, spec: Any, harness: Harness) -> Iterator[str]:
+        where = f"{self.key}.{name}"
+        if spec.runtime.type != "subprocess":
+            yield (
+                f"its agent `{name}` is to run in a {spec.runtime.type} sandbox, and rlx starts no sandbox; "
+                f"if this machine may run it without isolation: {where}.runtime.type=subprocess"
+            )
+        elif type(harness) is not NullHarness:
+            if harness.NEEDS_CONTAINER:
+                yield (
+                    f"its agent `{name}` plays through the program {harness.config.id}, which must run in a container, and rlx starts "
+                    f"none; to play through the chat loop instead: {where}.harness.id='\"null\"'"
+                )
+            elif name not in self.chosen and _runs_programs(type(harness)):
+                yield (
+                    f"its agent `{name}` plays through the program {harness.config.id}, by default in a sandbox, and rlx starts none; to "
+                    f"run it as a process of this machine, without isolation: {where}.runtime.type=subprocess"
+                )
+            yield from missing_packages(type(harness), f"its agent `{name}` plays through a script")
+        if spec.model is not None and spec.client is None:
+            yield (
+                f"its agent `{name}` plays with the model {spec.model}, but the run's servers have only the policy; leave "
+                f"{where}.model out, or give it an endpoint with {where}.client.base_url"
+            )
+
+    def _server(self, server: Any) -> Iterator[str]:
+        config = server.config
+        if config.url:
+            parts = urlsplit(config.url)
+            address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+            try:
+                socket.create_connection(address, CONNECT_TIMEOUT).close()
+            except OSError as error:
+                yield (
+                    f"its tool server `{server.server_name}` is at {config.url}, which this machine does not reach ({error}); run it where "
+                    "that address can be reached, or set the server's url to one that can"
+                )
+        elif config.runtime.type != "subprocess":
+            yield (
+                f"its tool server `{server.server_name}` is to run in a {config.runtime.type} sandbox, and rlx starts no sandbox; set its "
+                "runtime.type to subprocess"
+            )
+
+    def _endpoint(self, where: str, endpoint: BaseClientConfig) -> Iterator[str]:
+        host = urlsplit(endpoint.base_url).hostname or ""
+        if host.endswith("pinference.ai") and resolve_api_key(endpoint) == "EMPTY":
+            yield (
+                f"it asks another model at {endpoint.base_url} ({where}), which needs a key, and PRIME_API_KEY is not set; export it, or "
+                f"point {where}.base_url (and .model, .api_key_var) to another OpenAI-compatible endpoint"
+            )
+
+    def _data(self, task: vf.Task) -> Iterator[str]:
+        data = task.data
+        if data.image is not None:
+            yield f"its tasks run in the container {data.image}, and rlx starts no container"
+        if "*" not in data.network_allow or data.network_block:
+            yield "its tasks restrict the network of their sandbox, and rlx starts no sandbox"
+        if isinstance(data.prompt, list) and any(
+            getattr(part, "type", "text") != "text"
+            for message in data.prompt
+            for part in (message.content if isinstance(message.content, list) else ())
+        ):
+            yield "its prompts have images, and rlx trains on text alone"
+
+
+def hooks(task_type: type[vf.Task]) -> list[Callable]:
+    """The functions of a task class that verifiers calls around and after an agent's run; those of `vf.Task` itself are left out."""
+    found: dict[str, Callable] = {}
+    for base in reversed([one for one in task_type.__mro__ if one not in vf.Task.__mro__]):
+        for name, value in vars(base).items():
+            if name in HOOKS or any(hasattr(value, mark) for mark in ("reward", "metric")):
+                found[name] = value
+    return list(found.values())
+
+
+def missing_packages(of: type, what: str) -> Iterator[str]:
+    """Packages that the scripts in a class's module declare and that this Python lacks."""
+    module = sys.modules[of.__module__]
+    for value in vars(module).values():
+        text = value.decode(errors="ignore") if isinstance(value, bytes) else value
+        if not isinstance(text, str) or "# /// script" not in text:
+            continue
+        if lacking := [str(one) for one in requirements_of(text) if not is_met(one)]:
+            yield (
+                f"{what} of {module.__name__} that needs {', '.join(lacking)}, which verifiers would install from the network in each "
+                f"sandbox; install it into this Python ({sys.executable}) instead"
+            )
+
+
+def requirements_of(script: str) -> list[Requirement]:
+    """The packages that a script declares (PEP 723)."""
+    found = SCRIPT.search(script)
+    if found is None:
+        return []
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in found["content"].splitlines(keepends=True))
+    return [Requirement(each) for each in tomllib.loads("".join(lines)).get("dependencies", [])]
+
+
+def is_met(requirement: Requirement) -> bool:
+    """Whether this Python has a package in a suitable version."""
+    try:
+        return requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def scripts_in_this_python() -> None:
+    """Make verifiers run scripts of local agents in this Python if it has their packages, instead of installing them with uv."""
+    SubprocessRuntime.prepare_uv_script = _prepared
+
+
+async def _prepared(self: Any, script: str | bytes, env: dict | None = None, *, activate: bool = True) -> list[str]:
+    text = script.decode() if isinstance(script, bytes) else script
+    if lacking := [str(one) for one in requirements_of(text) if not is_met(one)]:
+        raise RuntimeError(f"a script needs {', '.join(lacking)}; install it into this Python ({sys.executable})")
+    name = f"script-{abs(hash(text)):x}.py"
+    await self.write(name, text.encode())
+    return [sys.executable, str(Path(self.workdir, name))]
+
+
+def endpoints(config: BaseModel, where: str) -> Iterator[tuple[str, BaseClientConfig]]:
+    """(key, endpoint) of every model endpoint in a configuration: judges, and agents that do not play with the policy."""
+    for name in type(config).model_fields:
+        value = getattr(config, name, None)
+        for place, one in (
+            [(f"{where}.{name}.{number}", each) for number, each in enumerate(value)]
+            if isinstance(value, list)
+            else [(f"{where}.{name}", value)]
+        ):
+            if isinstance(one, BaseClientConfig) and not isinstance(one, PolicyEndpoint):
+                yield place, one
+            elif isinstance(one, BaseModel):
+                yield from endpoints(one, place)
+
+
+def _runs_programs(harness: type[Harness]) -> bool:
+    """Whether a harness starts a program; one that asks the model in this process does not."""
+    names: set[str] = set()
+    for base in harness.__mro__:
+        if base is not Harness and issubclass(base, Harness):
+            for value in vars(base).values():
+                names |= _names(getattr(value, "__code__", None))
+    return bool(names & {"prepare_uv_script", "run_uv_script", "run_program", "open_process", "run_background"})
+
+
+def _names(code: CodeType | None) -> set[str]:
+    """The names that a function uses, those of functions inside it included."""
+    if code is None:
+        return set()
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _reads(function: Callable, name: str) -> bool:
+    """Whether a function has a parameter of this name and reads it."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    if name in code.co_cellvars:
+        return True
+    read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
+    return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
+
+
+def missing_imports(of: type, base: type) -> set[str]:
+    """Packages that functions of a class import when they run, and that this Python lacks. Imports inside `try` may fail on purpose."""
+    missing: set[str] = set()
+    for each in of.__mro__:
+        if each in base.__mro__ or each.__module__ == "builtins":
+            continue
+        try:
+            waiting: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(each)))]
+        except (OSError, SyntaxError, TypeError):  # made without a file
+            continue
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Try):
+                continue
+            waiting += ast.iter_child_nodes(node)
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            missing |= {top for name in names if not _is_installed(top := name.partition(".")[0])}
+    return missing
+
+
+def _is_installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None

@@ -1,0 +1,191 @@
+"""Asks what the environments of one or several configurations are, before anything starts (`rlx.envs.probe`).
+
+Importing verifiers and loading an environment takes seconds, so answers are kept in the user's cache. An answer holds as long as the files
+of the environment's package, the other files that it was read from, and the list of installed packages are the same. Problems are not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.evaluated import environments, section_of
+from rlx.config.schema import Config, EnvConfig
+from rlx.envs.errors import sources_of
+from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
+from rlx.launch.processes import die_with
+from rlx.paths import cache_root, write_text
+from rlx.plan.environment import DEVICES, inherited
+from rlx.process import SUPERVISOR
+from rlx.runs.status import describe_returncode
+
+PATIENCE = 5.0  # seconds after which the user is told what is being loaded
+SCHEMA = 2  # changes when the meaning of a kept answer changes
+
+Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
+
+
+def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
+    """What the environments of each configuration are, by name. Loads each different environment once.
+
+    A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer.
+    Raises ConfigError with the problems of all of them.
+    """
+    wanted: dict[Identity, tuple[str, EnvConfig]] = {}
+    for cfg in configs:
+        for name, env in _looked_at(cfg).items():
+            wanted.setdefault(identity(env), (name, env))
+    known = {each: found for each, (_, env) in wanted.items() if (found := _kept(each)) is not None}
+    by_python: dict[str, list[Identity]] = {}
+    for each in wanted:
+        if each not in known:
+            by_python.setdefault(each[0], []).append(each)
+    for python, missing in by_python.items():
+        known |= _ask(python, {each: wanted[each] for each in missing})
+    problems = [
+        f"{section_of(name)}: {probed.problem}.\n  fix: {probed.fix}; launcher.check_envs=false starts without this check"
+        for each, (name, _) in wanted.items()
+        if (probed := known[each]).problem is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
+
+
+def lines_of(environments: Mapping[str, Probed]) -> list[str]:
+    """One line for each environment."""
+    return [f"{name}: {probed}" for name, probed in environments.items()]
+
+
+def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
+    return environments(cfg) if cfg.launcher.check_envs and cfg.replay is None else {}
+
+
+def identity(env: EnvConfig) -> Identity:
+    """What makes two environments one."""
+    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
+
+
+# the cache
+
+
+def _file_of(each: Identity) -> Path:
+    text = json.dumps([SCHEMA, *each, str(sources_of(each[1]))])
+    return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _kept(each: Identity) -> Probed | None:
+    """The answer in the cache, if everything that it was made from is unchanged."""
+    try:
+        kept = json.loads(_file_of(each).read_text())
+    except (OSError, ValueError):
+        return None
+    if any(file_digest(path) != digest for path, digest in kept["files"].items()):
+        return None
+    if any(packages_digest(path) != digest for path, digest in kept["folders"].items()):
+        return None
+    return _probed(kept["probed"])
+
+
+def _probed(fields: Mapping[str, Any]) -> Probed:
+    return Probed(**{**fields, "tools": tuple(fields["tools"])})
+
+
+# asking
+
+
+def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[Identity, Probed]:
+    """Load environments in one process of that Python. If an environment ends the process, another one loads the rest."""
+    found: dict[Identity, Probed] = {}
+    left = list(wanted)
+    while left:
+        named = {str(number): each for number, each in enumerate(left)}
+        entries = [
+            {"key": key, "name": wanted[each][0]} | {field: getattr(wanted[each][1], field) for field in FIELDS}
+            for key, each in named.items()
+        ]
+        answers, loading, ending = _run(python, entries)
+        for key, answer in answers.items():
+            each = named[key]
+            found[each] = _probed(answer["probed"])
+            if found[each].problem is None:
+                kept = {"probed": asdict(found[each]), "files": answer["files"], "folders": answer["folders"]}
+                with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+                    write_text(_file_of(each), json.dumps(kept))
+        if len(answers) < len(left):
+            each = named[loading] if loading is not None else left[0]
+            found[each] = Probed(problem=f"loading {each[1]} ended its process: {ending}", fix="correct the environment")
+        left = [each for each in left if each not in found]
+    return found
+
+
+def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
+    """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line."""
+    environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    answers: dict[str, Any] = {}
+    loading: str | None = None
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python, "-m", "rlx.envs.probe"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"envs": entries}))
+            process.stdin.close()
+            names = {entry["key"]: entry["name"] for entry in entries}
+            with _Patience() as patience:
+                for line in process.stdout:
+                    message = json.loads(line)
+                    if "loading" in message:
+                        loading, patience.what = message["loading"], f"loading the environment {names[message['loading']]}"
+                    else:
+                        answers[message["key"]] = message
+                process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        said = [line for line in errors.read().splitlines() if line.strip()]
+    ending = describe_returncode(process.returncode, service=False)
+    return answers, loading if loading not in answers else None, ending + (f"; its last line: {said[-1].strip()}" if said else "")
+
+
+class _Patience:
+    """Says what takes long, every `PATIENCE` seconds."""
+
+    def __init__(self) -> None:
+        self.what = "importing verifiers"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._say, daemon=True)
+
+    def __enter__(self) -> _Patience:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _say(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(PATIENCE):
+            print(f"still {self.what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

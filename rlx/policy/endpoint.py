@@ -1,0 +1,99 @@
+"""What an OpenAI-compatible endpoint can do as a policy server: does it return token ids and log-probabilities, does it take tools?
+
+`check` asks it before any work. Such an endpoint serves evaluation and synthesis. Training needs rlx's own server: another one does not say
+which weights sampled a token, and reports log-probabilities that usually ignore the sampling temperature.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx.policy.base import PolicyError
+from rlx.types import Task, Turn
+
+if TYPE_CHECKING:
+    from rlx.policy.openai import OpenAIPolicy
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
+HOW = "vLLM returns both for the request's `return_token_ids` and `logprobs`"
+QUESTION = ({"role": "user", "content": "Say yes."},)
+TOOL = {
+    "type": "function",
+    "function": {"name": "noop", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an endpoint can do. Each `no_…` is the sentence that says why not; None: it can."""
+
+    no_tokens: str | None  # token ids with log-probabilities
+    no_tools: str | None
+
+
+def turn_of(answer: Any, base_url: str) -> Turn:
+    """The tokens of a chat completion. Raises PolicyError if the endpoint left out token ids or log-probabilities."""
+    choice = answer.choices[0]
+    prompt: Any
+    completion: Any
+    prompt, completion = getattr(answer, "prompt_token_ids", None), getattr(choice, "token_ids", None)
+    missing = [name for name, ids in (("prompt_token_ids", prompt), ("token_ids", completion)) if ids is None]
+    if missing:
+        raise PolicyError(f"{base_url} returns no token ids: its answer has no {' and no '.join(missing)}. {HOW}")
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    if content is None:
+        raise PolicyError(f"{base_url} returns no log-probabilities: its answer has no logprobs. {HOW}")
+    if len(content) != len(completion):
+        raise PolicyError(f"{base_url} returns {len(completion)} token ids, but {len(content)} log-probabilities")
+    return Turn(
+        prompt_ids=np.asarray(prompt, dtype=np.int32),
+        completion_ids=np.asarray(completion, dtype=np.int32),
+        logprobs=np.asarray([token.logprob for token in content], dtype=np.float32),
+        versions=np.full(len(completion), UNKNOWN_VERSION, dtype=np.int32),
+        temperature=1.0,  # what most servers report, whatever the temperature was
+        finish_reason=choice.finish_reason or "stop",
+    )
+
+
+async def capabilities(policy: OpenAIPolicy) -> Capabilities:
+    """Ask the endpoint. Raises PolicyError if it cannot even answer a question (not reachable, a wrong key, an unknown model)."""
+    await _ask(policy, tokens=False)
+    return Capabilities(
+        no_tokens=await _refusal(policy, tokens=True),
+        no_tools=await _refusal(policy, tokens=False, tools=[TOOL]),
+    )
+
+
+async def check(policy: OpenAIPolicy, *, tokens: bool = False, tools: bool = False) -> Capabilities:
+    """Raise PolicyError with one sentence for everything that the endpoint lacks of what is needed.
+
+    `tokens`: token ids and log-probabilities are needed. `tools`: the environment offers tools.
+    """
+    found = await capabilities(policy)
+    lacks = [why for needed, why in ((tokens, found.no_tokens), (tools, found.no_tools)) if needed and why is not None]
+    if lacks:
+        raise PolicyError("; ".join(lacks))
+    return found
+
+
+async def _refusal(policy: OpenAIPolicy, *, tokens: bool, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """Why the endpoint cannot answer such a request; None if it can."""
+    try:
+        await _ask(policy, tokens=tokens, tools=tools)
+    except PolicyError as error:
+        return str(error) if tools is None else f"{policy.base_url} does not take tools: {error}"
+    return None
+
+
+async def _ask(policy: OpenAIPolicy, *, tokens: bool, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """One short request like those of an episode."""
+    task = Task(env="check", example_id=0, index=0, row={})
+    episode = policy.asking_for(tokens).episode(task, 0, 0)
+    await episode.respond(QUESTION, tools, {"max_tokens": 4, "min_tokens": 0})

@@ -1,0 +1,172 @@
+"""What a model's chat template does with tools and reasoning, found by rendering a made-up conversation.
+
+Templates are programs of the models' makers, and some lose what a policy needs: SmolLM2's shows neither tools nor the model's own calls,
+without a word. A run with such a model would train on prompts that never say what the tools are. So the conversation below is rendered
+before anything is played, and what is lost is refused with what helps.
+
+    user: …                                 with the tool probe_tool(probe_key)?
+    assistant: calls probe_tool(probe_key="probe_value")
+    tool: probe_result
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlx.config.schema import ModelConfig
+from rlx.policy.base import PolicyError
+from rlx.policy.parsers import CLOSE, TOOL_PARSERS, UNREADABLE
+
+ANSWER, VALUE, RESULT = "probe-answer", "probe_value", "probe_result"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+USER = {"role": "user", "content": "probe question"}
+CALL = {"type": "function", "id": "call00000", "function": {"name": "probe_tool", "arguments": f'{{"probe_key": "{VALUE}"}}'}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RETURNED = {"role": "tool", "tool_call_id": "call00000", "name": "probe_tool", "content": RESULT}
+
+Show = Callable[[list[dict], list[dict] | None, bool], str]
+"""(messages, tools, whether an answer is asked for) → the conversation as text."""
+
+
+class Format(Protocol):
+    """`rlx.policy.chat.Chat`."""
+
+    tool_parser: str | None  # None: its renderer reads calls
+
+    def show(self, messages: list[dict], tools: list[dict] | None = None, answer: bool = True) -> str:
+        """The conversation as text. Raises an error of the template."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a template does."""
+
+    decodes_arguments: bool  # it wants the arguments of a call as a mapping, not as JSON
+    tool_parser: str  # the parser that reads the calls that it writes; "none" if no one does
+    thinks: bool  # it knows reasoning between <think> and </think>
+    end: str  # what follows the assistant's answer
+
+
+def traits_of(show: Show, template: str) -> Traits:
+    """The traits of a template. `show` renders arguments as they are given; `template` is its source."""
+    end = _continuation(show, [USER], {"role": "assistant", "content": ANSWER}, None).partition(ANSWER)[2]
+    written = _continuation(show, [USER], decoded(CALLING), [TOOL])
+    decodes = VALUE in written
+    if not decodes:
+        written = _continuation(show, [USER], CALLING, [TOOL])
+    return Traits(
+        decodes_arguments=decodes,
+        tool_parser=next((name for name in TOOL_PARSERS if _reads(name, written.removesuffix(end))), "none"),
+        thinks=CLOSE in template or "reasoning_content" in template,
+        end=end,
+    )
+
+
+def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as mappings, if they are JSON."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        with contextlib.suppress(*UNREADABLE):
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def problems(chat: Format, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the chat format loses of these tools, their calls and their results: one sentence each, without a remedy."""
+    offered = [dict(tool) for tool in tools]
+    names = [str(tool["function"]["name"]) for tool in offered]
+    try:
+        prompt = chat.show([USER], offered)
+    except Exception as error:
+        yield f"it cannot show the tools ({_short(names)}): {_said(error)}"
+        return
+    if missing := [name for name in names if name not in prompt]:
+        yield f"it ignores tools: the prompt does not name {_short(missing)}"
+    try:
+        later = chat.show([USER, CALLING, RETURNED], [TOOL])
+    except Exception as error:
+        yield f"it cannot show a conversation with a tool call: {_said(error)}"
+        return
+    if VALUE not in later:
+        yield "it loses the model's own tool call: a later prompt does not show it"
+    if RESULT not in later:
+        yield "it loses the tool's result: the next prompt does not show it"
+    if VALUE in later and chat.tool_parser == "none":
+        yield f"no parser reads the calls that it writes (model.tool_call_parser has {', '.join(TOOL_PARSERS)})"
+
+
+REMEDIES = """\
+Use a model that was made for tools; or give its tokenizer a template that shows tools: model.chat_template=FILE; or, if the package
+`renderers` has the model's family, name it: model.renderer=FAMILY."""
+
+
+def refusal(model: str, chat: Format, tools: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
+    """Why the model's chat format does not serve the environments with tools, and what helps; None if it does.
+
+    `tools`: the functions that each environment offers, by its name.
+    """
+    found = {name: list(problems(chat, offered)) for name, offered in tools.items() if offered}
+    wrong = {name: texts for name, texts in found.items() if texts}
+    if not wrong:
+        return None
+    lines = [f"  envs.{name}: {text}" for name, texts in wrong.items() for text in texts]
+    return "\n".join([f"the chat format of {model} does not serve environments with tools:", *lines, REMEDIES])
+
+
+def tokenizer_of(source: str, model: ModelConfig) -> Any:
+    """The tokenizer of the model at `source` (folder or hub name), with `model.chat_template` if it is set."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_template(model.chat_template)
+    return tokenizer
+
+
+def read_template(path: str) -> str:
+    """The text of `model.chat_template`."""
+    return Path(path).expanduser().read_text()
+
+
+def _continuation(show: Show, prompt: list[dict], answer: dict, tools: list[dict] | None) -> str:
+    """How the template writes an answer: what it adds to the prompt. Empty if it refuses these messages."""
+    try:
+        before, whole = show(prompt, tools, True), show([*prompt, answer], tools, False)
+    except Exception:
+        return ""
+    return whole[len(before) :] if whole.startswith(before) else whole[len(show(prompt, tools, False)) :]
+
+
+def _reads(name: str, written: str) -> bool:
+    """Whether a parser reads the call in what the template wrote."""
+    read = TOOL_PARSERS[name](written.strip(), [TOOL])
+    return read is not None and len(read[1]) == 1 and read[1][0][0] == "probe_tool" and VALUE in read[1][0][1]
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"

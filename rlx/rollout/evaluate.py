@@ -1,0 +1,271 @@
+"""Evaluations beside training: plays the evaluation examples at one policy version, on the run's servers.
+
+    version v reaches the servers  →  is v due?  →  play its evaluation while training goes on
+    version v+1 is there           →  the evaluation ends, its record is written  →  the servers are updated
+
+An evaluation never mixes versions, because the servers keep version v until it has ended. Training waits only if it runs out of work: the
+trainer may be `max_async_level` + 1 versions ahead of the servers. The alternative, to hold back one of several servers, would cost that
+server's throughput for the whole evaluation, would not help a run with one server, and would split the fleet's version.
+Nothing of training depends on an evaluation: it has its own environments, seeds and counters, and its record has a fixed place in
+`metrics.jsonl` (after version v was trained on). So at max_async_level 0 a run's other records are the same with and without evaluations.
+
+`scores.py` has the statistics, `results.py` the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlx.config.evaluated import PREFIX, evaluated, is_due
+from rlx.config.schema import Config, EvalEnvConfig
+from rlx.envs.base import Environment, sampling_of
+from rlx.heartbeat import EVALUATING
+from rlx.metrics import MetricsWriter, read_metrics
+from rlx.paths import COMPLETE, RunPaths
+from rlx.rollout.batch import means
+from rlx.rollout.results import reward_of, write_results
+from rlx.rollout.scores import average, passes
+from rlx.types import Rollout, Task
+
+log = logging.getLogger("rlx.orchestrator")
+
+GLANCE = 0.2  # seconds between two looks at how many rollouts training leaves room for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Rollouts that are played by one request: one of an example, or all if rewards compare them."""
+
+    env: str
+    task: Task
+    members: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """One evaluation in progress."""
+
+    version: int
+    began: float  # monotonic seconds
+    total: int  # rollouts
+    played: int = 0
+    rollouts: dict[str, dict[int, list[Rollout]]] = field(default_factory=dict)  # environment → place of the example → its rollouts
+
+    def examples(self, env: str) -> list[list[Rollout]]:
+        """The rollouts of each example of an environment [N][n], in a fixed order."""
+        return [sorted(one, key=lambda rollout: rollout.member) for _, one in sorted(self.rollouts[env].items())]
+
+
+class Evaluations:
+    """All evaluations of a run. Without `eval.interval` it has nothing to do."""
+
+    def __init__(self, config: Config, paths: RunPaths, envs: Mapping[str, Environment], first_step: int, busy: Callable[[], int]) -> None:
+        """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
+
+        `busy`: rollouts of training in flight.
+        """
+        self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
+        self.specs: dict[str, EvalEnvConfig] = evaluated(config)
+        self.envs = {name: envs[PREFIX + name] for name in self.specs}
+        if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
+            raise ValueError(f"there is nothing to evaluate: no examples in {', '.join(empty)}")
+        servers = len(config.inference.base_url) or config.hardware.inference_replicas
+        self.capacity = servers * config.inference.max_num_seqs
+        self.metrics = MetricsWriter(paths.metrics, "eval")
+        self._missed = self._find_missed() if self.specs else []
+        self._now: Evaluation | None = None
+        self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
+        self._playing: asyncio.Task[dict[str, float]] | None = None
+
+    # -- which versions
+
+    def is_wanted(self, version: int) -> bool:
+        """Whether this attempt evaluates the version."""
+        return is_due(self.config, version) and (version >= self.first_step or version in self._missed)
+
+    def next_stop(self, version: int, newest: int) -> int:
+        """The version to update servers to that have `version`: `newest`, or one before it that is evaluated."""
+        return next((stop for stop in range(version + 1, newest) if self.is_wanted(stop)), newest)
+
+    def _find_missed(self) -> list[int]:
+        """Versions before `first_step` whose evaluation a kill interrupted, if their weights are still there.
+
+        While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
+        """
+        done = {record["step"] for record, _ in read_metrics(self.paths.metrics) if record["source"] == "eval"}
+        oldest = max(0, self.first_step - self.config.max_async_level - 1)
+        lacking = [v for v in range(oldest, self.first_step) if is_due(self.config, v) and v not in done]
+        there = [version for version in lacking if version == 0 or (self.paths.weights_of(version) / COMPLETE).is_file()]
+        for version in lacking:
+            what = "is evaluated first" if version in there else "cannot be evaluated any more: its weights are gone"
+            log.info("version %d was not evaluated; it %s", version, what)
+        return there
+
+    # -- one evaluation
+
+    def begin(self, version: int) -> None:
+        """The servers have this version now. Starts its evaluation if it is due."""
+        if not self.is_wanted(version) or (self._now is not None and self._now.version == version):
+            return
+        assert self._now is None, f"the servers left version {self._now.version} before its evaluation ended"
+        jobs = deque(job for name in self.specs for job in self._jobs(name))
+        self._now = Evaluation(version, time.monotonic(), sum(len(job.members) for job in jobs))
+        self._playing = asyncio.create_task(self._evaluate(self._now, jobs))
+
+    async def leave(self) -> None:
+        """Wait until the evaluation of the servers' version has ended, and write its record. Raises its error."""
+        if self._now is None or self._playing is None:
+            return
+        began = time.monotonic()
+        values = await self._playing
+        self.metrics.write(self._now.version, values | {"time/wait_evaluation": time.monotonic() - began})
+        self._now = self._playing = None
+
+    async def finish(self) -> None:
+        """`leave` the last version. During a preemption its evaluation is given up, because there would be nothing left to resume."""
+        leaving = asyncio.ensure_future(self.leave())
+        try:
+            while not leaving.done() and not self.paths.preempt.exists():
+                await asyncio.wait({leaving}, timeout=GLANCE)
+            if leaving.done() or self._now is None:
+                await leaving
+            else:
+                log.warning("version %d is not evaluated: the run is preempted, and all its steps are done", self._now.version)
+        finally:
+            leaving.cancel()
+
+    def instead_of(self, phase: str) -> str:
+        """The phase to report: the progress of an evaluation if training waits for weights meanwhile, otherwise the given one."""
+        now = self._now
+        if now is None or not phase.startswith("waiting for weights"):
+            return phase
+        return f"{EVALUATING} version {now.version}, rollouts {now.played}/{now.total}"
+
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """The rollouts in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each request."""
+        now = time.monotonic()
+        return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
+
+    async def close(self) -> None:
+        """Cancel an evaluation in progress."""
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.gather(self._playing, return_exceptions=True)
+
+    def _jobs(self, name: str) -> Iterator[Job]:
+        env, spec = self.envs[name], self.specs[name]
+        members = tuple(range(spec.rollouts_per_example or 1))
+        for place in range(min(len(env.rows), spec.num_examples or len(env.rows))):
+            row = dict(env.rows[place])
+            task = Task(env=env.name, example_id=int(row["example_id"]), index=place, row=row)
+            for part in [members] if env.scores_groups else [(member,) for member in members]:
+                yield Job(name, task, part)
+
+    async def _evaluate(self, now: Evaluation, jobs: deque[Job]) -> dict[str, float]:
+        """Play all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
+        playing: set[asyncio.Task[None]] = set()
+        begun = 0
+        try:
+            while jobs or playing:
+                while jobs and (begun == now.played or begun - now.played + len(jobs[0].members) <= self._room()):
+                    job = jobs.popleft()
+                    begun += len(job.members)
+                    playing.add(asyncio.create_task(self._play(now, job)))
+                done, playing = await asyncio.wait(playing, timeout=GLANCE, return_when=asyncio.FIRST_COMPLETED)
+                for error in [one.exception() for one in done]:  # ask all, or asyncio complains about those that nobody asked
+                    if error is not None:
+                        raise error
+        finally:
+            for one in playing:
+                one.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+        seconds = time.monotonic() - now.began
+        values: dict[str, float] = {"time/evaluation": seconds}
+        for name in self.specs:
+            examples = now.examples(name)
+            values |= describe(name, examples, self.config.eval.pass_threshold)
+            await asyncio.to_thread(self._write, name, now.version, examples, seconds)
+            self._say(name, now.version, examples, values)
+        return values
+
+    def _room(self) -> int:
+        """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
+        return max(math.ceil(self.config.eval.share * self.capacity), self.capacity - self.busy())
+
+    async def _play(self, now: Evaluation, job: Job) -> None:
+        """Play one job. A failure is retried like in training; after that the rollout scores 0."""
+        env, entry = self.envs[job.env], (job, time.monotonic())
+        self._in_flight.append(entry)
+        try:
+            for attempt in range(self.config.orchestrator.max_retries + 1):
+                rollouts = await env.play(job.task, job.members, attempt)
+                for rollout in rollouts:
+                    check_version(rollout, now.version)
+                if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
+                    break
+        finally:
+            self._in_flight.remove(entry)
+        now.rollouts.setdefault(job.env, {}).setdefault(job.task.index, []).extend(rollouts)
+        now.played += len(rollouts)
+
+    def _write(self, name: str, version: int, examples: Sequence[Sequence[Rollout]], seconds: float) -> None:
+        spec, config = self.specs[name], self.config
+        facts = {
+            "env_id": spec.id,
+            "name": name,
+            "env_args": spec.args,
+            "model": config.model.name,
+            "base_url": ", ".join(config.inference.base_url),
+            "policy_version": version,
+            "split": spec.split,
+            "seed": config.seed,
+            "sampling_args": sampling_of(config, spec),
+            "time": seconds,
+        }
+        write_results(self.paths.evaluation_of(name, config.model.name, version), examples, facts, config.eval.pass_threshold)
+
+    def _say(self, name: str, version: int, examples: Sequence[Sequence[Rollout]], values: Mapping[str, float]) -> None:
+        """Log the result, and the last error if some rollouts failed."""
+        avg = f"eval/{name}/avg@{len(examples[0])}"
+        log.info("evaluated version %d on %d examples of %s: %s %.4f", version, len(examples), name, avg, values[avg])
+        if failed := [rollout for example in examples for rollout in example if rollout.status != "ok"]:
+            last = failed[-1]
+            log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), last.stop, last.error)
+
+
+def check_version(rollout: Rollout, version: int) -> None:
+    """Raise RuntimeError if a token of the rollout is not of this policy version."""
+    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version})
+    if found:
+        raise RuntimeError(
+            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
+            f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
+        )
+
+
+def describe(name: str, examples: Sequence[Sequence[Rollout]], pass_threshold: float) -> dict[str, float]:
+    """The metrics of one environment's evaluation (`rlx.metrics`, source eval). `examples` [N][n]: the rollouts of each example."""
+    rewards = [[reward_of(rollout) for rollout in example] for example in examples]
+    rollouts = [rollout for example in examples for rollout in example]
+    estimates = {f"avg@{len(examples[0])}": average(rewards)}
+    estimates |= {f"pass@{k}": one for k, one in passes(rewards, pass_threshold).items()}
+    values: dict[str, float] = {}
+    for metric, one in estimates.items():
+        values |= {metric: one.mean, f"{metric}_low": one.low, f"{metric}_high": one.high}
+    values |= {
+        "examples": len(examples),
+        "error_frac": float(np.mean([rollout.status != "ok" for rollout in rollouts])),
+        "truncated_frac": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        "completion_mean": float(np.mean([rollout.num_completion_tokens for rollout in rollouts])),
+    }
+    scored = [rollout for rollout in rollouts if rollout.status == "ok"]
+    values |= means("reward", [rollout.rewards for rollout in scored]) | means("metric", [rollout.metrics for rollout in scored])
+    return {f"eval/{name}/{metric}": value for metric, value in values.items() if not math.isnan(value)}

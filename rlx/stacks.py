@@ -1,0 +1,179 @@
+"""Answers, in every process of a run, what the process does at this moment, when the supervisor asks because nothing moves.
+
+    supervisor: writes `stalls/ask` (a number)   →   each process: a thread writes `stalls/NUMBER_NAME.json` with the stacks of its threads
+                                                                   and what the role itself can say (which rollouts are in flight)
+    no answer, same host: SIGUSR1                →   faulthandler writes the stacks to `stalls/NAME.stack`, even if Python is blocked
+
+Everything goes through files, so a process may run on another host. Imports the standard library alone, besides paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlx.paths import RunPaths, write_text
+from rlx.process import host_name
+
+LOOK = 2.0  # seconds between two looks for a question
+PATIENCE = 3.0  # seconds that an event loop has to answer
+NOT_SHOWN = ("heartbeat", "stacks")  # names of threads of our own
+
+_explain: list[Callable[[], list[str]]] = []
+
+
+def explain_with(function: Callable[[], list[str]]) -> None:
+    """Let `function` add lines to this process's answers. It is called in a thread."""
+    _explain[:] = [function]
+
+
+def answer(paths: RunPaths, name: str) -> None:
+    """Answer the supervisor's questions from now on, as the process `name`. Call it on the main thread, once."""
+    folder = paths.stalls
+    with contextlib.suppress(OSError):  # a full disk; others say so
+        folder.mkdir(parents=True, exist_ok=True)
+        by_signal = (folder / f"{name}.stack").open("w")
+        faulthandler.register(signal.SIGUSR1, file=by_signal, all_threads=True)
+        write_text(
+            folder / f"{name}.process",
+            json.dumps({"pid": os.getpid(), "started": started(os.getpid()), "host": host_name(), "boot": boot()}),
+        )
+        threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
+
+
+def boot() -> str:
+    """Identifies the running kernel: equal in two processes only if both are on one machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none. Its number alone may be given to another process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
+
+
+def _answer_on(folder: Path, name: str) -> None:
+    answered = question(folder)  # one that was asked before this process began
+    pause = threading.Event()
+    while not pause.wait(LOOK):
+        asked = question(folder)
+        if asked is not None and asked != answered:
+            answered = asked
+            with contextlib.suppress(OSError):
+                write_text(folder / f"{asked}_{name}.json", json.dumps(account()))
+
+
+def question(folder: Path) -> str | None:
+    """The number of the newest question; None if there is none."""
+    try:
+        return (folder / "ask").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def account() -> dict[str, Any]:
+    """What this process does now: `{"lines": what the role says, "where": of the main thread, "stack": of all threads}`."""
+    lines: list[str] = []
+    for function in _explain:
+        try:
+            lines += function()
+        except Exception as error:
+            lines.append(f"(what it waits for is not known: {type(error).__name__}: {error})")
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return {"lines": lines, "where": place(main), "frames": places(main), "stack": "".join(_stacks())}
+
+
+def _stacks() -> Iterator[str]:
+    """The stacks of all threads that are not our own, the main thread first."""
+    frames = sys._current_frames()
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and thread.name not in NOT_SHOWN:
+            yield f"thread {thread.name}\n{''.join(traceback.format_stack(frame))}"
+
+
+def places(frame: FrameType | None) -> list[str]:
+    """`file:line in function` of a frame and its callers, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+def place(frame: FrameType | None) -> str:
+    """The innermost line that belongs neither to Python nor to an installed package; the innermost one if all do."""
+    return own_line(places(frame))
+
+
+def own_line(frames: Sequence[str], sources: Path | None = None) -> str:
+    """The innermost of `frames` that belongs to `sources`; else the innermost that is neither Python's nor an installed package's."""
+    if sources is not None:
+        for each in frames:
+            if each.startswith((f"{sources}:", f"{sources}/")):
+                return each
+    own = (each for each in frames if "/site-packages/" not in each and not each.startswith((sys.base_prefix, "<")))
+    return next(own, (list(frames) or [""])[0])
+
+
+# tasks of an event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One task of an event loop, and where it waits."""
+
+    name: str
+    frames: tuple[str, ...]  # `file:line in function`, the innermost first
+
+
+def tasks_of(loop: asyncio.AbstractEventLoop, prefix: str = "") -> list[Waiting] | None:
+    """The tasks whose names begin with `prefix`, asked from another thread; None if the loop does not answer: it is blocked."""
+    found: list[Waiting] = []
+    done = threading.Event()
+
+    def look() -> None:
+        try:
+            chosen = (task for task in asyncio.all_tasks(loop) if task.get_name().startswith(prefix))
+            found.extend(Waiting(name=task.get_name(), frames=tuple(awaits(task))) for task in chosen)
+        finally:
+            done.set()
+
+    loop.call_soon_threadsafe(look)
+    return found if done.wait(PATIENCE) else None
+
+
+def awaits(task: asyncio.Task[Any]) -> list[str]:
+    """Where a task waits, through all coroutines that it awaits: the innermost first."""
+    found: list[str] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is not None:
+            found.insert(0, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None) or getattr(awaited, "ag_await", None)
+    return found
+
+
+def rollout_name(task: Any, member: int | None = None) -> str:
+    """The name of the event loop's task that plays a rollout; without `member`, how those of a group begin; without both, of all.
+
+    `task`: a `rlx.types.Task`.
+    """
+    if task is None:
+        return "rollout "
+    return f"rollout {task.env} {task.index} {'' if member is None else member}"

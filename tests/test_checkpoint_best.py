@@ -1,0 +1,57 @@
+"""The best checkpoint by an evaluation metric is not pruned, also before it is known, and after a rewind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_checkpoint_folders import write
+
+from rlx.checkpoints import folders
+from rlx.checkpoints.best import best_of, kept
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.runs.rewind import trim_metrics
+
+METRIC = "eval/math/avg@4"
+
+
+def every_10(step: int) -> bool:
+    return step % 10 == 0
+
+
+def test_the_best_checkpoint_stays_and_one_whose_evaluation_is_not_there_yet(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "eval")
+    writer.write(0, {METRIC: 0.9})  # version 0 has no checkpoint
+    for step, value in [(10, 0.2), (20, 0.6), (30, 0.4)]:
+        write(paths, step)
+        assert step in kept(paths, METRIC, every_10), "its evaluation may still be the best"
+        folders.prune(paths, 1, None, kept(paths, METRIC, every_10))
+        writer.write(step, {METRIC: value, "eval/other/avg@1": 1.0})
+    assert folders.steps(paths) == [20, 30]
+    assert best_of(paths, METRIC) == (0.6, 20)
+    for step in (35, 40, 45):
+        write(paths, step)
+        folders.prune(paths, 1, None, kept(paths, METRIC, every_10))
+    assert folders.steps(paths) == [20, 40, 45], "40 waits for its evaluation, 35 has none"
+    writer.write(40, {METRIC: 0.6})
+    assert kept(paths, METRIC, every_10) == {40}, "the later one of equals"
+    folders.prune(paths, 1, None, kept(paths, METRIC, every_10))
+    assert folders.steps(paths) == [40, 45]
+
+
+def test_a_rewind_forgets_what_was_best_later(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "eval")
+    for step, value in [(10, 0.2), (20, 0.6), (30, 0.9)]:
+        write(paths, step)
+        writer.write(step, {METRIC: value})
+    trim_metrics(paths, 25)
+    assert best_of(paths, METRIC) == (0.6, 20)
+
+
+def test_without_a_value_there_is_no_best(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths, 10)
+    assert best_of(paths, METRIC) is None
+    assert kept(paths, METRIC, lambda _: False) == set()

@@ -1,0 +1,289 @@
+"""Evaluations beside training: real environments and files, a stand-in policy and a stand-in trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from policy_stand_in import OUTSIDE, tiny_chat
+from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics, reproducible
+
+from rlx.checkpoints.folders import Start, finish, write_start, writing
+from rlx.checkpoints.orchestrator import STATE
+from rlx.config.evaluated import environments
+from rlx.config.schema import Config, EnvConfig, EvalEnvConfig
+from rlx.envs.base import sampling_of
+from rlx.envs.load import give_policy
+from rlx.heartbeat import Heartbeat
+from rlx.paths import COMPLETE, RunPaths
+from rlx.roles.orchestrator import Orchestrator
+from rlx.rollout.evaluate import Evaluations, check_version
+from rlx.rollout.record import read_rollouts
+from rlx.runs.rewind import trim_metrics
+from rlx.types import Rollout, Task, Turn, WeightVersion
+from rlx.waiting import first_failure
+
+sys.path.insert(0, OUTSIDE)
+
+
+class Servers(StandInServers):
+    """Remembers, for every request, whether an update began while it was in flight."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.evaluating: set[str] = set()
+        self.torn: list[str] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Any, request_id: str, affinity: int) -> Turn:
+        if "-eval_" not in f"-{request_id}":
+            return await super().generate(prompt_ids, sampling, request_id, affinity)
+        self.evaluating.add(request_id)
+        try:
+            return await super().generate(prompt_ids, sampling, request_id, affinity)
+        finally:
+            self.evaluating.discard(request_id)
+
+    async def update(self, weights: WeightVersion, timeout: float) -> None:
+        self.torn += self.evaluating
+        await super().update(weights, timeout)
+
+
+def loaded(config: Config) -> dict[str, Any]:
+    from rlx.envs.verifiers_v0 import load_environment
+
+    return {name: load_environment(name, env, sampling_of(config, env), 30.0) for name, env in environments(config).items()}
+
+
+def play(root: Path, config: Config, servers: Any = None, trainer: StandInTrainer | None = None) -> tuple[RunPaths, StandInTrainer]:
+    paths, envs = RunPaths(root), loaded(config)
+    trainer, served = trainer or StandInTrainer(paths, config), servers or Servers()
+    give_policy(envs, config, tiny_chat(), served)
+
+    async def main() -> None:
+        orchestrator = Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))
+        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
+
+    asyncio.run(main())
+    return paths, trainer
+
+
+def evaluating(**overrides: Any) -> Config:
+    defaults = {"eval__interval": 2, "eval__num_examples": 6, "eval__rollouts_per_example": 2, "max_steps": 5, "ckpt__interval": None}
+    return config_of(**{**defaults, **overrides})
+
+
+def test_every_interval_and_the_last_version_are_evaluated_each_at_one_version(tmp_path: Path) -> None:
+    servers = Servers(delay=0.03)
+    paths, _ = play(tmp_path, evaluating(max_async_level=2), servers)
+    records = metrics(paths, "eval")
+    assert [record["step"] for record in records] == [0, 2, 4, 5]
+    assert servers.torn == []
+    for record in records:
+        assert record["eval/e/examples"] == 6
+        assert record["eval/e/avg@2_low"] <= record["eval/e/avg@2"] <= record["eval/e/avg@2_high"]
+        assert record["eval/e/avg@2"] == pytest.approx(record["eval/e/pass@1"]) == pytest.approx(record["eval/e/reward/exact"])
+        assert record["eval/e/pass@2"] >= record["eval/e/pass@1"]
+        assert (record["eval/e/error_frac"], record["eval/e/truncated_frac"]) == (0, 0)
+        assert record["time/evaluation"] > 0
+    assert records[0]["eval/e/avg@2"] < records[-1]["eval/e/avg@2"] == 1.0, "the stand-in policy learns"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_no_due_version_is_skipped_however_fast_the_trainer_is(tmp_path: Path, level: int) -> None:
+    servers = Servers(delay=0.02)
+    paths, _ = play(tmp_path, evaluating(max_async_level=level, eval__interval=1, eval__eval_base=False), servers)
+    assert [record["step"] for record in metrics(paths, "eval")] == [1, 2, 3, 4, 5]
+    assert servers.updates == [1, 2, 3, 4, 5]
+
+
+def test_on_policy_training_is_the_same_bit_for_bit_with_and_without_evaluations(tmp_path: Path) -> None:
+    without, _ = play(tmp_path / "without", config_of(max_steps=4, ckpt__interval=None), Servers(jitter=0.01))
+    runs = [play(tmp_path / name, evaluating(max_steps=4), Servers(jitter=0.01))[0] for name in "ab"]
+    assert reproducible(runs[0]) == reproducible(runs[1])
+    assert [record for record in reproducible(runs[0]) if record["source"] != "eval"] == reproducible(without)
+    for step in range(4):
+        lines = [[one | {"seconds": 0} for one in read_rollouts(paths.rollouts_of(step))] for paths in (without, runs[0])]
+        assert [{**line, "arrival": 0} for line in lines[0]] == [{**line, "arrival": 0} for line in lines[1]]
+
+
+def test_an_evaluation_uses_its_own_examples_and_sampling_and_leaves_training_its_own(tmp_path: Path) -> None:
+    servers = Servers()
+    envs = {"e": EvalEnvConfig(), "other": EvalEnvConfig(id="rlx_test_multi", num_examples=3)}
+    envs["e"].sampling.temperature = 0.0
+    paths, _ = play(tmp_path, evaluating(max_steps=1, eval__envs=envs, eval__sampling__max_tokens=20), servers)
+    asked: dict[str, set[tuple[float, int]]] = {}
+    for request in servers.requests:
+        name = request["request_id"].split("-")[1]
+        asked.setdefault(name, set()).add((request["sampling"]["temperature"], request["sampling"]["max_tokens"]))
+    assert asked == {"e": {(1.0, 12)}, "eval_e": {(0.0, 20)}, "eval_other": {(1.0, 20)}}
+    record = metrics(paths, "eval")[0]
+    assert (record["eval/e/examples"], record["eval/other/examples"]) == (6, 3)
+    assert "eval/other/metric/num_turns" in record
+    trained = {line["prompt"][-1]["content"] for line in read_rollouts(paths.rollouts_of(0))}
+    folder = paths.evaluation_of("e", "tiny", 0)
+    evaluated = [json.loads(line)["prompt"][-1]["content"] for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert len(evaluated) == 12
+    assert not trained & set(evaluated)
+
+
+def test_results_are_files_that_verifiers_reads(tmp_path: Path) -> None:
+    from verifiers.utils.metric_utils import PassAtKMetric
+    from verifiers.utils.save_utils import load_outputs
+
+    paths, _ = play(tmp_path, evaluating(max_steps=1, eval__rollouts_per_example=4))
+    folder = paths.evaluations / "e--tiny" / "step_1"
+    outputs = load_outputs(folder)
+    assert [(one["rollout"], one["reward"] == float(one["completion"][0]["content"] == one["answer"])) for one in outputs[:4]] == [
+        (member, True) for member in range(4)
+    ]
+    theirs = PassAtKMetric(4)
+    theirs.add_outputs(outputs)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert metadata["pass_at_k"] == pytest.approx(theirs.compute()[0])
+    assert (metadata["env_id"], metadata["model"], metadata["policy_version"]) == ("rlx_reverse_text", "tiny", 1)
+    record = metrics(paths, "eval")[1]
+    assert record["eval/e/pass@4"] == pytest.approx(metadata["pass_at_k"]["4"])
+    assert record["eval/e/avg@4"] == pytest.approx(metadata["avg_reward"])
+
+
+def test_rollouts_that_fail_score_0_and_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    envs = {"t": EvalEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 3})}
+    paths, _ = play(tmp_path, evaluating(max_steps=1, eval__envs=envs, orchestrator__max_retries=1))
+    for record in metrics(paths, "eval"):
+        assert record["eval/t/error_frac"] == pytest.approx(1 / 3)
+        assert record["eval/t/avg@2"] <= 2 / 3
+    line = json.loads((paths.evaluation_of("t", "tiny", 1) / "results.jsonl").read_text().splitlines()[0])
+    assert (line["reward"], line["is_completed"], line["error"]["error"]) == (0.0, False, "sandbox_error")
+
+
+def test_an_environment_whose_rewards_compare_a_group_is_evaluated_in_whole_groups(tmp_path: Path) -> None:
+    envs = {"g": EvalEnvConfig(id="rlx_test_group", num_examples=2)}
+    paths, _ = play(tmp_path, evaluating(max_steps=1, eval__envs=envs, eval__rollouts_per_example=3))
+    assert metrics(paths, "eval")[0]["eval/g/reward/shortest"] > 0
+
+
+def test_a_token_of_another_version_ends_the_run(tmp_path: Path) -> None:
+    class Shared(Servers):
+        """Servers that another run updates, too."""
+
+        async def generate(self, *arguments: Any) -> Turn:
+            if "eval_" in arguments[2]:
+                self.version = 7
+            return await super().generate(*arguments)
+
+    with pytest.raises(RuntimeError, match=r"the evaluation of version 0 has tokens of version 7: rollout \d of eval_e.*another run"):
+        play(tmp_path, evaluating(), Shared())
+
+
+def test_the_version_of_every_token_is_checked() -> None:
+    turn = Turn(
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.zeros(3, np.int32),
+        logprobs=np.zeros(3, np.float32),
+        versions=np.array([4, 4, 5], np.int32),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+    task = Task(env="e", example_id=3, index=0, row={})
+    keys: dict[str, Any] = {"prompt": "", "completion": "", "reward": 0.0, "rewards": {}, "metrics": {}, "status": "ok", "stop": ""}
+    rollout = Rollout(task=task, member=0, turns=(turn,), **keys)
+    with pytest.raises(RuntimeError, match="version 4 has tokens of version 5"):
+        check_version(rollout, 4)
+
+
+def test_an_evaluation_takes_its_share_and_what_training_leaves_idle(tmp_path: Path) -> None:
+    busy = 0
+    config = evaluating(eval__share=0.25, inference__max_num_seqs=16, hardware__inference_replicas=2)
+    (env,) = [env for name, env in loaded(config).items() if name.startswith("eval_")]
+    evaluations = Evaluations(config, RunPaths(tmp_path), {"eval_e": env}, 0, lambda: busy)
+    assert evaluations._room() == 32
+    busy = 20
+    assert evaluations._room() == 12
+    busy = 64
+    assert evaluations._room() == 8
+
+
+def test_after_a_kill_the_evaluation_that_it_interrupted_is_played_first(tmp_path: Path) -> None:
+    """The trainer wrote checkpoint 3 while version 2 was evaluated; its weights are still there, those of version 1 are gone."""
+    config = evaluating(max_async_level=2, eval__interval=1)
+    paths = RunPaths(tmp_path)
+    with paths.metrics.open("w") as file:
+        file.write(json.dumps({"step": 0, "source": "eval", "time": 1.0}) + "\n")
+    for version in (2, 3):
+        paths.weights_of(version).mkdir(parents=True)
+        (paths.weights_of(version) / COMPLETE).write_text("{}")
+    envs = loaded(config)
+    evaluations = Evaluations(config, paths, envs, 3, lambda: 0)
+    assert [version for version in range(6) if evaluations.is_wanted(version)] == [2, 3, 4, 5]
+    assert evaluations.next_stop(0, 3) == 2
+    assert evaluations.next_stop(2, 3) == 3
+    assert evaluations.next_stop(3, 5) == 4
+    fresh = Evaluations(config, RunPaths(tmp_path / "other"), envs, 0, lambda: 0)
+    assert [version for version in range(6) if fresh.is_wanted(version)] == [0, 1, 2, 3, 4, 5]
+
+
+class Resumed(StandInTrainer):
+    """Goes on after `first` steps; that version's weights are there."""
+
+    def __init__(self, paths: RunPaths, config: Config, first: int) -> None:
+        super().__init__(paths, config)
+        self.first = first
+
+    async def run(self) -> None:
+        for step in range(self.first, self.config.max_steps):
+            while not self.paths.batch_of(step).exists():
+                await asyncio.sleep(0.002)
+            self.paths.batch_of(step).unlink()
+            self.paths.weights_of(step + 1).mkdir(parents=True)
+            (self.paths.weights_of(step + 1) / COMPLETE).write_text("{}")
+
+
+def test_a_resumed_run_plays_the_missed_evaluation_and_then_goes_on_as_before(tmp_path: Path) -> None:
+    """Killed while version 2 was evaluated, with a checkpoint of step 3: its trainer was one version ahead."""
+    whole, _ = play(tmp_path / "whole", evaluating(max_async_level=0, eval__interval=1))
+    config = evaluating(max_async_level=0, eval__interval=1)
+    paths, _ = play(tmp_path / "run", evaluating(max_async_level=0, eval__interval=1, max_steps=3, ckpt__interval=3))
+    content = (writing(paths, 3) / "orchestrator" / STATE).read_bytes()
+    finish(paths, 3, {f"orchestrator/{STATE}": {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}, {})
+    lines = paths.metrics.read_text().splitlines(keepends=True)
+    paths.metrics.write_text("".join(line for line in lines if not ('"eval"' in line and '"step": 2' in line)))
+    write_start(paths, Start(step=3, checkpoint=paths.checkpoint_of(3)))
+    trim_metrics(paths, 3)
+    servers = Servers()
+    servers.error = 0.9  # as in the other run at version 2; `update` sets the rest
+    play(tmp_path / "run", config, servers, trainer=Resumed(paths, config, 3))
+    assert servers.updates == [2, 3, 4, 5]
+    there, here = ([record for record in reproducible(paths) if record["source"] == "eval"] for paths in (whole, paths))
+    assert here == there
+    assert reproducible(paths) == reproducible(whole), "the order of the records as well"
+
+
+def test_a_preemption_gives_up_the_evaluation_of_the_last_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Servers):
+        async def generate(self, *arguments: Any) -> Turn:
+            if self.version == 1 and "eval_" in arguments[2]:
+                RunPaths(tmp_path).ask_to_give_way()
+                await asyncio.sleep(3600)
+            return await super().generate(*arguments)
+
+    paths, _ = play(tmp_path, evaluating(max_steps=1), Slow())
+    assert [record["step"] for record in metrics(paths, "eval")] == [0]
+    assert "version 1 is not evaluated: the run is preempted" in caplog.text
+
+
+def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_examples_with_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from rlx.envs.verifiers_v0 import load_environment
+
+    sampling = {"max_tokens": 8, "temperature": 1.0}
+    trained = load_environment("m", EnvConfig(id="rlx_test_multi"), sampling, 30.0)
+    env = load_environment("m", EnvConfig(id="rlx_test_multi", split="eval"), sampling, 30.0)
+    assert [row["example_id"] for row in env.rows] == [row["example_id"] for row in trained.rows]
+    assert "rlx_test_multi has no evaluation data set; its training examples are evaluated" in caplog.text

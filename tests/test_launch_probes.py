@@ -1,0 +1,170 @@
+"""What is known of the environments before anything starts: the texts of their problems, the cache, and real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.schema import Config
+from rlx.envs.probe import _why, files_of
+from rlx.launch import probes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """`write(name, text)`: a single-file environment on the path of this process and its children."""
+
+    def write(name: str, text: str) -> Path:
+        file = tmp_path / f"{name}.py"
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return write
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+
+
+def config(*overrides: str) -> Config:
+    return compose([*overrides]).cfg
+
+
+def raised(text: str) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        exec(compile(text, "here.py", "exec"), {})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "fix"),
+    [
+        ("import my_env_that_is_not", "my-env-that-is-not is not installed: there is no module my_env_that_is_not", "install it into"),
+        (
+            "try:\n  import chromadb_that_is_not\nexcept ImportError as e:\n  raise ValueError('Could not import x. Ensure …') from e",
+            "is installed, but something that it imports is not: ModuleNotFoundError: No module named 'chromadb_that_is_not'; at here.py:2",
+            "install what is missing",
+        ),
+        (
+            'try:\n  {}["TOKEN"]\nexcept KeyError as e:\n  raise RuntimeError("Failed to load environment \'x\': ...") from e',
+            "loading my-env-that-is-not failed: KeyError: no key 'TOKEN'; at here.py:2",
+            "correct envs.mine.args",
+        ),
+        ("raise ValueError('envs.mine: it has no training data set')", "it has no training data set", "another environment"),
+        ("raise SystemExit(3)", "loading my-env-that-is-not failed: SystemExit: 3; at here.py:1", "correct envs.mine.args"),
+    ],
+)
+def test_a_problem_is_said_in_the_packages_own_words(text: str, problem: str, fix: str):
+    probed = _why("mine", "my-env-that-is-not", raised(text))
+    assert problem in (probed.problem or "")
+    assert fix in probed.fix
+
+
+def test_each_different_environment_is_asked_once_and_then_known(package, cache, monkeypatch):
+    file = package("one_env", "x = 1\n")
+    asked: list[list[str]] = []
+
+    def run(python, entries):
+        asked.append([entry["args"].get("n") for entry in entries])
+        answers = {each["key"]: {"probed": {"kind": "classic", "examples": each["args"]["n"], "tools": ["add"]}} for each in entries}
+        return {key: answer | {"files": files_of("one-env"), "folders": {}} for key, answer in answers.items()}, None, ""
+
+    monkeypatch.setattr(probes, "_run", run)
+    three = [config("env.id=one-env", f"+env.args.n={n}", f"seed={seed}") for n, seed in ((7, 1), (7, 2), (8, 3))]
+    found = probes.environments_of(three)
+    assert [next(iter(each.values())).examples for each in found] == [7, 7, 8]
+    assert str(next(iter(found[0].values()))) == "classic, 7 examples, tools add"
+    assert asked == [[7, 8]]
+    probes.environments_of(three)
+    assert asked == [[7, 8]]
+    file.write_text("x = 2\n")
+    probes.environments_of(three[:1])
+    assert asked == [[7, 8], [7]]
+
+
+def test_problems_are_not_kept_and_the_check_can_be_left_out(package, cache, monkeypatch):
+    package("one_env", "x = 1\n")
+    asked = []
+
+    def run(python, entries):
+        asked.append(1)
+        return (
+            {entries[0]["key"]: {"probed": {"problem": "it is broken", "fix": "mend it", "tools": []}, "files": {}, "folders": {}}},
+            None,
+            "",
+        )
+
+    monkeypatch.setattr(probes, "_run", run)
+    broken = config("env.id=one-env")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"it is broken.\n  fix: mend it; launcher.check_envs=false"):
+            probes.environments_of([broken])
+    assert len(asked) == 2
+    assert probes.environments_of([config("env.id=one-env", "launcher.check_envs=false")]) == [{}]
+
+
+def test_an_environment_that_ends_the_process_does_not_hide_the_others(package, cache, monkeypatch):
+    package("one_env", "x = 1\n")
+    calls = []
+
+    def run(python, entries):
+        calls.append([entry["args"]["n"] for entry in entries])
+        if entries[0]["args"]["n"] == 1:
+            return {}, entries[0]["key"], "exit code 7; its last line: bye"
+        return {entries[0]["key"]: {"probed": {"kind": "v1", "examples": 1, "tools": []}, "files": {}, "folders": {}}}, None, ""
+
+    monkeypatch.setattr(probes, "_run", run)
+    with pytest.raises(ConfigError, match="loading one-env ended its process: exit code 7; its last line: bye") as caught:
+        probes.environments_of([config("env.id=one-env", f"+env.args.n={n}") for n in (1, 2)])
+    assert len(caught.value.problems) == 1
+    assert calls == [[1, 2], [2]]
+
+
+@pytest.mark.slow
+def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(package, cache, tmp_path):
+    """One real process for each ending: a missing dependency, a failing `load_environment`, no data, a refused first example, an exit."""
+    package(
+        "five_envs",
+        """\
+        import os, sys
+        import verifiers as vf
+        from datasets import Dataset
+
+        def load_environment(kind):
+            print("noise on the standard output")
+            if kind == "imports":
+                import chromadb_that_is_not
+            if kind == "raises":
+                raise FileNotFoundError(f"no file {kind}.json")
+            if kind == "exits":
+                print("leaving", file=sys.stderr)
+                os._exit(7)
+            rows = [{"prompt": [{"role": "user", "content": "hi"}], "answer": "ho", "info": "{no json" if kind == "refuses" else "{}"}]
+            data = Dataset.from_list(rows)
+            return vf.SingleTurnEnv(dataset=data.select([]) if kind == "empty" else data, rubric=vf.Rubric(funcs=[]))
+        """,
+    )
+    kinds = "imports,raises,exits,empty,refuses"
+    command = [sys.executable, "train.py", "-m", "env.id=five-envs", f"+env.args.kind={kinds}", f"run.dir={tmp_path}/sweep", "dry_run=true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    said = done.stderr
+    assert "something that it imports is not: ModuleNotFoundError: No module named 'chromadb_that_is_not'" in said
+    assert f"FileNotFoundError: no file raises.json; at {tmp_path}/five_envs.py:10 in load_environment" in said
+    assert "loading five-envs ended its process: exit code 7; its last line: leaving" in said
+    assert "five-envs has no examples" in said
+    assert "loading five-envs failed: JSONDecodeError" in said
+    assert "Nothing was started." in said
+    fine = [sys.executable, "train.py", "env.id=five-envs", "+env.args.kind=fine", f"run.dir={tmp_path}/run", "dry_run=true"]
+    assert "classic, 1 example\n" in subprocess.run(fine, cwd=ROOT, capture_output=True, text=True).stdout

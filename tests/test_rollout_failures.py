@@ -1,0 +1,51 @@
+"""What failed in a run is counted by cause, and the closing lines say it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from test_rollout_order import group
+
+from rlx.envs.errors import kind_of_text
+from rlx.rollout.batch import RewardErrors
+from rlx.rollout.failures import MOST, Failures, in_words
+
+
+def test_failures_are_counted_by_cause_and_said_with_the_users_line(tmp_path):
+    failures = Failures()
+    for index in range(6):
+        raised, fine = group(index, 1, 0)
+        failures.add([replace(raised, error=f"exact raised KeyError: no key 'a{index}'; at /my/env.py:41 in exact"), fine])
+    timeout = replace(fine, status="timeout", stop="timeout", error="no result after 3 s (rollout_timeout)")
+    failures.add([timeout, timeout])
+    failures.write(tmp_path / "failures.json")
+    assert in_words(json.loads((tmp_path / "failures.json").read_text())) == [
+        "e: a reward function raised in 50.0% of 12 rollouts",
+        "6 × e, reward raised: exact raised KeyError: no key 'a0'; at /my/env.py:41 in exact",
+        "2 × e, timeout: no result after 3 s (rollout_timeout)",
+    ]
+
+
+def test_without_failures_there_is_no_file_and_with_many_causes_it_stays_small(tmp_path):
+    failures = Failures()
+    failures.write(tmp_path / "failures.json")
+    assert not (tmp_path / "failures.json").exists()
+    one = group(0, 0)[0]
+    failures.add(replace(one, status="error", stop="error", error="x" * length) for length in range(MOST + 50))
+    failures.write(tmp_path / "failures.json")
+    found = json.loads((tmp_path / "failures.json").read_text())
+    assert found["causes"][0] == {"env": "e", "what": "error", "count": 50, "first": "other causes"}
+    assert in_words(found)[-1] == "and 17 other causes"
+
+
+def test_texts_that_differ_in_numbers_and_names_are_of_one_kind_and_lines_of_code_are_not():
+    one = "ValueError: example 12 has no 'answer'; at /my/env.py:41 in f"
+    assert kind_of_text(one) == kind_of_text("ValueError: example 7 has no 'solution'; at /my/env.py:41 in f")
+    assert kind_of_text(one) != kind_of_text("ValueError: example 12 has no 'answer'; at /my/env.py:42 in f")
+
+
+def test_rewards_that_raise_need_not_end_the_run():
+    errors = RewardErrors(max_reward_errors=None)
+    for index in range(50):
+        errors.check([group(index, 1, 1)])

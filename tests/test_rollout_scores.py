@@ -1,0 +1,93 @@
+"""avg@n and pass@k against brute force, and their intervals against closed forms and an independent bootstrap."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from rlx.rollout.scores import average, estimate, ks_of, pass_at_k, passes, wilson
+
+
+@pytest.mark.parametrize("rollouts", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_rollout_that_passes(rollouts: int) -> None:
+    for passed, k in itertools.product(range(rollouts + 1), range(1, rollouts + 1)):
+        outcomes = [True] * passed + [False] * (rollouts - passed)
+        subsets = list(itertools.combinations(outcomes, k))
+        assert pass_at_k(rollouts, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(("rollouts", "passed", "k"), [(4, 2, 5), (4, 5, 1), (4, 2, 0)])
+def test_pass_at_k_refuses_what_cannot_be_estimated(rollouts: int, passed: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {rollouts} rollouts of which {passed} passed"):
+        pass_at_k(rollouts, passed, k)
+
+
+def test_the_reported_ks_are_powers_of_two_up_to_n() -> None:
+    assert [ks_of(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
+
+
+def test_avg_and_pass_at_1_agree_for_rewards_of_0_and_1() -> None:
+    rewards = [[1.0, 0.0, 1.0, 0.0], [0.0] * 4, [1.0] * 4]
+    assert average(rewards).mean == passes(rewards, 0.5)[1].mean == pytest.approx(0.5)
+    assert passes(rewards, 0.5)[4].mean == pytest.approx(2 / 3)
+    assert passes(rewards, 1.5)[1].mean == 0.0
+
+
+def test_one_rollout_an_example_gives_wilsons_interval() -> None:
+    """The closed form, with the numbers of Brown, Cai and DasGupta's formula for 15 of 20."""
+    found = average([[1.0]] * 15 + [[0.0]] * 5)
+    n, p, z = 20, 0.75, 1.959963984540054
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    assert (found.low, found.high) == pytest.approx((middle - half, middle + half))
+    assert found.stderr == pytest.approx(statistics.stdev([1.0] * 15 + [0.0] * 5) / math.sqrt(20))
+    assert wilson(0.75, 20) == pytest.approx((0.5313, 0.8881), abs=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_all_the_same_is_not_certainty(value: float) -> None:
+    found = average([[value] * 4] * 30)
+    assert found.mean == value
+    assert found.high - found.low == pytest.approx(0.1135, abs=1e-3)
+    assert 0.0 <= found.low <= found.mean <= found.high <= 1.0
+
+
+def bootstrap(scores: list[float], rounds: int = 1000) -> tuple[float, float]:
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(scores, k=len(scores))) for _ in range(rounds))
+    return means[int(0.025 * rounds)], means[int(0.975 * rounds)]
+
+
+def test_the_intervals_agree_with_a_bootstrap_over_examples() -> None:
+    rng = random.Random(1)
+    skill = [rng.betavariate(1, 1.5) for _ in range(150)]
+    rewards = [[float(rng.random() < p) for _ in range(8)] for p in skill]
+    low, high = bootstrap([statistics.fmean(one) for one in rewards])
+    found = average(rewards)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.012)
+    for k, one in passes(rewards, 0.5).items():
+        low, high = bootstrap([pass_at_k(8, int(sum(each)), k) for each in rewards])
+        assert (one.low, one.high) == pytest.approx((low, high), abs=0.015), k
+
+
+def test_the_interval_covers_the_truth_in_about_95_of_100_evaluations() -> None:
+    rng, hits = random.Random(2), 0
+    for _ in range(400):
+        rewards = [[float(rng.random() < p) for _ in range(4)] for p in (rng.betavariate(2, 0.5) for _ in range(40))]
+        found = average(rewards)
+        hits += found.low <= 0.8 <= found.high  # the mean of that beta distribution
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_rewards_outside_0_to_1_get_the_usual_interval_and_one_example_gets_none() -> None:
+    scores = [-1.0, 2.0, 0.5, 3.0]
+    found = estimate(scores, 4)
+    half = 1.959963984540054 * statistics.stdev(scores) / 2
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half))
+    assert math.isnan(average([[2.0, 3.0]]).low)
+    with pytest.raises(ValueError, match="no examples"):
+        estimate([], 0)

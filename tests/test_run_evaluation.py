@@ -1,0 +1,59 @@
+"""Evaluations beside training on the real stack: one policy version each, and nothing of training changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from main_job import MainJob
+from test_run_resume import checkpoints, kill_everything
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+EVALUATED = ("eval.interval=2", "eval.num_examples=24", "eval.rollouts_per_example=4")
+SHORT = ("max_async_level=0", "orchestrator.batch_size=32", "max_steps=6", "ckpt.interval=2")
+
+
+def results(job: MainJob, version: int) -> list[dict]:
+    folder = job.run_dir / "eval" / "reverse_text--tiny" / f"step_{version}"
+    assert json.loads((folder / "metadata.json").read_text())["policy_version"] == version
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_slack_evaluates_every_due_version_and_keeps_the_best_checkpoint(start):
+    keys = ("max_steps=12", "eval.interval=5", "eval.num_examples=64", "eval.rollouts_per_example=4", "eval.sampling.temperature=0.5")
+    run = start("run", *keys, "ckpt.interval=5", "ckpt.keep_last=1", "ckpt.keep_best=eval/reverse_text/avg@4")
+    assert run.wait(timeout=200) == 0, run.text()
+    records = {record["step"]: record for record in run.metrics("eval")}
+    assert list(records) == [0, 5, 10, 12]
+    scores = {version: record["eval/reverse_text/avg@4"] for version, record in records.items()}
+    for version, record in records.items():
+        lines = results(run, version)
+        assert len(lines) == 64 * 4 == 4 * record["eval/reverse_text/examples"]
+        assert sum(line["reward"] for line in lines) / len(lines) == pytest.approx(scores[version])
+        assert record["eval/reverse_text/error_frac"] == 0
+        assert record["eval/reverse_text/avg@4_low"] < scores[version] < record["eval/reverse_text/avg@4_high"]
+    assert scores[12] > scores[0] + 0.1, "it learned"
+    best = max((score, version) for version, score in scores.items() if version)[1]
+    assert {best, 12} <= set(checkpoints(run))
+    assert f"reverse_text avg@4: {scores[0]:.3f} → {scores[12]:.3f} at step 12" in run.text()
+    assert f"checkpoints/step_{best}" in run.text()
+
+
+@pytest.mark.long
+def test_on_policy_training_is_the_same_with_and_without_evaluations_also_after_a_kill_in_one(start):
+    without = start("without", *SHORT)
+    assert without.wait() == 0, without.text()
+    whole = start("whole", *SHORT, *EVALUATED)
+    assert whole.wait() == 0, whole.text()
+    assert [line for line in whole.reproducible_lines() if line["source"] != "eval"] == without.reproducible_lines()
+    one, other = ((job.run_dir / "weights" / "step_6" / "COMPLETE").read_text() for job in (whole, without))
+    assert one == other, "the same weights, by their checksums"
+    killed = start("killed", *SHORT, *EVALUATED)
+    killed.until(lambda: 4 in checkpoints(killed), "checkpoint 4")  # version 4 is evaluated now, or about to be
+    kill_everything(killed)
+    again = start("killed", *SHORT, *EVALUATED, "resume=latest")
+    assert again.wait() == 0, again.text()
+    assert again.reproducible_lines() == whole.reproducible_lines()
+    for version in (0, 2, 4, 6):
+        lines = [[(line["completion"], line["reward"]) for line in results(job, version)] for job in (again, whole)]
+        assert lines[0] == lines[1]
