@@ -89,7 +89,7 @@ def test_the_easiest_level_of_sums_has_two_digits() -> None:
 
 @pytest.fixture(scope="module")
 def checker() -> rlx_math.Checker:
-    return rlx_math.Checker(timeout=0.3, workers=4)
+    return rlx_math.Checker(timeout=0.5, workers=4)
 
 
 def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | None]:
@@ -101,17 +101,17 @@ def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | Non
 
 @pytest.mark.parametrize("level", list(rlx_math.LEVELS))
 def test_every_level_of_math_accepts_its_own_answers(level: int, checker: rlx_math.Checker) -> None:
-    rows = rlx_math.build_rows(level, 48, seed=3)
+    rows = rlx_math.build_rows(level, 26, seed=3)
     parser = rlx_math.AnswerParser()
-    assert rows == rlx_math.build_rows(level, 48, seed=3)
+    assert rows == rlx_math.build_rows(level, 26, seed=3)
     spec = rlx_math.LEVELS[level]
     assert {row["info"]["source"] for row in rows} == {*spec.gym, *(template.__name__ for template in spec.templates)}
     for row in rows:
         assert parser.parse(f"<think>\\boxed{{1}}</think>So it is $\\boxed{{{row['answer']}}}$.") == row["answer"]
         assert "final answer" not in row["question"]
-    own = [(f"0 + {row['answer']}", row["answer"]) for row in rows[:8]]
-    assert equal(checker, *own) == [True] * 8
-    assert equal(checker, *((f"{row['answer']} + 1", row["answer"]) for row in rows[:8])) == [False] * 8
+    own = [(f"0 + {row['answer']}", row["answer"]) for row in rows[:4]]
+    assert equal(checker, *own) == [True] * 4
+    assert equal(checker, *((f"{row['answer']} + 1", row["answer"]) for row in rows[:4])) == [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,15 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
 def test_wrong_arguments_of_math_are_named(arguments: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         rlx_math.load_environment(**arguments)
+
+
+def test_math_scores_a_reply_as_it_is_played() -> None:
+    env = load("rlx-math", level=1, num_examples=4)
+    answer = env.rows[0]["answer"]
+    rollout = play(env, f"So it is $\\boxed{{{answer}}}$.")
+    assert (rollout.reward, rollout.metrics["boxed"], rollout.metrics["check_timed_out"]) == (1.0, 1.0, 0.0)
+    rollout = play(env, "I do not know.")
+    assert (rollout.reward, rollout.metrics["boxed"], rollout.metrics["check_timed_out"]) == (0.0, 0.0, 0.0)
 
 
 # reasoning_gym
@@ -328,7 +337,7 @@ def test_alphabet_sort_pays_for_each_right_list() -> None:
 SHIPPED = sorted(path for path in ENVIRONMENTS.iterdir() if path.is_dir())
 TAUGHT = [  # those that bring a teacher, as experiment=…_tiny and as language models have them
     ("rlx-word-guess", {"alphabet": "abc", "length": 3, "max_guesses": 27}),
-    ("rlx-word-guess", {"max_guesses": 60}),
+    ("rlx-word-guess", {"max_guesses": 30}),
     ("rlx-tool-math", {"level": 1}),
     ("rlx-tool-math", {"level": 2}),
     ("rlx-tool-math", {"level": 3}),
@@ -348,7 +357,9 @@ class Scripted(StandIn):
         ids = np.array([*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.stop_token_ids[0]], np.int32)
         zeros = np.zeros(len(ids), np.int32)
         prompt = np.asarray(prompt_ids, np.int32)
-        return Turn(prompt_ids=prompt, completion_ids=ids, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="stop")
+        return Turn(
+            prompt_ids=prompt, completion_ids=ids, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="stop", temperature=1.0
+        )
 
 
 def play(env: Any, *texts: str, index: int = 0) -> Rollout:
@@ -369,7 +380,7 @@ def text_of(message: dict[str, Any]) -> str:
     ("id", "arguments"), TAUGHT, ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values()))
 )
 def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answers_as_it_says(id: str, arguments: dict) -> None:
-    env = load(id, **arguments, num_examples=6)
+    env = load(id, **arguments, num_examples=4)
     for index, said in enumerate(conversations(env, list(env.rows), teacher_error=0.0, seed=1)):
         mine = [text_of(message) for message in said.played if message["role"] == "assistant"]
         rollout = play(env, *mine, index=index)
@@ -380,7 +391,7 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
         assert whole.token_ids == (*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids), "what the policy will see"
     wrong = conversations(env, list(env.rows), teacher_error=1.0, seed=1)
     rewards = [play(env, *(text_of(m) for m in said.played if m["role"] == "assistant"), index=i).reward for i, said in enumerate(wrong)]
-    assert sum(rewards) < 6
+    assert sum(rewards) < 4
 
 
 @pytest.mark.parametrize("experiment", ["word_guess_tiny", "tool_math_tiny", "alphabet_sort_tiny", "sums_tiny"])
