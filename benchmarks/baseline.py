@@ -49,7 +49,7 @@ def row_of(name: str, rollouts: Sequence[Rollout], seconds: float) -> str:
     return f"| {' | '.join(values)} |"
 
 
-async def play(config: Config, paths: RunPaths, num_examples: int, server: Endpoint) -> None:
+async def play(config: Config, paths: RunPaths, num_examples: int, server: Endpoint, show: int) -> None:
     """Play the environments one after the other and print the table."""
     envs = load_environments(config, lambda phase: None)
     chat = load_tokenizer(config, paths, lambda phase: None)
@@ -68,6 +68,11 @@ async def play(config: Config, paths: RunPaths, num_examples: int, server: Endpo
             played = await asyncio.gather(*(env.play(task, [0], 0) for task in tasks))
             rollouts = [one for (one,) in played]
             print(row_of(name, rollouts, time.monotonic() - began), flush=True)
+            for one in rollouts[:show]:
+                print(
+                    f"\n--- {name}, reward {one.reward:g}, expected {one.task.row.get('answer')}\n{one.prompt[-1]}\n{one.completion}",
+                    file=sys.stderr,
+                )
             if errors := {str(one.error) for one in rollouts if one.status != "ok"}:
                 print("\n".join(sorted(errors)), file=sys.stderr)
 
@@ -75,6 +80,7 @@ async def play(config: Config, paths: RunPaths, num_examples: int, server: Endpo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=32, help="examples of each environment")
+    parser.add_argument("--show", type=int, default=0, help="rollouts of each environment to print on the standard error")
     args, overrides = parser.parse_known_args()
     config = compose(overrides, dict(os.environ)).cfg
     for env in config.envs.values():
@@ -90,7 +96,7 @@ def main() -> None:
                 if server.poll() is not None:
                     sys.exit((paths.root / "server.log").read_text()[-2000:])
                 time.sleep(0.2)
-            asyncio.run(play(config, paths, args.examples, endpoint))
+            asyncio.run(play(config, paths, args.examples, endpoint, args.show))
         finally:
             server.terminate()
             server.wait()
