@@ -291,7 +291,7 @@ def comparable(state: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["right", "wrong", "empty", "truncated", "too_long", "broken"])
 @pytest.mark.parametrize("id", ["rlx_reverse_text", "rlx_test_single", "rlx_test_gym"])
-def test_the_short_way_through_an_episode_leaves_the_state_that_verifiers_own_loop_leaves(id: str, case: str) -> None:
+def test_a_prepared_environment_leaves_the_state_that_verifiers_itself_leaves(id: str, case: str) -> None:
     import verifiers as vf
 
     from rlx.envs.verifiers_client import EpisodeClient
@@ -305,25 +305,15 @@ def test_the_short_way_through_an_episode_leaves_the_state_that_verifiers_own_lo
     texts = {"right": row["answer"], "wrong": "zzz", "truncated": "z" * 300}
     room = len(tiny_chat().render(row["prompt"])) if case == "too_long" else 256
 
-    async def play_with(play: Any, score: Any) -> Any:
+    async def play_with(own: Any) -> Any:
         generator = Broken() if case == "broken" else Scripted(texts.get(case, ""))
         episode = policy_of(generator, context_length=room).episode(task_of(env), 0, 0)
-        state = await play(row, EpisodeClient(episode), "policy", dict(env.sampling))
+        state = await own.rollout(row, EpisodeClient(episode), "policy", {"max_tokens": 96})
         if episode.turns:
-            await score(state)
+            await own.rubric.score_rollout(state)
         return state
 
-    def own_loop(*arguments: Any) -> Any:
-        return vf.SingleTurnEnv.rollout(env.env, *arguments)
-
-    assert env._play != env.env.rollout, "this environment is plain enough for the short way"
-    short = asyncio.run(play_with(env._play, env._score))
-    own = asyncio.run(play_with(own_loop, env.env.rubric.score_rollout))
-    assert comparable(short) == comparable(own)
-    assert short["timing"].generation.end >= short["timing"].generation.start > 0
-
-
-@pytest.mark.parametrize("id", ["rlx_test_multi", "rlx_test_tool", "rlx_test_trouble"])
-def test_an_environment_with_hooks_of_its_own_is_played_by_verifiers_own_loop(id: str) -> None:
-    env = load(id, **({"kind": "sleepy"} if id == "rlx_test_trouble" else {}))
-    assert env._play == env.env.rollout
+    prepared = asyncio.run(play_with(env.env))
+    stock = asyncio.run(play_with(vf.load_environment(id, num_examples=8)))
+    assert comparable(prepared) == comparable(stock)
+    assert prepared["timing"].generation.end >= prepared["timing"].generation.start > 0

@@ -76,7 +76,7 @@ class StandInServers(StandIn):
         self.error = 0.9 if weights.version < 3 else 0.0
 
     async def stats(self) -> dict[str, float]:
-        return {"perf/kv_cache_usage": 0.25}
+        return {"perf/servers": 1, "perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0}
 
 
 class StandInTrainer:

@@ -79,7 +79,13 @@ def probe(name: str, config: EnvConfig) -> Probed:
 
 
 def _try_first(env: Any, row: dict[str, Any]) -> None:
-    """Let a classic environment read its first example, as at the begin of an episode. Raises verifiers' refusal."""
+    """Let a classic environment read its first example, as at the begin of an episode; start a v1 environment's servers once.
+
+    Raises verifiers' refusal.
+    """
+    if (rehearse := getattr(env, "rehearse", None)) is not None:
+        rehearse()
+        return
     from rlx.envs.verifiers_client import EpisodeClient
 
     init_state = getattr(getattr(env, "env", None), "init_state", None)

@@ -24,11 +24,11 @@ from verifiers.types import State
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
-from rlx.envs.verifiers_hooks import REWARD_ERRORS, prepare
-from rlx.policy.asked import KNOWN, PENALTIES, servers_names
-from rlx.policy.base import Episode, Message, Policy
+from rlx.envs.verifiers_group import Player, leaves, players_of, routed
+from rlx.envs.verifiers_hooks import REWARD_ERRORS
+from rlx.policy.base import Message, Policy
 from rlx.stacks import rollout_name
-from rlx.types import Rollout, Status, Task
+from rlx.types import Rollout, Status, Task, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,42 +69,39 @@ class VerifiersEnvironment:
         self.failures = FailureLog(log)
         self.rows = rows_of(name, env, split)
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
-        self.scores_groups = env.requires_group_rollouts
-        # verifiers' run_rollout ignores the environment's own sampling parameters (stop tokens, for example), so they are added here.
-        # Keys that the run sets win.
-        own = servers_names(env.sampling_args)
-        ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
-        if ignored:
-            log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
-        self.sampling = {key: value for key, value in {**own, **sampling}.items() if key not in ignored}
-        names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
-        self.reward_names = {name for name, weight in zip(names, weights, strict=True) if weight != 0}
-        self._play, self._score = prepare(env)
+        self.players = players_of(name, env, sampling)
+        # One member of a group of environments is enough: a request plays either a whole group or one rollout, for all rows.
+        self.scores_groups = any(player.scores_groups for player in self.players.values())
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, and the scoring of a group as long again."""
-        played = await together([self._rollout(task, member, attempt) for member in members])
+        try:
+            env, row = routed(self.env, task.row)
+        except ValueError as error:  # the row names no environment of the group
+            return [_failed(task, m, (), [], {}, "error", "environment_error", self._noted("a row", error))[0] for m in members]
+        player = self.players[id(env)]
+        played = await together([self._rollout(player, row, task, member, attempt) for member in members])
         rollouts = [rollout for rollout, _ in played]
-        if not self.scores_groups:
+        if not player.scores_groups:
             return rollouts
         if any(rollout.status != "ok" for rollout in rollouts):
             return [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in rollouts]
-        return await self._scored_group(rollouts, [state for _, state in played if state is not None])
+        return await self._scored_group(player, rollouts, [state for _, state in played if state is not None])
 
-    async def _rollout(self, task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
+    async def _rollout(self, player: Player, row: dict[str, Any], task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
         """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
-        client = EpisodeClient(episode, raw=self.env.message_type == "completion")
+        client = EpisodeClient(episode, raw=player.raw)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
+        playing = asyncio.create_task(self._episode(player, row, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
             await _abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
-        fail = functools.partial(_failed, task, member, episode, timing)
+        fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
             await _abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
@@ -115,7 +112,7 @@ class VerifiersEnvironment:
             return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        trajectory = [step["response"].id for step in state["trajectory"]]
+        trajectory = [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
         beside = set(client.answered) - set(trajectory)
         if len(beside) == len(client.answered):
             if state.get("prompt_too_long"):
@@ -139,11 +136,11 @@ class VerifiersEnvironment:
             is_truncated=bool(state.get("is_truncated")),
             timing=timing,
         )
-        return (rollout if self.scores_groups else self._scored(rollout, state)), state
+        return (rollout if player.scores_groups else self._scored(player, rollout, state)), state
 
-    async def _scored_group(self, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
+    async def _scored_group(self, player: Player, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
         """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
-        scoring = asyncio.create_task(self._score_states(states))
+        scoring = asyncio.create_task(self._score_states(player.env, states))
         try:
             await asyncio.wait({scoring}, timeout=self.timeout)
         except asyncio.CancelledError:
@@ -155,42 +152,46 @@ class VerifiersEnvironment:
         if (raised := scoring.exception()) is not None:
             text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
-        return [self._scored(rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+        return [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
         """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
         self.failures.close()
-        closing = asyncio.create_task(self.env._teardown())
+        envs = {id(env): env for env in (self.env, *leaves(self.env))}.values()
+        closing = asyncio.create_task(together([env._teardown() for env in envs]))
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
             await _abandon(closing)
 
-    async def _episode(self, task: Task, client: EpisodeClient) -> State:
-        state = await self._play(task.row, client, "policy", dict(self.sampling))
-        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not self.scores_groups:
-            await (self._score(state) if self.env.score_rollouts else self.env.rubric.dummy_score_rollout(state))
-            await self.env.rubric.cleanup(state)
+    async def _episode(self, player: Player, row: dict[str, Any], client: EpisodeClient) -> State:
+        env = player.env
+        state = await env.rollout(row, client, "policy", dict(player.sampling))
+        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
+            await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
+            await env.rubric.cleanup(state)
         return state
 
-    async def _score_states(self, states: list[State]) -> None:
-        rubric = self.env.rubric
-        await (rubric.score_group(states) if self.env.score_rollouts else rubric.dummy_score_group(states))
+    async def _score_states(self, env: vf.Environment, states: list[State]) -> None:
+        rubric = env.rubric
+        await (rubric.score_group(states) if env.score_rollouts else rubric.dummy_score_group(states))
         for state in states:
             await rubric.cleanup(state)
 
-    def _scored(self, rollout: Rollout, state: State) -> Rollout:
+    def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in self.reward_names}
+        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in player.rewards}
         errors = state.get(REWARD_ERRORS, [])
-        metrics["reward_error"] = float(any(name in self.reward_names for name, _ in errors))
+        metrics["reward_error"] = float(any(name in player.rewards for name, _ in errors))
         reward = float(state["reward"])
         if not math.isfinite(reward):
-            return replace(rollout, status="error", stop="reward_not_finite", error=f"the reward is {reward}", metrics=metrics)
+            causes = ", ".join(f"{name} returned {value}" for name, value in values.items() if not math.isfinite(value))
+            what = f"the reward is {reward}" + (f": {causes}" if causes else "")
+            return replace(rollout, status="error", stop="reward_not_finite", error=what, metrics=metrics)
         return replace(
             rollout,
             reward=reward,
-            rewards={name: value for name, value in values.items() if name in self.reward_names},
+            rewards={name: value for name, value in values.items() if name in player.rewards},
             metrics=metrics,
             error="; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None,
         )
@@ -243,13 +244,15 @@ def _unscored(rollout: Rollout) -> Rollout:
     return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
 
 
-def _failed(task: Task, member: int, episode: Episode, timing: dict, status: Status, stop: str, error: str) -> tuple[Rollout, None]:
+def _failed(
+    task: Task, member: int, turns: tuple[Turn, ...], replies: list[Message], timing: dict, status: Status, stop: str, error: str
+) -> tuple[Rollout, None]:
     rollout = Rollout(
         task=task,
         member=member,
-        turns=episode.turns,
+        turns=turns,
         prompt=task.row.get("prompt"),
-        completion=list(episode.replies),
+        completion=replies,
         reward=0.0,
         rewards={},
         metrics={},

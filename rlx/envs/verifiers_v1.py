@@ -32,7 +32,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import Failure, FailureLog, failure_of, sources_of
+from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
@@ -59,7 +59,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
-    block, chosen = _block(where, config)
+    block, chosen = block_of(where, config)
     scripts_in_this_python()
     try:
         env = load_v1(block)
@@ -69,6 +69,8 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
                 signal.signal(number, handler)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.split == "eval":
+        log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = _tasks(where, env, config.num_tasks)
     needs = Needs(f"{where}.args", chosen)
     for sentence in needs.of(env, tasks[0]):
@@ -100,7 +102,7 @@ class V1Environment:
         self._needs = needs
         self._serving: asyncio.Task[None] | None = None
         self._up: asyncio.Future[None] | None = None
-        self._down = asyncio.Event()
+        self._down = asyncio.Event()  # set when they are to stop
 
     def trained_agent(self, task: Task) -> str:
         """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
@@ -110,6 +112,19 @@ class V1Environment:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
         return await together([self._rollout(task, member, attempt) for member in members])
+
+    def rehearse(self) -> None:
+        """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
+        if type(self.env).start is not vf.Env.start or self.env.taskset.toolsets(self.env.config.taskset):
+            _in_a_thread(self._rehearsed())
+
+    async def _rehearsed(self) -> None:
+        try:
+            await self._start()
+        finally:
+            await self.close()
+            self._up = self._serving = None
+            self._down = asyncio.Event()
 
     async def close(self) -> None:
         """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
@@ -138,7 +153,8 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                up.set_exception(error)
+                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
@@ -253,7 +269,7 @@ class V1Environment:
         return {f"{name}/reward": sum(values) / len(values) for name, values in rewards.items()}
 
 
-def _block(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
+def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     """(verifiers' configuration of the environment, the agents with a runtime `subprocess` that someone chose)."""
     args = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.args.items()}
     args["taskset"] = {**(args.get("taskset") or {}), "id": config.id}

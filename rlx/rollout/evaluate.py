@@ -27,6 +27,7 @@ import numpy as np
 from rlx.config.evaluated import PREFIX, evaluated, is_due
 from rlx.config.schema import Config, EvalEnvConfig
 from rlx.envs.base import Environment, sampling_of
+from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.batch import means
@@ -39,7 +40,7 @@ log = logging.getLogger("rlx.orchestrator")
 GLANCE = 0.2  # seconds between two looks at how many rollouts training leaves room for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """Rollouts that are played by one request: one of an example, or all if rewards compare them."""
 
@@ -81,6 +82,7 @@ class Evaluations:
         self.metrics = MetricsWriter(paths.metrics, "eval")
         self._missed = self._find_missed() if self.specs else []
         self._now: Evaluation | None = None
+        self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
         self._playing: asyncio.Task[dict[str, float]] | None = None
 
     # -- which versions
@@ -127,12 +129,30 @@ class Evaluations:
         self.metrics.write(self._now.version, values | {"time/wait_evaluation": time.monotonic() - began})
         self._now = self._playing = None
 
+    async def finish(self) -> None:
+        """`leave` the last version. During a preemption its evaluation is given up, because there would be nothing left to resume."""
+        leaving = asyncio.ensure_future(self.leave())
+        try:
+            while not leaving.done() and not self.paths.preempt.exists():
+                await asyncio.wait({leaving}, timeout=GLANCE)
+            if leaving.done() or self._now is None:
+                await leaving
+            else:
+                log.warning("version %d is not evaluated: the run is preempted, and all its steps are done", self._now.version)
+        finally:
+            leaving.cancel()
+
     def instead_of(self, phase: str) -> str:
         """The phase to report: the progress of an evaluation if training waits for weights meanwhile, otherwise the given one."""
         now = self._now
         if now is None or not phase.startswith("waiting for weights"):
             return phase
-        return f"evaluating version {now.version}, rollouts {now.played}/{now.total}"
+        return f"{EVALUATING} version {now.version}, rollouts {now.played}/{now.total}"
+
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """The rollouts in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each request."""
+        now = time.monotonic()
+        return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
 
     async def close(self) -> None:
         """Cancel an evaluation in progress."""
@@ -182,13 +202,17 @@ class Evaluations:
 
     async def _play(self, now: Evaluation, job: Job) -> None:
         """Play one job. A failure is retried like in training; after that the rollout scores 0."""
-        env = self.envs[job.env]
-        for attempt in range(self.config.orchestrator.max_retries + 1):
-            rollouts = await env.play(job.task, job.members, attempt)
-            for rollout in rollouts:
-                check_version(rollout, now.version)
-            if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
-                break
+        env, entry = self.envs[job.env], (job, time.monotonic())
+        self._in_flight.append(entry)
+        try:
+            for attempt in range(self.config.orchestrator.max_retries + 1):
+                rollouts = await env.play(job.task, job.members, attempt)
+                for rollout in rollouts:
+                    check_version(rollout, now.version)
+                if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
+                    break
+        finally:
+            self._in_flight.remove(entry)
         now.rollouts.setdefault(job.env, {}).setdefault(job.task.index, []).extend(rollouts)
         now.played += len(rollouts)
 
