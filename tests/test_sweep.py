@@ -21,6 +21,7 @@ from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
+pytestmark = pytest.mark.usefixtures("known_environments")
 SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))
 TOY = """
     import json, os, sys, time
