@@ -81,6 +81,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 class V1Environment:
     """See `rlx.envs.base.Environment`."""
 
+    tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
     scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
 
     def __init__(
