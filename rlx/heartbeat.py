@@ -22,6 +22,7 @@ from rlx.paths import RunPaths, write_text
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 SILENT = 20.0  # seconds without a heartbeat after which a process no longer counts as at work
 WAITING_FOR_MODEL = "waiting for the initial model"
+EVALUATING = "evaluating"  # prefix of the orchestrator's phase when training waits for an evaluation
 FETCHING = "fetching"  # prefix of the phase of a process that downloads a model
 
 

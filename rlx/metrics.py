@@ -38,6 +38,8 @@ METRICS: dict[str, str] = {
     "filter/<rule>": "groups of the step that a rule of `orchestrator.difficulty_filter` dropped; only for active rules",
     "rollouts/dropped_<cause>": "rollouts discarded since the run began, by whole groups: off_policy (stale); error, timeout (of a member)",
     "rollouts/failed_<cause>": "failed rollout attempts since the run began, by cause: timeout, prompt_too_long, logprob_not_finite, …",
+    "workers/replayed": "requests to environment workers played again since this attempt began, because their worker ended",
+    "workers/replaced_<cause>": "environment workers replaced since this attempt began, by cause: died, timeout, memory",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
     "time/rollout_max": "largest of the same",
     "time/wait_rollouts": "seconds the orchestrator waited for rollouts to complete the batch",
@@ -47,6 +49,8 @@ METRICS: dict[str, str] = {
     "perf/rollouts_per_second": "finished rollouts per second",
     "perf/inference_tokens_per_second": "sampled tokens per second",
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
+    "perf/max_concurrent": "most rollouts in flight: `orchestrator.max_concurrent`, or what the engines can use at that moment",
+    "perf/env_worker_memory_gb": "resident memory of the largest environment worker, GiB",
     "perf/cpu_ms_per_rollout": "CPU time of the orchestrator process per finished rollout, milliseconds",
     # trainer
     "loss/policy": "the objective, aggregated over the global batch",

@@ -77,11 +77,11 @@ def _answer_on(folder: Path, name: str) -> None:
                 write_text(folder / f"{asked}_{name}.json", json.dumps(account()))
 
 
-def question(folder: Path) -> int | None:
+def question(folder: Path) -> str | None:
     """The number of the newest question; None if there is none."""
     try:
-        return int((folder / "ask").read_text())
-    except (OSError, ValueError):
+        return (folder / "ask").read_text().strip() or None
+    except OSError:
         return None
 
 

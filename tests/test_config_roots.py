@@ -3,6 +3,8 @@
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         if not self._prefix and isinstance(derived := getattr(Config, name, None), property):
             return derived.fget(self)
+        if not self._prefix and inspect.isfunction(derived):
+            return functools.partial(derived, self)
         key, value = f"{self._prefix}{name}", getattr(self._cfg, name)
         if any(key == known or key.startswith(known + ".") for known in self._keys):
             return value

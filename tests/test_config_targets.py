@@ -191,7 +191,8 @@ def test_no_value_of_any_key_ends_in_a_traceback(value):
     tree = compose_tree(["logger=[wandb,tensorboard]", "dry_run=true"], {})
     accepted = 0
     keys = [key.replace("<name>", "reverse_text").split(".") for key in leaves(Config)]
-    for key in sorted({".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1)}):
+    tried = sorted({".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1)})
+    for key in tried:
         changed = copy.deepcopy(tree)
         *above, last = key.split(".")
         section = changed.data
@@ -201,4 +202,4 @@ def test_no_value_of_any_key_ends_in_a_traceback(value):
         with contextlib.suppress(ConfigError):
             finish(changed)
             accepted += 1
-    assert accepted < 90, "other keys must have refused it"
+    assert accepted < 0.54 * len(tried), "other keys must have refused it"

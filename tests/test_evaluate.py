@@ -8,20 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 from policy_stand_in import OUTSIDE, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics, reproducible
 
+from rlx.checkpoints.folders import Start, finish, write_start, writing
+from rlx.checkpoints.orchestrator import STATE
 from rlx.config.evaluated import environments
 from rlx.config.schema import Config, EnvConfig, EvalEnvConfig
 from rlx.envs.base import sampling_of
-from rlx.envs.load import give_policy
+from rlx.envs.load import give_policy, settings_of
+from rlx.envs.wire import Load
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.evaluate import Evaluations, check_version
 from rlx.rollout.record import read_rollouts
+from rlx.runs.rewind import trim_metrics
 from rlx.types import Rollout, Task, Turn, WeightVersion
 from rlx.waiting import first_failure
 
@@ -56,9 +62,9 @@ def loaded(config: Config) -> dict[str, Any]:
     return {name: load_environment(name, env, sampling_of(config, env), 30.0) for name, env in environments(config).items()}
 
 
-def play(root: Path, config: Config, servers: Any = None, seconds: float = 0.0) -> tuple[RunPaths, StandInTrainer]:
+def play(root: Path, config: Config, servers: Any = None, trainer: StandInTrainer | None = None) -> tuple[RunPaths, StandInTrainer]:
     paths, envs = RunPaths(root), loaded(config)
-    trainer, served = StandInTrainer(paths, config, seconds), servers or Servers()
+    trainer, served = trainer or StandInTrainer(paths, config), servers or Servers()
     give_policy(envs, config, tiny_chat(), served)
 
     async def main() -> None:
@@ -224,6 +230,55 @@ def test_after_a_kill_the_evaluation_that_it_interrupted_is_played_first(tmp_pat
     assert [version for version in range(6) if fresh.is_wanted(version)] == [0, 1, 2, 3, 4, 5]
 
 
+class Resumed(StandInTrainer):
+    """Goes on after `first` steps; that version's weights are there."""
+
+    def __init__(self, paths: RunPaths, config: Config, first: int) -> None:
+        super().__init__(paths, config)
+        self.first = first
+
+    async def run(self) -> None:
+        for step in range(self.first, self.config.max_steps):
+            while not self.paths.batch_of(step).exists():
+                await asyncio.sleep(0.002)
+            self.paths.batch_of(step).unlink()
+            self.paths.weights_of(step + 1).mkdir(parents=True)
+            (self.paths.weights_of(step + 1) / COMPLETE).write_text("{}")
+
+
+def test_a_resumed_run_plays_the_missed_evaluation_and_then_goes_on_as_before(tmp_path: Path) -> None:
+    """Killed while version 2 was evaluated, with a checkpoint of step 3: its trainer was one version ahead."""
+    whole, _ = play(tmp_path / "whole", evaluating(max_async_level=0, eval__interval=1))
+    config = evaluating(max_async_level=0, eval__interval=1)
+    paths, _ = play(tmp_path / "run", evaluating(max_async_level=0, eval__interval=1, max_steps=3, ckpt__interval=3))
+    content = (writing(paths, 3) / "orchestrator" / STATE).read_bytes()
+    finish(paths, 3, {f"orchestrator/{STATE}": {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}, {})
+    lines = paths.metrics.read_text().splitlines(keepends=True)
+    paths.metrics.write_text("".join(line for line in lines if not ('"eval"' in line and '"step": 2' in line)))
+    write_start(paths, Start(step=3, checkpoint=paths.checkpoint_of(3)))
+    trim_metrics(paths, 3)
+    servers = Servers()
+    servers.error = 0.9  # as in the other run at version 2; `update` sets the rest
+    play(tmp_path / "run", config, servers, trainer=Resumed(paths, config, 3))
+    assert servers.updates == [2, 3, 4, 5]
+    there, here = ([record for record in reproducible(paths) if record["source"] == "eval"] for paths in (whole, paths))
+    assert here == there
+    assert reproducible(paths) == reproducible(whole), "the order of the records as well"
+
+
+def test_a_preemption_gives_up_the_evaluation_of_the_last_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Servers):
+        async def generate(self, *arguments: Any) -> Turn:
+            if self.version == 1 and "eval_" in arguments[2]:
+                RunPaths(tmp_path).ask_to_give_way()
+                await asyncio.sleep(3600)
+            return await super().generate(*arguments)
+
+    paths, _ = play(tmp_path, evaluating(max_steps=1), Slow())
+    assert [record["step"] for record in metrics(paths, "eval")] == [0]
+    assert "version 1 is not evaluated: the run is preempted" in caplog.text
+
+
 def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_examples_with_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -234,3 +289,12 @@ def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_exa
     env = load_environment("m", EnvConfig(id="rlx_test_multi", split="eval"), sampling, 30.0)
     assert [row["example_id"] for row in env.rows] == [row["example_id"] for row in trained.rows]
     assert "rlx_test_multi has no evaluation data set; its training examples are evaluated" in caplog.text
+
+
+def test_a_worker_is_told_to_load_the_evaluation_data() -> None:
+    config = evaluating()
+    env = environments(config)["eval_e"]
+    sent = msgspec.msgpack.encode(Load(name="eval_e", config=env, settings=settings_of(config, env), send_rows=True))
+    assert isinstance(env, EvalEnvConfig)
+    received = msgspec.msgpack.decode(sent, type=Load).config
+    assert (received.id, received.args, received.split) == ("rlx_reverse_text", {"num_examples": 64}, "eval")

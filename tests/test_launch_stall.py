@@ -189,7 +189,7 @@ def test_a_process_that_sleeps_one_in_native_code_and_a_stopped_one_are_told_apa
     os.kill(server.pid, signal.SIGSTOP)
     names = ["orchestrator", "trainer", "inference_0"]
     found = {name: json.loads((paths.heartbeats / f"{name}.json").read_text()) for name in names}
-    orchestrator, trainer, server = examine(paths, "1001", found, dict.fromkeys(names, 0.0), names)
+    orchestrator, trainer, server = examine(paths, "0001", found, dict.fromkeys(names, 0.0), names)
     assert (orchestrator.answered, orchestrator.stopped) == (True, "")
     assert orchestrator.where == "<string>:14 in sleeps"
     assert (trainer.answered, trainer.stopped) == (False, "")

@@ -76,7 +76,7 @@ class StandInServers(StandIn):
         self.error = 0.9 if weights.version < 3 else 0.0
 
     async def stats(self) -> dict[str, float]:
-        return {"perf/kv_cache_usage": 0.25}
+        return {"perf/servers": 1, "perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0}
 
 
 class StandInTrainer:
@@ -111,10 +111,12 @@ class StandInTrainer:
         return [sample for mini_batch in self.batches[step].mini_batches for sample in mini_batch]
 
 
-def play(root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0) -> tuple[RunPaths, StandInTrainer]:
+def play(
+    root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0, envs: Any = None
+) -> tuple[RunPaths, StandInTrainer]:
     paths = RunPaths(root)
-    envs = {}
-    for name, env in config.envs.items():
+    envs = {} if envs is None else envs
+    for name, env in config.envs.items() if not envs else ():
         from rlx.envs.base import sampling_of
 
         timeout = env.rollout_timeout or config.orchestrator.rollout_timeout

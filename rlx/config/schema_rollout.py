@@ -47,18 +47,18 @@ class EnvConfig:
         "`-column`: largest first); later epochs are shuffled; null: all are shuffled",
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
+    workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
+    python: str | None = key(
+        None, "path of another Python whose packages its workers use (with verifiers, msgspec and numpy); null: the run's own"
+    )
     sampling: EnvSampling = section(EnvSampling)
 
 
 @dataclass
 class EvalSampling(EnvSampling):
-    """Sampling parameters of evaluations; None takes the next more general value."""
+    """Sampling parameters of evaluations; None takes the environment's value in training."""
 
-    max_tokens: int | None = key(None, "maximum number of new tokens in one turn; null: as in training", low=1)
     temperature: float | None = key(None, "sampling temperature; 0 is greedy; null: as in training", low=0)
-    top_p: float | None = key(None, "nucleus sampling; null: `sampling.top_p`", above=0, high=1)
-    top_k: int | None = key(None, "sample only from the k most likely tokens; -1 keeps all; null: `sampling.top_k`", low=-1)
-    min_p: float | None = key(None, "drop tokens below this share of the largest probability; null: `sampling.min_p`", low=0, high=1)
 
 
 @dataclass
@@ -155,6 +155,17 @@ class OrchestratorConfig:
         low=1,
     )
     rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)
+    env_workers: int = key(
+        1,
+        "processes for each environment of the mix; a rollout that blocks or kills one ends nothing but itself. "
+        "0: environments run in the orchestrator, where their code can block it",
+        low=0,
+    )
+    env_worker_memory_gb: float | None = key(
+        None,
+        "GiB of memory above which a worker is replaced: when it has finished its rollouts, at 1.5 times at once; null: no bound",
+        above=0,
+    )
     max_retries: int = key(
         3,
         "retries of a failed rollout before its group fails (a timeout is not retried); "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rlx import codec
+from rlx.heartbeat import EVALUATING, AtWork
 from rlx.paths import RunPaths, atomic, listed
 from rlx.types import STREAMS, StepBatch, TrainingSample
 from rlx.waiting import wait_for
@@ -53,17 +54,17 @@ class OrchestratorSource:
     """The batches that this run's orchestrator sends."""
 
     def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
-        """`timeout` is in seconds, for one batch."""
+        """`timeout` is in seconds, for one batch. While an evaluation holds up training it does not run."""
         self.paths, self.mesh, self.timeout = paths, mesh, timeout
+        self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """Wait for the batch of `step` and read it. The file stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
         path = self.paths.batch_of(step)
 
         def read() -> bytearray:
-            wait_for(
-                lambda: listed(path), f"the batch of step {step} ({path}); see the orchestrator's log", self.timeout, poll=0.002, tick=tick
-            )
+            what = f"the batch of step {step} ({path}); see the orchestrator's log"
+            wait_for(lambda: listed(path), what, self.timeout, poll=0.002, tick=tick, excused=self._evaluating)
             content = bytearray(path.stat().st_size)  # a bytearray makes writable arrays, which torch uses without a copy
             with path.open("rb") as file:
                 file.readinto(content)

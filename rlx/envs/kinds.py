@@ -46,13 +46,13 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
             f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY"
         )
     classic, v1 = found
+    if classic and has_classic():
+        return "classic"
     if classic is None or v1 is None:
         if not importing:
             raise Unclear(f"the source of {module} does not show whether it is a classic environment or a v1 taskset; importing it does")
         classic, v1 = _ask(importlib.import_module(module))
-    if classic and v1:
-        return "classic" if has_classic() else "v1"
-    if classic:
+    if classic and (has_classic() or not v1):
         return "classic"
     if v1:
         return "v1"
@@ -171,12 +171,16 @@ def _define(file: Path, name: str) -> ast.stmt | None:
 def _is_taskset(file: Path, name: str, depth: int) -> bool | None:
     """Whether `name` of the module `file` is a subclass of v1's Taskset; None if its source does not show it."""
     node = _define(file, name)
-    if depth == 0 or node is None or isinstance(node, ast.Assign):
+    if depth == 0 or node is None:
         return None
+    if isinstance(node, ast.Assign):
+        if isinstance(node.value, ast.Name):
+            return _is_taskset(file, node.value.id, depth - 1)
+        return False if isinstance(node.value, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Lambda) else None
     if isinstance(node, ast.ImportFrom):
-        if node.module and node.module.partition(".")[0] == "verifiers" and not node.level:
-            return name.endswith("Taskset")  # verifiers names its own so
         original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+        if node.module and node.module.partition(".")[0] == "verifiers" and not node.level:
+            return original.endswith("Taskset")  # verifiers names its own so
         source = _module_file(file, node)
         return None if source is None else _is_taskset(source, original, depth - 1)
     if not isinstance(node, ast.ClassDef):

@@ -1,39 +1,84 @@
-"""Loads the environments of a run and the chat format of its model.
+"""Loads the environments of a run, here or in workers, and the chat format of its model.
 
-verifiers is imported inside the function, because the import takes seconds.
+`load_one` loads one environment in this process; a worker calls it too. The rest belongs to the orchestrator. verifiers is imported inside
+the function, because the import takes seconds: a run whose environments all have workers never imports it here.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlx.config.checks.objective import needs_exact_sampling
 from rlx.config.evaluated import environments
-from rlx.config.schema import Config
+from rlx.config.schema import Config, EnvConfig
 from rlx.envs.base import Environment, Local, sampling_of
-from rlx.envs.kinds import loader_of
-from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
-from rlx.paths import RunPaths
-from rlx.policy.chat import Chat, load_chat
-from rlx.policy.templates import refusal, tokenizer_of
-from rlx.policy.tokens import Generator, TokenPolicy
-from rlx.waiting import wait_for
+from rlx.envs.wire import Settings
+
+if TYPE_CHECKING:
+    from rlx.paths import RunPaths
+    from rlx.policy.chat import Chat
+    from rlx.policy.tokens import Generator
 
 
-def load_environments(config: Config, beat: Callable[[str], None]) -> dict[str, Local]:
-    """The environments of the mix and of evaluations by name. Call it on the main thread. They can be played after `give_policy`."""
-    beat("importing verifiers")
+def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
+    """Load `config.id` in this process as the environment `name`. Call it on the main thread.
+
+    Raises ValueError or RuntimeError with a sentence for people, or what the environment's own `load_environment` raises.
+    """
+    from rlx.envs.kinds import loader_of
+
+    return loader_of(config.id)(name, config, settings.sampling, settings.timeout, settings.concurrency)
+
+
+def workers_of(config: Config, env: EnvConfig) -> int:
+    """How many processes play an environment; 0: the orchestrator plays it itself."""
+    return config.orchestrator.env_workers if env.workers is None else env.workers
+
+
+def settings_of(config: Config, env: EnvConfig) -> Settings:
+    """What the environment needs to know of the run."""
+    timeout = config.orchestrator.rollout_timeout if env.rollout_timeout is None else env.rollout_timeout
+    return Settings(sampling_of(config, env), timeout, config.concurrency)
+
+
+def load_environments(config: Config, beat: Callable[[str], None], logs: Path | None = None) -> dict[str, Local]:
+    """The environments of the mix and of evaluations by name. Call it on the main thread. They can be played after `give_policy`.
+
+    Workers start first, and load while this process does other work; `wait_loaded` waits for them. `logs`: folder of their log files.
+    """
+    from rlx.envs.pool import WorkerPool
+
+    bound, configs = config.orchestrator.env_worker_memory_gb, environments(config)
+    pools: dict[str, Local] = {
+        name: WorkerPool(name, env, settings_of(config, env), workers, logs=logs, memory_gb=bound)
+        for name, env in configs.items()
+        if (workers := workers_of(config, env)) > 0
+    }
     envs: dict[str, Local] = {}
-    for name, env in environments(config).items():
-        beat(f"loading environment {name}")
-        timeout, concurrency = config.orchestrator.rollout_timeout, config.concurrency
-        envs[name] = loader_of(env.id)(name, env, sampling_of(config, env), timeout, concurrency)
+    for name, env in configs.items():
+        if name not in pools:
+            beat(f"loading environment {name}")
+        envs[name] = pools[name] if name in pools else load_one(name, env, settings_of(config, env))
     return envs
+
+
+def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
+    """Wait until all workers have loaded their environments. Raises RuntimeError with an environment's own message if one cannot."""
+    from rlx.envs.pool import WorkerPool
+
+    for name, env in envs.items():
+        if isinstance(env, WorkerPool):
+            phase = f"loading environment {name}"
+            env.wait_loaded(lambda phase=phase: beat(phase))  # type: ignore[misc]
 
 
 def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator: Generator) -> None:
     """Give the environments the run's policy, which samples with `generator`."""
+    from rlx.config.checks.objective import needs_exact_sampling
+    from rlx.policy.tokens import TokenPolicy
+
     label, configs = uuid.uuid4().hex[:6] + "-", environments(config)
     for name, env in envs.items():
         env.policy = TokenPolicy(
@@ -42,19 +87,26 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
             context_length=min(config.seq_len, config.max_model_len) if name in config.envs else config.max_model_len,
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
-            exact=needs_exact_sampling(config, sampling_of(config, configs[name])),
+            exact=name in config.envs and needs_exact_sampling(config, sampling_of(config, configs[name])),
             label=label,
         )
 
 
 def check_chat(envs: Mapping[str, Environment], config: Config, chat: Chat) -> None:
     """Raise ValueError if the model's chat format loses the tools of an environment, the model's calls, or their results."""
+    from rlx.policy.templates import refusal
+
     if text := refusal(config.model.name, chat, {name: env.tools for name, env in envs.items()}):
         raise ValueError(text)
 
 
 def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
     """The chat format of the initial model. Waits until that model exists."""
+    from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
+    from rlx.policy.chat import load_chat
+    from rlx.policy.templates import tokenizer_of
+    from rlx.waiting import wait_for
+
     wait_for(
         paths.initial_model.exists,
         f"the initial model ({paths.initial_model})",

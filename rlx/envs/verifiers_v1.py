@@ -32,17 +32,18 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import Failure, FailureLog, failure_of, sources_of
+from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
 from rlx.envs.kinds import module_of
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops
+from rlx.envs.together import CLEANUP_GRACE, abandon, together
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.policy.base import Episode, Message, Policy
+from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
 STARTUP_TIMEOUT = 120.0  # seconds for the tool servers that all rollouts share
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
@@ -58,7 +59,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
-    block, chosen = _block(where, config)
+    block, chosen = block_of(where, config)
     scripts_in_this_python()
     try:
         env = load_v1(block)
@@ -68,6 +69,8 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
                 signal.signal(number, handler)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.split == "eval":
+        log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = _tasks(where, env, config.num_tasks)
     needs = Needs(f"{where}.args", chosen)
     for sentence in needs.of(env, tasks[0]):
@@ -78,6 +81,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 class V1Environment:
     """See `rlx.envs.base.Environment`."""
 
+    tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
     scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
 
     def __init__(
@@ -95,11 +99,12 @@ class V1Environment:
             {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
             for number, task in enumerate(tasks)
         ]
+        self.tools = offered_tools(env)
         self._type, self._data = type(tasks[0]), type(tasks[0].data)
         self._needs = needs
         self._serving: asyncio.Task[None] | None = None
         self._up: asyncio.Future[None] | None = None
-        self._down = asyncio.Event()
+        self._down = asyncio.Event()  # set when they are to stop
 
     def trained_agent(self, task: Task) -> str:
         """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
@@ -110,13 +115,26 @@ class V1Environment:
         await self._start()
         return await together([self._rollout(task, member, attempt) for member in members])
 
+    def rehearse(self) -> None:
+        """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
+        if type(self.env).start is not vf.Env.start or self.env.taskset.toolsets(self.env.config.taskset):
+            _in_a_thread(self._rehearsed())
+
+    async def _rehearsed(self) -> None:
+        try:
+            await self._start()
+        finally:
+            await self.close()
+            self._up = self._serving = None
+            self._down = asyncio.Event()
+
     async def close(self) -> None:
         """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
         self.failures.close()
         if self._serving is not None:
             self._down.set()
             await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
-            await _abandon(self._serving)
+            await abandon(self._serving)
 
     async def _start(self) -> None:
         """Start what the rollouts share (the interception server, shared tool servers), once. Raises what that raises."""
@@ -137,18 +155,19 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                up.set_exception(error)
+                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
         client = PolicyClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client))
+        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
-            await _abandon(playing)
+            await abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
 
@@ -169,7 +188,7 @@ class V1Environment:
             )
 
         if not playing.done():
-            await _abandon(playing)
+            await abandon(playing)
             return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := playing.exception()) is not None:
             return failed("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
@@ -252,7 +271,7 @@ class V1Environment:
         return {f"{name}/reward": sum(values) / len(values) for name, values in rewards.items()}
 
 
-def _block(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
+def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     """(verifiers' configuration of the environment, the agents with a runtime `subprocess` that someone chose)."""
     args = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.args.items()}
     args["taskset"] = {**(args.get("taskset") or {}), "id": config.id}
@@ -260,8 +279,9 @@ def _block(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         import_taskset(config.id)
         kind = env_config_type(config.id, args.get("id") or "")
     except ModuleNotFoundError as error:
-        if (error.name and error.name.partition(".")[0] not in (module_of(config.id), "verifiers")) or error.__cause__ is None:
-            raise
+        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if missing.name != module_of(config.id):
+            raise missing from None  # something that the package imports
         raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
     bundled = default_harness_id(config.id)
     chosen = set()
@@ -314,7 +334,7 @@ def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
 
     def with_loops(*args: Any) -> Any:
         made = stock(*args)
-        loops(made, env._interception)
+        loops([getattr(made, name) for name in env._agent_specs], env._interception)
         return made
 
     env._episode_agents = with_loops
@@ -338,28 +358,6 @@ def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _abandon(task: asyncio.Task) -> None:
-    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
-    if task.done() and not task.cancelled():
-        task.exception()  # retrieve it; otherwise asyncio logs a warning later
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

@@ -55,12 +55,12 @@ class Needs:
             yield from self.task(task_type, name)
         for server in self._servers(env):
             yield from self._server(server)
-        for where, endpoint in endpoints(config, self.key):
-            yield from self._endpoint(where, endpoint)
         classes = [(type(env), vf.Env), (type(env.taskset), vf.Taskset), (task_type, vf.Task)]
         classes += [(type(server), vf.Toolset) for server in self._servers(env)]
         if lacking := sorted(set().union(*(missing_imports(each, base) for each, base in classes))):
             yield f"it imports {', '.join(lacking)} when it runs, which this Python lacks; install it ({sys.executable})"
+        for where, endpoint in endpoints(config, self.key):
+            yield from self._endpoint(where, endpoint)
         if first is not None:
             yield from self._data(first)
 

@@ -28,6 +28,7 @@ ANSWER = 8.0  # seconds that the processes have to answer
 BY_SIGNAL = 1.0  # seconds that faulthandler has to write its stacks
 HTTP = 3.0  # seconds that a server has to answer
 COLLECTIVE = ("torch/distributed", "rlx/parallel/")  # a frame in these files: the rank waits for the others
+OURS = ("rlx/",)
 STACKS = "\nstacks\n"  # between the sentences and the stacks in a file
 
 
@@ -50,7 +51,10 @@ class Seen:
     @property
     def in_collective(self) -> bool:
         """Whether it waits for other trainer ranks."""
-        return self.name.startswith("trainer") and any(part in frame for frame in self.frames for part in COLLECTIVE)
+        if not self.name.startswith("trainer"):
+            return False
+        innermost = next((frame for frame in self.frames if any(part in frame for part in (*OURS, *COLLECTIVE))), "")
+        return any(part in innermost for part in COLLECTIVE)
 
     @property
     def waits(self) -> bool:
@@ -79,17 +83,17 @@ def account(timeout: float, processes: Sequence[Seen]) -> str:
 
 def _blamed(processes: Sequence[Seen]) -> tuple[list[Seen], str]:
     """The processes that the others wait for, and why it is these. The first rule that finds any wins."""
-    rules: list[tuple[Callable[[Seen], bool], str]] = [
-        (lambda each: bool(each.stopped), "stopped by a signal"),
-        (lambda each: each.serves is False, "which does not answer requests"),
-        (lambda each: bool(each.phase) and each.silent > SILENT, "which sends no heartbeats"),
-        (lambda each: not each.answered, "which does not answer"),
-        (lambda each: not each.waits, "the only one that does not wait itself"),
+    rules: list[tuple[Callable[[Seen], bool], tuple[str, str]]] = [
+        (lambda each: bool(each.stopped), ("stopped by a signal", "stopped by signals")),
+        (lambda each: each.serves is False, ("which does not answer requests", "which do not answer requests")),
+        (lambda each: bool(each.phase) and each.silent > SILENT, ("which sends no heartbeats", "which send no heartbeats")),
+        (lambda each: not each.answered, ("which does not answer", "which do not answer")),
+        (lambda each: not each.waits, ("the only one that does not wait itself", "which do not wait themselves")),
     ]
-    for rule, why in rules:
+    for rule, (of_one, of_many) in rules:
         found = [each for each in processes if rule(each)]
         if found:
-            return found, why if len(found) == 1 else why.replace("the only one that does not wait itself", "which do not wait themselves")
+            return found, of_one if len(found) == 1 else of_many
     return [], ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
@@ -117,9 +118,18 @@ def _batch(cfg: Config) -> list[str]:
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             ["staleness", stale],
+            *([["evaluations", _evaluations(cfg)]] if cfg.eval.interval is not None else []),
             *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
         ],
     )[1:]
+
+
+def _evaluations(cfg: Config) -> str:
+    """How often, and how many rollouts each."""
+    envs = evaluated(cfg).items()
+    sizes = ", ".join(f"{name} {env.num_examples or 'all'} × {env.rollouts_per_example}" for name, env in envs)
+    count = sum(is_due(cfg, version) for version in range(cfg.max_steps + 1))
+    return f"{count} in the run, of {sizes} (examples × rollouts), each at one policy version, beside training"
 
 
 def _rounding(cfg: Config) -> str:

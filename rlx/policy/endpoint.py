@@ -96,4 +96,4 @@ async def _ask(policy: OpenAIPolicy, *, tokens: bool, tools: Sequence[Mapping[st
     """One short request like those of an episode."""
     task = Task(env="check", example_id=0, index=0, row={})
     episode = policy.asking_for(tokens).episode(task, 0, 0)
-    await episode.respond(QUESTION, tools, {"max_tokens": 4})
+    await episode.respond(QUESTION, tools, {"max_tokens": 4, "min_tokens": 0})

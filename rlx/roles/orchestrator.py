@@ -32,7 +32,8 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import give_policy, load_environments, load_tokenizer
+from rlx.envs.load import check_chat, give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
@@ -42,6 +43,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
@@ -118,9 +120,11 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
-        explain_with(explainer(self.collector.waiting, self.envs, asyncio.get_running_loop()))
+        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
+        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
+            forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
         finally:
             await asyncio.gather(self.collector.close(), self.evaluations.close())
@@ -160,7 +164,7 @@ class Orchestrator:
                 self.advantage.update(scores)
             batch = make_batch(step, groups, self.config)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values["time/update_weights"] = self.updates.seconds
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -243,8 +247,10 @@ def main() -> int:
     answer(paths, "orchestrator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
-    envs = load_environments(config, heartbeat.beat)
+    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
     chat = load_tokenizer(config, paths, heartbeat.beat)
+    wait_loaded(envs, heartbeat.beat)
+    check_chat(envs, config, chat)
     heartbeat.beat("reading the data sets")
     for name in config.envs:
         check_rows(name, envs[name].rows)

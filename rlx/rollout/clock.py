@@ -36,6 +36,7 @@ class StepClock:
             "perf/rollouts_per_second": finished / seconds,
             "perf/inference_tokens_per_second": tokens / seconds,
             "perf/in_flight": self.collector.in_flight,
+            "perf/max_concurrent": self.collector.max_concurrent,
             "perf/cpu_ms_per_rollout": 1000 * cpu / max(finished, 1),
         }
         self._mark()

@@ -137,6 +137,12 @@ class Collector:
         self.version = version
         self._advance()
 
+    def set_max_concurrent(self, limit: int) -> None:
+        """At most this many rollouts in flight from now on. More groups start at once; those in flight go on."""
+        more, self.max_concurrent = limit > self.max_concurrent, limit
+        if more:
+            self._advance()
+
     async def collect(self) -> list[list[Rollout]]:
         """The next batch: `num_groups` groups of rollouts, environments evenly mixed; fewer if too many were filtered.
 

@@ -40,6 +40,7 @@ class Tally:
 
     finished: int = 0  # rollouts that were played and scored
     tokens: int = 0  # sampled tokens of finished rollouts
+    requests: int = 0  # turns of finished rollouts since this process began
     failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
     failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
@@ -48,7 +49,8 @@ class Tally:
     @classmethod
     def of(cls, counts: Counts) -> Tally:
         """Continue with the counts of a checkpoint."""
-        return cls(counts.finished, counts.tokens, Counter(counts.failed), Counter(counts.dropped), list(counts.failures))
+        failed, dropped = Counter(counts.failed), Counter(counts.dropped)
+        return cls(finished=counts.finished, tokens=counts.tokens, failed=failed, dropped=dropped, failures=list(counts.failures))
 
     def counts(self) -> Counts:
         """The counts for a checkpoint."""
@@ -121,6 +123,7 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
     rollout = replace(rollout, arrival=tally.finished)
     tally.finished += 1
     tally.tokens += rollout.num_completion_tokens
+    tally.requests += len(rollout.turns)
     return rollout
 
 

@@ -34,6 +34,10 @@ class Stops(Protocol):
         """Returns when the servers may leave their version."""
         ...
 
+    async def finish(self) -> None:
+        """Like `leave`, for the last version: gives up if the run is preempted."""
+        ...
+
 
 class WeightUpdates:
     """Updates every server to the newest version as soon as that version is complete and the servers may leave theirs."""
@@ -70,4 +74,4 @@ class WeightUpdates:
         """Runs until the last version is served and no longer needed. Raises the fleet's errors."""
         while self.version < self.last:
             await self.reach(self.version + 1)
-        await self.stops.leave()
+        await self.stops.finish()

@@ -20,7 +20,7 @@ from datasets import Dataset
 
 SYSTEM_PROMPT = "Use the tool to calculate. Then give the final answer as a number inside \\boxed{}."
 LEVELS = {
-    1: "one operation on two numbers of two digits, asked as a bare expression",
+    1: "one operation on two numbers of one digit, asked as a bare expression",
     2: "two to four operations on numbers of two to four digits",
     3: "word problems of two or three steps with large numbers",
 }
@@ -64,7 +64,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _expression(rng: random.Random) -> tuple[str, str]:
-    left, right = rng.randint(10, 99), rng.randint(10, 99)
+    left, right = rng.randint(1, 9), rng.randint(1, 9)
     text = f"{left}{rng.choice('+-*')}{right}"
     return f"{text}=", text
 

@@ -85,10 +85,10 @@ class WordGuess(vf.MultiTurnEnv):
         return [vf.UserMessage(role="user", content=self.reply_to(self.guesses(state)[-1], state["answer"]))]
 
     def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
-        """A teacher's game: each guess agrees with all feedback. A teacher that errs ignores the feedback."""
+        """A teacher's game: each guess is the first word that agrees with all feedback. A teacher that errs guesses any word."""
         candidates, said = list(self.words), []
         for turn in range(self.max_turns):
-            guess = random.choice(candidates)
+            guess = random.choice(candidates) if errs else candidates[0]
             said.append({"role": "assistant", "content": guess if self.alphabet else f"<guess>{guess}</guess>"})
             if guess == row["answer"] or turn == self.max_turns - 1:
                 break

@@ -20,7 +20,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs and env.python is None, of)
 
 
 def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:

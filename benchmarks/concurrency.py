@@ -1,0 +1,139 @@
+"""How well the adaptive number of rollouts in flight does, beside every fixed one: `python benchmarks/concurrency.py`.
+
+A simulated engine with the costs of a real one, in simulated time: a step costs a constant, a part per decoded sequence and a part per
+prefilled token; the cache is a number of tokens; when it is full, the sequence that came last loses its cache and is prefilled again. The
+clients are rollouts of one or several turns that start as soon as the limit allows. Prints new tokens per simulated second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from dataclasses import dataclass
+
+from rlx.rollout.concurrency import LOOK, Controller
+
+
+@dataclass(frozen=True)
+class Load:
+    """Engine and rollouts."""
+
+    name: str
+    slots: int = 256
+    cache: int = 200_000  # tokens
+    prompt: int = 200
+    mean: int = 2000  # tokens of an answer; the lengths are exponential, cut at `longest`
+    longest: int = 8192
+    turns: int = 1
+    wait: float = 0.0  # seconds of the environment between two turns
+    step: float = 0.010  # seconds
+    per_sequence: float = 0.00004
+    per_token: float = 0.00004  # prefill
+
+
+LOADS = (
+    Load("long answers, small cache"),
+    Load("long answers, large cache", cache=2_000_000),
+    Load("short answers", prompt=50, mean=30, longest=128),
+    Load("turns, slow environment", prompt=200, mean=100, longest=400, turns=6, wait=10.0),
+    Load("turns, small cache", prompt=200, mean=300, longest=1000, turns=6, wait=2.0, cache=60_000),
+)
+
+
+class Sequence:
+    """One rollout."""
+
+    __slots__ = ("left", "tokens", "turns")
+
+    def __init__(self, load: Load, rng: random.Random) -> None:
+        self.tokens, self.turns = load.prompt, load.turns
+        self.left = length(load, rng)
+
+
+def length(load: Load, rng: random.Random) -> int:
+    return 1 + min(load.longest, int(rng.expovariate(1 / load.mean)))
+
+
+def simulate(load: Load, limit: int | None, seconds: float, seed: int = 0) -> tuple[float, int, int]:
+    """New tokens per second, preemptions and the last limit. `limit` None: adaptive. The first fifth of the time does not count."""
+    rng = random.Random(seed)
+    controller = Controller(load.slots, 1) if limit is None else None
+    now, most = 0.0, load.slots if limit is None else limit
+    running: list[Sequence] = []
+    waiting: list[Sequence] = []  # the next to run is last
+    away: list[tuple[float, int, Sequence]] = []  # in their environments
+    in_flight = answered = preemptions = tokens = cached = serial = 0
+    looked, counted, counted_at = 0.0, 0, 0.0
+    while now < seconds:
+        if counted_at == 0.0 and now > seconds / 5:
+            counted, counted_at = tokens, now
+        while away and away[0][0] <= now:
+            waiting.insert(0, heapq.heappop(away)[2])
+        while in_flight < most:
+            waiting.insert(0, Sequence(load, rng))
+            in_flight += 1
+        prefilled = 0
+        while waiting and len(running) < load.slots and cached + waiting[-1].tokens + 1 <= load.cache and prefilled < 8192:
+            sequence = waiting.pop()
+            prefilled += sequence.tokens
+            cached += sequence.tokens
+            running.append(sequence)
+        while cached + len(running) > load.cache:
+            victim = running.pop()
+            cached -= victim.tokens
+            waiting.append(victim)
+            preemptions += 1
+        cost = load.step + load.per_sequence * len(running) + load.per_token * prefilled
+        if not running:
+            cost = max(load.step, away[0][0] - now) if away else load.step
+        now += cost
+        tokens += len(running)
+        cached += len(running)
+        still = []
+        for sequence in running:
+            sequence.tokens += 1
+            sequence.left -= 1
+            if sequence.left:
+                still.append(sequence)
+                continue
+            cached -= sequence.tokens
+            answered += 1
+            sequence.turns -= 1
+            if sequence.turns:
+                sequence.left, serial = length(load, rng), serial + 1
+                heapq.heappush(away, (now + rng.expovariate(1 / load.wait) if load.wait else now, serial, sequence))
+            else:
+                in_flight -= 1
+        running = still
+        while controller is not None and now - looked > LOOK:
+            looked += LOOK
+            stats = {
+                "perf/servers": 1, "perf/running": len(running), "perf/waiting": len(waiting), "perf/preemptions": preemptions,
+                "perf/kv_cache_usage": cached / load.cache,
+            }  # fmt: skip
+            most = controller.look(stats, in_flight, answered)
+    return (tokens - counted) / (now - counted_at), preemptions, most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1200.0, help="simulated")
+    options = parser.parse_args()
+    fixed = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+    print("| load | best fixed | its tokens/s | 256 | adaptive | of the best | last limit | preemptions: best, adaptive |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for load in LOADS:
+        rates = {limit: simulate(load, limit, options.seconds) for limit in fixed}
+        best = max(fixed, key=lambda limit: rates[limit][0])
+        rate, preemptions, last = simulate(load, None, options.seconds)
+        of_best = rate / rates[best][0]
+        print(
+            f"| {load.name} | {best} | {rates[best][0]:.0f} | {rates[256][0]:.0f} | {rate:.0f} | {of_best:.3f} | {last} | "
+            f"{rates[best][1]}, {preemptions} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""An environment in processes of its own: the `Environment` that the orchestrator plays, with its workers behind it.
+
+    play(task, members, attempt) → the worker with the least to do → its episodes' requests → this policy → its rollouts, with our turns
+
+Tokens stay here: a worker sends messages and gets messages. The pool bounds what an environment can do to the run:
+
+    a rollout blocks its worker beyond its time   the worker is ended; this rollout is a `timeout` that names the function
+    a worker dies                                 the rollout that it computed at that moment failed (`worker_died`)
+    a worker needs too much memory                it gets no new requests and is replaced when it has answered the others
+
+In each case another worker takes its place, and all its other requests are played again under the same attempt number: the same seeds,
+so the same tokens for the same weights. Nothing of an unfinished request is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlx.config.schema_rollout import EnvConfig
+from rlx.envs.child import Child
+from rlx.envs.marks import Mark
+from rlx.envs.playing import Playing, answer
+from rlx.envs.remote import refusal
+from rlx.envs.rows import PackedRows
+from rlx.envs.watch import Verdict, Worker, WorkerError
+from rlx.envs.wire import (
+    Answer,
+    Ask,
+    CancelPlay,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ping,
+    Play,
+    Played,
+    PlayFailed,
+    Rows,
+    Settings,
+    pack_row,
+)
+from rlx.policy.base import Policy
+from rlx.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.2  # seconds between two looks at the workers
+WARN = 10.0  # seconds of one step after which the log names the function
+CLOSING = 6.0  # seconds for a worker to close its environment at the end
+ROW_CACHE = 512  # packed rows kept: the members of a group share theirs
+TRIES = 3  # replacements in a row that may end before they have loaded; then the run ends
+
+
+class WorkerPool:
+    """See `rlx.envs.base.Environment`. `policy` must be set before the first `play`."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EnvConfig,
+        settings: Settings,
+        num_workers: int,
+        *,
+        logs: Path | None = None,
+        memory_gb: float | None = None,
+    ) -> None:
+        """Start the workers. Call it on the main thread, and `wait_loaded` before anything else.
+
+        `logs`: folder of their log files; None keeps the output in memory. `memory_gb`: bound of one worker's resident memory, in GiB.
+        """
+        self.name = name
+        self.policy: Policy | None = None
+        self.rows: Sequence[dict[str, Any]] = ()
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.scores_groups = False
+        self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
+        self.replayed = 0  # requests played again because their worker ended
+        self._config, self._settings = config, settings
+        self._logs, self._memory = logs, None if memory_gb is None else memory_gb * 2**30
+        self._digest = ""
+        self._numbers = itertools.count(1)
+        self._packed: dict[int, tuple[Any, bytes]] = {}  # rows by task index, with what they were packed from
+        self._waiting: list[Playing] = []  # requests for which no worker is ready
+        self._failed_starts = 0  # replacements in a row that ended before they had loaded
+        self._broken: WorkerError | None = None
+        self._closed = False
+        self._watch: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._workers = [self._start(place) for place in range(num_workers)]
+
+    # -- starting
+
+    def _start(self, place: int) -> Worker:
+        name = f"env_{self.name}_{place}"
+        worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
+        worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
+        return worker
+
+    def wait_loaded(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until every worker has loaded the environment. `tick` is called about twenty times a second.
+
+        Raises WorkerError with the environment's own message if one cannot.
+        """
+        rows: list[bytes] = []
+        for worker in self._workers:
+            while not worker.loaded:
+                tick()
+                messages = worker.child.link.receive(0.05)
+                if messages is None:
+                    self._raise_not_loaded(worker)
+                for message in messages or ():
+                    if isinstance(message, Rows):
+                        rows += message.rows
+                    elif isinstance(message, LoadFailed):
+                        worker.load_error = message.error
+                        log.error("%s", message.trace)
+                    else:
+                        assert isinstance(message, Loaded), f"{message} before the environment was loaded"
+                        self._introduced(worker, message)
+                        if worker.place == 0:
+                            self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
+                            self.tools = message.tools
+
+    def _raise_not_loaded(self, worker: Worker) -> None:
+        error = worker.not_loaded(self.name, self._config.id, worker.child.process.wait())
+        for each in self._workers:
+            each.child.reap()
+        raise error
+
+    def _introduced(self, worker: Worker, message: Loaded) -> None:
+        """A worker has loaded. Raises WorkerError if it cannot be used."""
+        worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
+        if self._digest and message.digest != self._digest:
+            raise WorkerError(
+                f"envs.{self.name}: {self._config.id} makes other examples in each process, so a worker cannot score another's; give it a "
+                f"seed in envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0"
+            )
+        self._digest = message.digest
+        needs = worker.child.memory()
+        if self._memory is not None and needs > self._memory:
+            raise WorkerError(
+                f"envs.{self.name}: its worker needs {needs / 2**30:.2f} GiB just after loading, more than "
+                f"orchestrator.env_worker_memory_gb={self._memory / 2**30:g}; raise it"
+            )
+
+    def _attach(self) -> None:
+        """Serve the workers in the running loop from now on."""
+        for worker in self._workers:
+            self._serve(worker)
+        self._watch = asyncio.create_task(self._keep_watching())
+
+    def _serve(self, worker: Worker) -> None:
+        worker.child.link.attach(lambda message: self._handle(worker, message), lambda: None)
+        asyncio.get_running_loop().add_reader(worker.child.pidfd, self._ended, worker)
+
+    # -- playing
+
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        """See `rlx.envs.base.Environment`. Raises WorkerError if the environment has no worker and cannot get one."""
+        if self._broken is not None:
+            raise self._broken
+        if self._watch is None:
+            self._attach()
+        playing = Playing(next(self._numbers), task, tuple(members), attempt, asyncio.get_running_loop().create_future())
+        self._dispatch(playing)
+        try:
+            return await playing.answer
+        except asyncio.CancelledError:
+            self._give_up(playing)
+            raise
+
+    def _dispatch(self, playing: Playing) -> None:
+        """Send a request to the worker with the least to do; keep it if none is ready."""
+        ready = [worker for worker in self._workers if worker.loaded and not worker.retiring and worker.verdict is None]
+        if not ready:
+            self._waiting.append(playing)
+            return
+        assert self.policy is not None, "the environment has no policy; set it before the first play"
+        worker = min(ready, key=lambda worker: worker.load)
+        task = playing.task
+        if not worker.playing:
+            worker.alive = time.monotonic()  # it had nothing to say
+        worker.playing[playing.number] = playing
+        playing.began = time.monotonic()
+        worker.child.link.send(
+            Play(
+                playing.number,
+                task.example_id,
+                task.index,
+                self._pack(task),
+                list(playing.members),
+                playing.attempt,
+                self.policy.context_length,
+            )
+        )
+
+    def _pack(self, task: Task) -> bytes:
+        found = self._packed.get(task.index)
+        if found is None or found[0] is not task.row:
+            found = self._packed[task.index] = (task.row, pack_row(task.row))
+            if len(self._packed) > ROW_CACHE:
+                del self._packed[next(iter(self._packed))]
+        return found[1]
+
+    def _give_up(self, playing: Playing) -> None:
+        playing.forget()
+        if playing in self._waiting:
+            self._waiting.remove(playing)
+        for worker in self._workers:
+            if worker.playing.pop(playing.number, None) is not None:
+                worker.cancelled.add(playing.number)
+                worker.child.link.send(CancelPlay(playing.number))
+
+    def _handle(self, worker: Worker, message: Any) -> None:
+        """A message of a worker in the running loop."""
+        worker.alive = time.monotonic()
+        if isinstance(message, Ask):
+            playing = worker.playing.get(message.play)
+            if playing is not None:
+                ask = asyncio.create_task(self._respond(worker, playing, message))
+                playing.asks.add(ask)
+                ask.add_done_callback(playing.asks.discard)
+        elif isinstance(message, Played | PlayFailed):
+            playing = worker.playing.pop(message.number, None)
+            worker.cancelled.discard(message.number)
+            if playing is not None:
+                answer(playing, message)
+            if worker.retiring and not worker.load:
+                self._let_go(worker)
+        elif isinstance(message, Loaded):
+            try:
+                self._introduced(worker, message)
+            except WorkerError as error:
+                self._break(error)
+                return
+            self._failed_starts = 0
+            waiting, self._waiting = self._waiting, []
+            for playing in waiting:
+                self._dispatch(playing)
+        elif isinstance(message, LoadFailed):
+            worker.load_error = message.error
+
+    async def _respond(self, worker: Worker, playing: Playing, ask: Ask) -> None:
+        """Answer one request of an episode."""
+        assert self.policy is not None
+        episode = playing.episodes.get(ask.member)
+        if episode is None:
+            episode = playing.episodes[ask.member] = self.policy.episode(playing.task, ask.member, playing.attempt)
+        try:
+            reply = await episode.respond(ask.messages, ask.tools, ask.sampling, trained=ask.trained)
+        except Exception as error:
+            worker.child.link.send(refusal(ask.number, error))
+            return
+        worker.child.link.send(
+            Answer(
+                ask.number,
+                reply.content,
+                reply.reasoning,
+                [(call.id, call.name, call.arguments) for call in reply.calls],
+                reply.truncated,
+                reply.request_id,
+                reply.num_prompt_tokens,
+                reply.num_tokens,
+            )
+        )
+
+    # -- watching
+
+    async def _keep_watching(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK)
+            for worker in list(self._workers):
+                if worker.loaded and worker.verdict is None:
+                    self._look(worker, time.monotonic())
+
+    def _look(self, worker: Worker, now: float) -> None:
+        """End a worker that a rollout blocks beyond its time, that is silent, or that needs too much memory."""
+        timeout = self._settings.timeout
+        allowed = timeout * (2 if self.scores_groups else 1)  # scoring a group may take as long again
+        verdict = worker.overdue(timeout, allowed, now)
+        if verdict is None and self._memory is not None:
+            verdict = worker.too_large(self._memory)
+        mark = worker.child.marks.step()
+        if verdict is not None and verdict.cause == "retired":
+            log.warning("envs.%s: %s; it is replaced", self.name, verdict.text)
+            worker.retiring = True
+            self.replaced["memory"] += 1
+            self._replace(worker)
+            if not worker.load:
+                self._let_go(worker)
+        elif verdict is not None:
+            worker.verdict = verdict
+            self._soon(self._end(worker, verdict))
+        elif mark is not None and now - mark.since > WARN and worker.warned != mark.since:
+            worker.warned = mark.since
+            self._soon(self._warn(worker, mark))
+        elif worker.silent:
+            worker.pinged = now
+            worker.child.link.send(Ping())
+
+    async def _warn(self, worker: Worker, mark: Mark) -> None:
+        where = await worker.child.stack(mark)
+        log.warning("envs.%s: %s has computed one step for over %g s: %s", self.name, worker.child.name, WARN, where or "unknown")
+
+    async def _end(self, worker: Worker, verdict: Verdict) -> None:
+        """End a worker when it has written its stacks, unless the rollout goes on meanwhile."""
+        where = await worker.child.stack(verdict.mark)
+        if verdict.cause == "timeout" and verdict.mark is not None and not verdict.mark.thread and worker in self._workers:
+            mark = worker.child.marks.step()
+            if mark is None or mark.since != verdict.mark.since:  # it went on after all
+                worker.verdict = None
+                return
+        worker.verdict = Verdict(verdict.cause, verdict.mark, f"{verdict.text}; at {where}" if where else verdict.text)
+        worker.child.kill()
+
+    def _soon(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    # -- when a worker has ended
+
+    def _ended(self, worker: Worker) -> None:
+        """A worker's process is gone: fail what it was ended for, play the rest again, replace it."""
+        asyncio.get_running_loop().remove_reader(worker.child.pidfd)
+        worker.child.link.drain()  # answers that it sent before
+        mark = worker.child.marks.step()
+        said, code = worker.child.last_lines(), worker.child.process.wait()
+        error = None if worker.loaded else worker.not_loaded(self.name, self._config.id, code)
+        worker.child.reap()
+        if worker in self._workers:
+            self._workers.remove(worker)
+        if self._closed:
+            return
+        verdict = worker.verdict or worker.death(mark, code)
+        if verdict.cause != "retired":
+            log.warning("envs.%s: %s", self.name, verdict.text if worker.loaded else error)
+            if verdict.cause == "died" and said:
+                log.warning("the end of its output:\n%s", said)
+        if not worker.retiring:
+            self.replaced[verdict.cause] += 1
+            self._failed_starts += not worker.loaded
+            if error is not None and self._failed_starts >= TRIES:
+                self._break(error)
+            else:
+                self._replace(worker)
+        self._settle(worker, verdict)
+
+    def _settle(self, worker: Worker, verdict: Verdict) -> None:
+        """Fail the request that ended its worker; play the others again."""
+        for playing in worker.settle(verdict):
+            if self._broken is None:
+                self.replayed += 1
+                self._dispatch(playing)
+            elif not playing.answer.done():
+                playing.answer.set_exception(self._broken)
+
+    def _let_go(self, worker: Worker) -> None:
+        """End a worker that has answered everything."""
+        worker.child.link.finish()
+        asyncio.get_running_loop().call_later(CLOSING, worker.child.kill)
+
+    def _replace(self, worker: Worker) -> None:
+        """Start another worker in its place."""
+        other = self._start(worker.place)
+        self._workers.append(other)
+        self._serve(other)
+
+    def _break(self, error: WorkerError) -> None:
+        """No worker can be had: every request fails with this error."""
+        self._broken = error
+        waiting, self._waiting = self._waiting, []
+        for playing in [*waiting, *(playing for worker in self._workers for playing in worker.playing.values())]:
+            if not playing.answer.done():
+                playing.answer.set_exception(error)
+
+    # -- the end
+
+    async def close(self) -> None:
+        """Let the environments release their resources, for at most CLOSING seconds, and end the workers."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for worker in self._workers:
+            if self._watch is not None:
+                asyncio.get_running_loop().remove_reader(worker.child.pidfd)
+            worker.child.link.finish()
+        deadline = time.monotonic() + CLOSING
+        while any(worker.child.process.poll() is None for worker in self._workers) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for worker in self._workers:
+            worker.child.reap()
+        self._workers = []
+
+    def report(self) -> dict[str, float]:
+        """Resident bytes of the largest worker and what happened since the start, by metric name."""
+        values = {f"workers/replaced_{cause}": float(count) for cause, count in self.replaced.items()}
+        memory = max((worker.child.memory() for worker in self._workers), default=0)
+        return {"workers/replayed": float(self.replayed), "perf/env_worker_memory_gb": memory / 2**30, **values}
+
+
+def worker_metrics(envs: Any) -> dict[str, float]:
+    """The metrics of all pools of a mix: sums, but the largest memory."""
+    values: dict[str, float] = {"workers/replayed": 0.0}
+    for env in envs.values():
+        for name, value in env.report().items() if isinstance(env, WorkerPool) else ():
+            values[name] = max(values.get(name, 0.0), value) if name.startswith("perf/") else values.get(name, 0.0) + value
+    return values

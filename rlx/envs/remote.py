@@ -1,0 +1,126 @@
+"""The policy inside a worker: every request goes to the orchestrator, which has the tokens, as messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlx.envs.marks import PLAYING
+from rlx.envs.wire import Answer, Ask, Link, Refusal
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
+from rlx.types import Task, Turn
+
+
+class RemotePolicy:
+    """See `rlx.policy.base.Policy`. It may only be used in a rollout's context (`PLAYING`)."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.context_length = 0
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = 0
+        self._episodes: dict[int, dict[int, RemoteEpisode]] = {}  # by request and member
+
+    def episode(self, task: Task, member: int, attempt: int) -> RemoteEpisode:
+        """The policy in one rollout. Later code in this context is marked as this member's."""
+        play, _ = PLAYING.get()
+        PLAYING.set((play, member + 1))
+        episode = self._episodes.setdefault(play, {})[member] = RemoteEpisode(self, play, member)
+        return episode
+
+    def finish(self, play: int) -> Mapping[int, RemoteEpisode]:
+        """The episodes of a request that has ended, by member."""
+        return self._episodes.pop(play, {})
+
+    async def ask(self, play: int, member: int, messages: Sequence[Message], tools: Any, sampling: Any, trained: bool) -> Answer:
+        """The orchestrator's answer. Raises PromptTooLong, or an error with the type name and text of the orchestrator's."""
+        number = self._numbers = self._numbers + 1
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.link.send(
+            Ask(
+                number,
+                play,
+                member,
+                list(messages),
+                [dict(tool) for tool in tools] if tools else None,
+                dict(sampling) if sampling is not None else None,
+                trained,
+            )
+        )
+        try:
+            return await future
+        finally:
+            self._asked.pop(number, None)
+
+    def answered(self, answer: Answer | Refusal) -> None:
+        """Hand the orchestrator's answer to the request that waits for it. A request that was cancelled waits no more."""
+        future = self._asked.get(answer.number)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Answer):
+            future.set_result(answer)
+        else:
+            future.set_exception(_error(answer))
+
+
+class RemoteEpisode:
+    """See `rlx.policy.base.Episode`. Its turns stay in the orchestrator, so `turns` and `keep` return none."""
+
+    __slots__ = ("kept", "member", "play", "policy", "replies", "turns")
+
+    def __init__(self, policy: RemotePolicy, play: int, member: int) -> None:
+        self.policy, self.play, self.member = policy, play, member
+        self.replies: list[Message] = []
+        self.turns: tuple[Turn, ...] = ()
+        self.kept: list[str] | None = None
+
+    async def respond(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+    ) -> Reply:
+        """See `rlx.policy.base.Episode.respond`."""
+        said = await self.policy.ask(self.play, self.member, messages, tools, sampling, trained)
+        reply = Reply(
+            said.content,
+            said.reasoning,
+            tuple(Call(*call) for call in said.calls),
+            truncated=said.truncated,
+            request_id=said.request_id,
+            num_prompt_tokens=said.num_prompt_tokens,
+            num_tokens=said.num_tokens,
+        )
+        if trained:
+            self.replies.append(reply.message)
+        return reply
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """Remember the requests to train on. They travel with the rollout, and the orchestrator picks their turns."""
+        self.kept = list(request_ids)
+        return ()
+
+
+def refusal(number: int, error: BaseException) -> Refusal:
+    """An error of the policy, for the worker."""
+    chain: list[tuple[str, str]] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 5:
+        chain.append((type(cause).__name__, str(cause)))
+        cause = cause.__cause__
+    return Refusal(number, isinstance(error, PromptTooLong), chain)
+
+
+def _error(refused: Refusal) -> Exception:
+    """The error behind a refusal, with its causes: messages then name them as in one process."""
+    (name, text), *causes = refused.chain
+    base = PromptTooLong if refused.too_long else PolicyError
+    error: Exception = base(text) if name == base.__name__ else type(name, (base,), {})(text)
+    outer: BaseException = error
+    for name, text in causes:
+        outer.__cause__ = cause = type(name, (Exception,), {})(text)
+        outer = cause
+    return error

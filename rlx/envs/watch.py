@@ -1,0 +1,112 @@
+"""When a worker must be ended or replaced: what the pool sees of it from outside, without its help."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from rlx.envs.child import Child, how
+from rlx.envs.marks import Mark
+from rlx.envs.playing import Playing, fail
+from rlx.types import Status
+
+GRACE = 1.0  # seconds beyond its time that a rollout may take to end by itself
+BLOCKING = (
+    5.0  # a rollout beyond its time ends its worker if the step that runs then has taken this long; for short timeouts, as long as they
+)
+PING = 5.0  # seconds without a sign of life after which a worker is asked for one
+HARD = 1.5  # times the memory bound at which a worker is ended at once
+LOST = 3  # workers that a request may lose without being known as the cause; then it fails
+
+
+class WorkerError(RuntimeError):
+    """An environment has no working worker. The message has the environment's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a worker is ended."""
+
+    cause: str  # "timeout", "memory" or "retired"
+    mark: Mark | None  # the rollout at fault, if it is known
+    text: str  # for people
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One process and what it is doing."""
+
+    child: Child
+    place: int  # 0 … number of workers - 1: the name of its log
+    loaded: bool = False
+    retiring: bool = False  # it gets no new requests
+    playing: dict[int, Playing] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)  # requests that were given up and are not yet acknowledged
+    alive: float = 0.0  # monotonic seconds of the last sign of life
+    pinged: float = 0.0
+    warned: float = 0.0  # beginning of the step that the log has named
+    verdict: Verdict | None = None  # set when we end it
+    load_error: str = ""  # the environment's own words
+
+    @property
+    def load(self) -> int:
+        return len(self.playing) + len(self.cancelled)
+
+    def overdue(self, timeout: float, allowed: float, now: float) -> Verdict | None:
+        """Whether a rollout blocks this worker beyond its time, or the worker shows no sign of life.
+
+        `timeout`: seconds for a rollout. `allowed`: seconds for a whole request, scoring included.
+        """
+        mark = self.child.marks.step()
+        if mark is not None:
+            self.alive = max(self.alive, mark.since)
+            playing = self.playing.get(mark.play)
+            late = now - (mark.since if playing is None else playing.began) > allowed + GRACE
+            if late and now - mark.since > min(timeout, BLOCKING):
+                return Verdict("timeout", mark, f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
+        elif self.load and now - self.alive > timeout + GRACE:  # perhaps a call in a thread holds the interpreter
+            late_calls = [call for call in self.child.marks.calls() if now - call.since > timeout]
+            text = f"no result after {timeout:g} s (rollout_timeout): its worker does not answer"
+            return Verdict("timeout", late_calls[0] if late_calls else None, text)
+        return None
+
+    @property
+    def silent(self) -> bool:
+        """Whether it should be asked for a sign of life."""
+        return self.load > 0 and self.pinged < self.alive and time.monotonic() - self.alive > PING
+
+    def too_large(self, bound: float) -> Verdict | None:
+        """Whether its memory exceeds `bound` bytes. Cause "memory": at once; "retired": when it has answered everything."""
+        used = self.child.memory()
+        if used <= bound or (self.retiring and used <= HARD * bound):
+            return None
+        says = f"its worker {self.child.name} has {used / 2**30:.2f} GiB, env_worker_memory_gb is {bound / 2**30:g}"
+        return Verdict("memory", self.child.marks.step(), says) if used > HARD * bound else Verdict("retired", None, says)
+
+    def not_loaded(self, name: str, env_id: str, code: int) -> WorkerError:
+        """What to say of a worker that ended before it had loaded the environment."""
+        if self.load_error:
+            return WorkerError(f"envs.{name} could not be loaded: {self.load_error}")
+        said = self.child.last_lines()
+        return WorkerError(f"envs.{name}: its worker ended before it had loaded {env_id}: {how(code)}\n{said}")
+
+    def death(self, mark: Mark | None, code: int) -> Verdict:
+        """Why its process has ended, if we did not end it. `mark`: what it computed then."""
+        if self.retiring and not self.playing:
+            return Verdict("retired", None, "it was replaced because of its memory")
+        return Verdict("died", mark, f"{self.child.name} (process {self.child.pid}) died: {how(code)}")
+
+    def settle(self, verdict: Verdict) -> list[Playing]:
+        """Fail the request at fault. Returns the others, to be played again."""
+        culprit = None if verdict.mark is None else self.playing.pop(verdict.mark.play, None)
+        if culprit is not None and verdict.mark is not None:
+            status: Status = "timeout" if verdict.cause == "timeout" else "error"
+            stop = "timeout" if verdict.cause == "timeout" else f"worker_{verdict.cause}"
+            fail(culprit, verdict.mark.member, status, stop, verdict.text)
+        others, self.playing = list(self.playing.values()), {}
+        for playing in others:
+            playing.lost += culprit is None and verdict.cause != "retired"
+            if playing.lost > LOST:
+                fail(playing, None, "error", f"worker_{verdict.cause}", f"{verdict.text}; it lost {LOST} workers before")
+            playing.forget()
+        return [playing for playing in others if not playing.answer.done()]

@@ -1,0 +1,314 @@
+"""The messages between the orchestrator and an environment's worker, and the socket that carries them.
+
+    orchestrator                                        worker (a process that has loaded the environment)
+    Load, Play, CancelPlay, Answer, Refusal, Ping  →
+                                                   ←    Rows, Loaded, LoadFailed, Ask, Played, PlayFailed, Pong
+
+A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
+Only plain values cross: no classes, no code, no token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rlx.config.schema_rollout import EnvConfig
+from rlx.plain import from_json, to_json
+
+RECEIVE = 1 << 18  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an environment needs to know of its run."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
+    timeout: float = 600.0  # seconds for one rollout, unless the environment's configuration sets `rollout_timeout`
+    concurrency: int = 1  # rollouts that may be in flight in one process
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Any message."""
+
+
+class Load(Message):
+    """The first message to a worker."""
+
+    name: str
+    config: EnvConfig
+    settings: Settings
+    send_rows: bool
+
+
+class Play(Message):
+    """Play these members of a group."""
+
+    number: int
+    example_id: int
+    index: int
+    row: bytes  # `pack_row`
+    members: list[int]
+    attempt: int
+    context_length: int
+
+
+class CancelPlay(Message):
+    """Give up a request. The worker answers with `Played` without results when the episodes have cleaned up."""
+
+    number: int
+
+
+class Answer(Message):
+    """The policy's answer to an `Ask`: the fields of `rlx.policy.base.Reply`."""
+
+    number: int
+    content: str
+    reasoning: str | None
+    calls: list[tuple[str, str, str]]  # id, name, arguments
+    truncated: bool
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class Refusal(Message):
+    """The policy could not answer an `Ask`."""
+
+    number: int
+    too_long: bool
+    chain: list[tuple[str, str]]  # type and text of the error and its causes, outermost first
+
+
+class Ping(Message):
+    """Whether the worker's event loop runs."""
+
+
+class Rows(Message):
+    """Some rows of the data set, in order."""
+
+    rows: list[bytes]  # `pack_row`
+
+
+class Loaded(Message):
+    """The environment is loaded. All its rows were sent before, if they were requested."""
+
+    num_rows: int
+    columns: bool  # a slice of the rows is a dict of columns, as in `datasets`
+    scores_groups: bool
+    digest: str  # of a sample of the rows: all workers of an environment must have the same
+    tools: list[Any]  # `Environment.tools`
+    sources: str  # folder or file of the environment's own code; empty: not known
+
+
+class LoadFailed(Message):
+    """The environment could not be loaded."""
+
+    error: str
+    trace: str
+
+
+class Ask(Message):
+    """A request to the policy."""
+
+    number: int
+    play: int
+    member: int
+    messages: list[Any]
+    tools: list[Any] | None
+    sampling: dict[str, Any] | None
+    trained: bool
+
+
+class Result(msgspec.Struct, array_like=True, gc=False):
+    """A `rlx.types.Rollout` without its task and its turns."""
+
+    member: int
+    prompt: Any
+    completion: Any
+    reward: float
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    status: str
+    stop: str
+    error: str | None
+    is_truncated: bool
+    timing: dict[str, float]
+    kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
+
+
+class Played(Message):
+    """The answer to a `Play`."""
+
+    number: int
+    results: list[Result]
+
+
+class PlayFailed(Message):
+    """Playing raised: a defect of rlx, not of the environment, whose errors are results."""
+
+    number: int
+    error: str
+    trace: str
+
+
+class Pong(Message):
+    """The answer to a `Ping`."""
+
+
+ToWorker = Load | Play | CancelPlay | Answer | Refusal | Ping
+FromWorker = Rows | Loaded | LoadFailed | Ask | Played | PlayFailed | Pong
+
+
+def _plain(value: Any) -> Any:
+    """A value that msgpack does not know: numpy's numbers as Python's, pydantic's models as dicts, others as their text."""
+    if hasattr(value, "item"):
+        return value.item()
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    return repr(value)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def pack_row(row: Any) -> bytes:
+    """A row of a data set as bytes. Raises CodecError if it holds other than plain values (`rlx.plain`)."""
+    return encode(to_json(dict(row)))
+
+
+def unpack_row(packed: bytes) -> dict[str, Any]:
+    """The row behind `pack_row`."""
+    return from_json(_decode(packed))
+
+
+class Link:
+    """One end of the socket. Used with a running loop after `attach`, and blocking before it."""
+
+    def __init__(self, sock: socket.socket, kind: Any) -> None:
+        """`kind`: the union of the messages that arrive here."""
+        self.sock = sock
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._in = bytearray()
+        self._out = bytearray()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flushing = False
+
+    # -- without a loop
+
+    def send_now(self, message: Message) -> None:
+        """Send before a loop runs. The other end reads."""
+        self.sock.setblocking(True)
+        self.sock.sendall(_frame(message))
+
+    def receive(self, timeout: float) -> list[Any] | None:
+        """The messages that arrive within `timeout` seconds: [] if there are none, None if the other end is gone."""
+        self.sock.settimeout(timeout)
+        try:
+            data = self.sock.recv(RECEIVE)
+        except TimeoutError:
+            return []
+        except ConnectionError:
+            return None
+        return self._messages(data) if data else None
+
+    # -- in a loop
+
+    def attach(self, handle: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        """Hand every message to `handle` from now on, and call `lost` once when the other end is gone. Call it in a running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._handle, self._lost = handle, lost
+        self.sock.setblocking(False)
+        self._loop.add_reader(self.sock.fileno(), self._readable)
+        if self._out:
+            self._flush()
+
+    def send(self, message: Message) -> None:
+        """Send soon, together with everything else of this turn of the loop. Raises what encoding raises."""
+        self._out += _frame(message)
+        if not self._flushing and self._loop is not None:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Close the socket. What was not sent yet is dropped."""
+        if self._loop is not None and self.sock.fileno() >= 0:
+            self._loop.remove_reader(self.sock.fileno())
+            self._loop.remove_writer(self.sock.fileno())
+        self._out.clear()
+        self.sock.close()
+
+    def finish(self) -> None:
+        """Tell the other end that nothing more will come."""
+        with contextlib.suppress(OSError):  # it is gone
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def drain(self) -> None:
+        """Handle what has already arrived."""
+        while self.sock.fileno() >= 0 and self._read():
+            pass
+
+    def _readable(self) -> None:
+        if self._read() is False:
+            assert self._loop is not None
+            self._loop.remove_reader(self.sock.fileno())
+            self._lost()
+
+    def _read(self) -> bool | None:
+        """Handle what has arrived. None if nothing is there, False at the end of the stream."""
+        try:
+            data = self.sock.recv(RECEIVE)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        for message in self._messages(data):
+            self._handle(message)
+        return True
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self.sock.fileno() < 0 or self._loop is None:
+            return
+        try:
+            sent = self.sock.send(self._out)
+        except BlockingIOError:
+            sent = 0
+        except ConnectionError:
+            self._out.clear()  # the reader notices the end of the stream
+            return
+        del self._out[:sent]
+        if self._out:
+            self._flushing = True
+            self._loop.add_writer(self.sock.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        assert self._loop is not None
+        self._loop.remove_writer(self.sock.fileno())
+        self._flush()
+
+    def _messages(self, data: bytes) -> list[Any]:
+        self._in += data
+        found, start = [], 0
+        while len(self._in) - start >= 4:
+            end = start + 4 + int.from_bytes(self._in[start : start + 4], "little")
+            if len(self._in) < end:
+                break
+            found.append(self._decode(memoryview(self._in)[start + 4 : end].tobytes()))
+            start = end
+        del self._in[:start]
+        return found
+
+
+def _frame(message: Message) -> bytes:
+    body = encode(message)
+    return len(body).to_bytes(4, "little") + body

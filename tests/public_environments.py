@@ -1,0 +1,134 @@
+"""The environments of the public sets, which this project did not write: where they are, their small local data, and stock verifiers.
+
+`RLX_PUBLIC_ENVIRONMENTS` names their folder; otherwise it is looked for beside the checkout. Where it is absent, their tests are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policy_stand_in import SAMPLING, StandIn, policy_of, tiny_chat
+
+from rlx.types import Rollout, Task, Turn
+
+V1 = "v1-2026-08"
+
+
+def folder(which: str = V1) -> Path:
+    """The folder of one set. Skips the test if there is none."""
+    named = os.environ.get("RLX_PUBLIC_ENVIRONMENTS")
+    root = Path(__file__).resolve().parent.parent
+    places = [Path(named)] if named else [above / "shared" / "environments" for above in (root.parent, root.parent.parent)]
+    found = next((place / which for place in places if (place / which).is_dir()), None)
+    if found is None:
+        pytest.skip("no public environments: RLX_PUBLIC_ENVIRONMENTS is not set to their folder")
+    return found
+
+
+def on_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a package of the v1 set importable, in this process and in its children, as if installed. Other packages of its name go."""
+    place = str(folder() / name)
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PYTHONPATH", place)
+
+
+ROWS = {
+    "openai/gsm8k": [{"question": f"What is {n} + 2?", "answer": f"Adding.\n#### {n + 2}"} for n in range(4)],
+    "PrimeIntellect/Reverse-Text-RL": [{"prompt": text} for text in ("abc", "hello", "rewards")],
+    "kalomaze/alphabetic-arxiv-authors-it1": [{"names": ["AnnLee", "BobRay", "CarlDoe", "DanFox", "EveKim", "FayNg", "GusOrr"]}] * 2,
+    "willcb/wiki-trivia-questions-v4": [{"question": "Who?", "answer": "Ada", "filename": "a"}],
+}
+
+
+def local_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small local rows in place of a hub's data sets."""
+    import datasets
+
+    def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+        return datasets.Dataset.from_list(ROWS[name])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+class Answers(StandIn):
+    """A model: a function of the prompt's text. It keeps every turn that it sampled."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        super().__init__(tiny_chat(), error=0.0)
+        self.of_prompt = answer
+        self.turns: list[Turn] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
+        one = StandIn(self.chat, lambda _: self.of_prompt(self.chat.tokenizer.decode(prompt_ids)), error=0.0)
+        one.version = 5
+        turn = await one.generate(prompt_ids, sampling, request_id, affinity)
+        self.turns.append(turn)
+        return turn
+
+
+def one_of(*texts: str) -> Callable[[str], str]:
+    """A model that says one of these, by the prompt."""
+    return lambda prompt: texts[zlib.crc32(prompt.encode()) % len(texts)]
+
+
+def calling(name: str, arguments: Mapping[str, Any], then: Callable[[str], str]) -> Callable[[str], str]:
+    """A model that calls a tool once and says something about its result."""
+    call = f"<tool_call>{json.dumps({'name': name, 'arguments': dict(arguments)})}</tool_call>"
+    return lambda prompt: then(prompt) if "<|im_start|>tool" in prompt or "tool_response" in prompt else call
+
+
+async def played(env: Any, answers: Answers, task: Task, members: Sequence[int]) -> list[Rollout]:
+    """The rollouts of rlx."""
+    env.policy = policy_of(answers, context_length=8000, sampling={**SAMPLING, "max_tokens": 400})
+    try:
+        return await env.play(task, members, 0)
+    finally:
+        await env.close()
+
+
+async def stock(block: Any, row: Mapping[str, Any], answers: Answers, task: Task) -> Any:
+    """The episode of stock verifiers: its own harness in a process of its own, its own client, over HTTP, the same model behind it."""
+    import verifiers.v1 as vf
+    from aiohttp import web
+    from verifiers.v1.utils.loaders import load_environment
+
+    episode = policy_of(answers, context_length=8000, sampling={**SAMPLING, "max_tokens": 400}).episode(task, 0, 0)
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        known = {"temperature", "top_p", "max_tokens"}
+        reply = await episode.respond(body["messages"], body.get("tools"), {key: value for key, value in body.items() if key in known})
+        message = reply.message | ({"content": None} if reply.calls and not reply.content else {})
+        finish = "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
+        total = reply.num_prompt_tokens + reply.num_tokens
+        usage = {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": reply.num_tokens, "total_tokens": total}
+        choice = {"index": 0, "message": message, "finish_reason": finish}
+        kind = {"id": reply.request_id, "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response({**kind, "choices": [choice], "usage": usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="NO_KEY")
+    env = load_environment(block)
+    data = type(env.taskset).task_type().data_type().model_validate(row["task"])
+    try:
+        async with env.serving(), asyncio.timeout(150):
+            (slot,) = env.slots(type(env.taskset).task_type()(data, env.config.taskset.task))
+            return await env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig()))
+    finally:
+        await runner.cleanup()

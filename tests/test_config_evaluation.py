@@ -1,0 +1,96 @@
+"""What a run evaluates, from its configuration; and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.evaluated import environments, evaluated, is_due, section_of
+from rlx.config.load import compose
+from rlx.config.schema import Config
+from rlx.envs.base import sampling_of
+from rlx.plan.explain import explain
+
+
+def cfg(*argv: str) -> Config:
+    return compose(list(argv), {}).cfg
+
+
+def test_without_a_key_there_is_no_evaluation() -> None:
+    config = cfg()
+    assert evaluated(config) == {}
+    assert not any(is_due(config, version) for version in range(200))
+    assert environments(config) == config.envs
+
+
+def test_an_interval_evaluates_the_environments_of_the_mix_on_their_evaluation_data() -> None:
+    config = cfg("env=[reverse_text,sums]", "eval.interval=30", "envs.sums.args.level=2", "envs.sums.sampling.temperature=0.7")
+    found = evaluated(config)
+    assert list(found) == ["reverse_text", "sums"]
+    assert [(env.id, env.split, env.num_examples, env.rollouts_per_example) for env in found.values()] == [
+        ("rlx-reverse-text", "eval", 128, 1),
+        ("rlx-sums", "eval", 128, 1),
+    ]
+    assert found["sums"].args == config.envs["sums"].args
+    assert found["sums"].sampling.temperature == 0.7
+    assert [version for version in range(101) if is_due(config, version)] == [0, 30, 60, 90, 100]
+    assert list(environments(config)) == ["reverse_text", "sums", "eval_reverse_text", "eval_sums"]
+    assert section_of("eval_sums") == "eval.envs.sums"
+
+
+def test_the_nearest_value_counts() -> None:
+    config = cfg(
+        "eval.interval=5",
+        "eval.sampling.temperature=0",
+        "eval.sampling.top_p=0.9",
+        "eval.num_examples=null",
+        "eval.rollouts_per_example=4",
+        "eval.envs.reverse_text.sampling.top_p=0.8",
+        "eval.envs.reverse_text.args.num_eval_examples=9",
+        "eval.envs.more.id=rlx-sums",
+        "eval.envs.more.num_examples=7",
+        "eval.envs.more.rollouts_per_example=2",
+        "envs.reverse_text.sampling.max_tokens=10",
+    )
+    found = evaluated(config)
+    one, more = found["reverse_text"], found["more"]
+    assert one.args == {"min_length": 3, "max_length": 6, "num_eval_examples": 9}
+    assert (one.num_examples, one.rollouts_per_example, more.num_examples, more.rollouts_per_example) == (None, 4, 7, 2)
+    asked = [sampling_of(config, env) for env in (one, more)]
+    assert [(s["temperature"], s["top_p"], s["max_tokens"]) for s in asked] == [(0.0, 0.8, 10), (0.0, 0.9, 12)]
+    assert sampling_of(config, config.envs["reverse_text"])["temperature"] == 1.0
+
+
+def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:
+    composed = compose(["eval.interval=5", "env@eval.envs.hard=sums", "eval.envs.hard.args.level=3"], {})
+    assert composed.choices["env"] == "reverse_text"
+    assert list(composed.cfg.envs) == ["reverse_text"]
+    (found,) = evaluated(composed.cfg).values()
+    assert (found.id, found.args["level"], found.split) == ("rlx-sums", 3, "eval")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("eval.interval=5 eval.envs.foo.num_examples=3", r"eval.envs.foo has no id, and the run has no environment of this name"),
+        ("eval.interval=5 eval.envs.foo.id=nowhere", r"eval.envs.foo.id=nowhere \(command line\) is not installed"),
+        ("eval.interval=5 eval.sampling.max_tokens=99", r"when reverse_text is evaluated: 99 new tokens >= the engine's context of 64"),
+        ("eval.interval=5 eval.sampling.top_k=0", r"`eval.sampling.top_k` must be -1"),
+        ("ckpt.keep_best=eval/reverse_text/avg@1", r"no evaluation to choose the best checkpoint by.*Set eval.interval"),
+        ("eval.interval=5 ckpt.keep_best=eval/reverse_text/avg@1", r"eval.interval=5 .* is not a multiple of ckpt.interval=50 \(default\)"),
+        (
+            "eval.interval=50 ckpt.keep_best=eval/other/avg@1",
+            r"must name a metric of an evaluation: .* For example eval/reverse_text/avg@1",
+        ),
+        ("eval.interval=50 ckpt.keep_best=eval/reverse_text/avg@4", r"has no avg@4, because it plays 1 rollouts"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(argv: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cfg(*argv.split())
+
+
+def test_a_dry_run_says_what_is_evaluated() -> None:
+    composed = compose(["eval.interval=30", "eval.rollouts_per_example=4"], {})
+    text = explain(composed.cfg, [], composed.choices, [], "outputs/x")
+    assert "5 in the run, of reverse_text 128 × 4 (examples × rollouts), each at one policy version" in text

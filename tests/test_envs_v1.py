@@ -1,0 +1,193 @@
+"""v1 tasksets of verifiers, played by a stand-in policy: what is trained, rewards, failures, and what is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import zlib
+from typing import Any
+
+import pytest
+from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny_chat
+
+from rlx.config.schema import EnvConfig
+from rlx.types import Rollout, Turn
+
+sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
+
+
+def load(id: str = "rlx_test_v1", timeout: float = 30.0, agents: tuple[str, ...] = (), num_tasks: int | None = 40, **args: Any) -> Any:
+    from rlx.envs.verifiers_v1 import load_environment
+
+    return load_environment("e", EnvConfig(id=id, args=args, agents=list(agents), num_tasks=num_tasks), dict(SAMPLING), timeout)
+
+
+class Recorder(StandIn):
+    """Answers with a function of the whole prompt's text, and keeps every turn."""
+
+    def __init__(self, answer: Any = None) -> None:
+        super().__init__(tiny_chat(), error=0.0)
+        self.of_prompt = answer or (lambda prompt: f"say {zlib.crc32(prompt.encode()) % 1000}")
+        self.turns: list[Turn] = []
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        one = StandIn(self.chat, lambda _: self.of_prompt(self.chat.tokenizer.decode(prompt_ids)), error=0.0)
+        one.version = self.version
+        turn = await one.generate(prompt_ids, sampling, request_id, affinity)
+        self.turns.append(turn)
+        return turn
+
+
+def play(env: Any, generator: Any, index: int = 0, members: tuple[int, ...] = (0,), context_length: int = 2000) -> list[Rollout]:
+    async def main() -> list[Rollout]:
+        env.policy = policy_of(generator, context_length=context_length, sampling=SAMPLING)
+        try:
+            return await env.play(task_of(env, index), list(members), 0)
+        finally:
+            await env.close()
+
+    return asyncio.run(main())
+
+
+def text_of(turn: Turn) -> str:
+    return tiny_chat().tokenizer.decode(turn.prompt_ids)
+
+
+def index_of(env: Any, agent: str) -> int:
+    return next(index for index in range(100) if env.trained_agent(task_of(env, index)) == agent)
+
+
+def test_each_group_trains_one_agent_with_its_own_reward():
+    env = load()
+    assert env.agents == ("left", "right")  # the host is frozen by the environment
+    assert len(env.rows) == 40
+    assert json.dumps(env.rows[0])  # rows cross to other processes and into checkpoints
+    seen = {}
+    for agent in env.agents:
+        env = load()
+        generator = Recorder()
+        (rollout,) = play(env, generator, index_of(env, agent))
+        assert (rollout.status, rollout.stop) == ("ok", "user_closed")
+        seen[agent] = rollout
+        asked = len(rollout.turns)
+        assert asked == {"left": 2, "right": 1}[agent]
+        assert len(generator.turns) == 4  # host, left, right, left: all are answered
+        kept = [turn for turn in generator.turns if any(turn is one for one in rollout.turns)]
+        assert len(kept) == asked
+        assert all("HOST" not in text_of(turn) for turn in kept)
+        assert rollout.reward == rollout.rewards["digits"] + 10 * rollout.rewards["lead"]
+        assert rollout.metrics["length"] == len(rollout.completion[-1]["content"])
+        assert {"left/reward", "right/reward", "host/reward"} <= rollout.metrics.keys()
+    assert {turn.temperature for turn in seen["left"].turns} == {1.0}
+    assert {turn.temperature for turn in seen["right"].turns} == {0.5}  # the agent's own
+
+
+def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
+    env = load()
+    chosen = [env.trained_agent(task_of(env, index)) for index in range(64)]
+    assert chosen == [env.trained_agent(task_of(env, index)) for index in range(64)]
+    assert 20 < chosen.count("left") < 44
+    assert load(agents=("right",)).agents == ("right",)
+    with pytest.raises(ValueError, match=r"envs.e.agents names host; the agents that can train are left, right"):
+        load(agents=("host",))
+
+
+def test_members_of_a_group_train_different_runs_of_the_same_agent():
+    env = load(twice=True, agents=("left",))
+    first, second, third = play(env, Recorder(), members=(0, 1, 2))
+    assert [len(one.turns) for one in (first, second, third)] == [1, 2, 1]
+
+
+def test_every_sampled_token_of_the_trained_agent_is_kept_once_with_its_context():
+    env = load(agents=("left",))
+    generator = Recorder()
+    generator.version = 3
+    (rollout,) = play(env, generator)
+    messages = [*rollout.prompt, *rollout.completion]
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(said) == len(rollout.turns) == 2
+    for number, turn in zip(said, rollout.turns, strict=True):
+        assert turn.prompt_ids.tolist() == tiny_chat().render(messages[:number])
+        assert tiny_chat().parse(turn).content == messages[number]["content"]
+        assert set(turn.versions.tolist()) == {3}
+        assert len(turn.logprobs) == len(turn.completion_ids)
+        assert sum(turn is one for one in generator.turns) == 1
+
+
+def test_two_runs_are_equal():
+    def once() -> list:
+        env = load(twice=True)
+        rollouts = [one for index in range(4) for one in play(load(twice=True), Recorder(), index, (0, 1))]
+        return [(one.reward, one.metrics, [turn.completion_ids.tolist() for turn in one.turns], len(env.rows)) for one in rollouts]
+
+    assert once() == once()
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "stop", "error"),
+    [
+        ("RAISE", "error", "task_error", "TaskError: task GameTask scoring: KeyError: 'no digits'; at "),
+        ("NAN", "error", "reward_not_finite", "the reward is nan"),
+        ("SLEEP", "timeout", "timeout", "no result after 1.5 s (rollout_timeout)"),
+        ("STOP", "ok", "said_stop", None),
+        ("BLOCK", "ok", "user_closed", None),
+    ],
+)
+def test_what_ends_a_rollout(says: str, status: str, stop: str, error: str | None):
+    env = load(agents=("left",), timeout=1.5)
+    (rollout,) = play(env, Recorder(lambda prompt: "host" if "HOST" in prompt else says))
+    assert (rollout.status, rollout.stop) == (status, stop)
+    assert (rollout.error or "").startswith(error or "") if error else rollout.error is None
+    if says == "RAISE":
+        assert "rlx_test_v1.py:" in (rollout.error or "")
+        assert (rollout.error or "").endswith("in digits")
+    if says == "BLOCK":  # the environment replaced what the policy sampled; the policy learns from it, and the next prompt has the rest
+        assert rollout.completion[0]["content"] == "blocked"
+        assert [tiny_chat().parse(turn).content for turn in rollout.turns] == ["BLOCK", "BLOCK"]
+        assert "blocked" in text_of(rollout.turns[1])
+
+
+def test_prompts_and_answers_that_fill_the_context():
+    env = load(agents=("left",))
+    (rollout,) = play(env, Recorder(), context_length=8)
+    assert (rollout.status, rollout.stop) == ("error", "prompt_too_long")
+    assert rollout.error == "the prompt fills the context of 8 tokens; raise seq_len"
+    env = load(agents=("left",))
+    long = Recorder(lambda prompt: "x" * 300)
+    (rollout,) = play(env, long, context_length=400)
+    assert rollout.status == "ok"
+    assert rollout.is_truncated
+
+
+def test_a_server_that_fails_is_the_cause_that_is_said():
+    class Broken(Recorder):
+        async def generate(self, *args: Any) -> Turn:
+            raise ConnectionResetError("the server is gone")
+
+    (rollout,) = play(load(), Broken())
+    assert (rollout.status, rollout.stop) == ("error", "model_error")
+    assert "the server is gone" in (rollout.error or "")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"left": {"runtime": {"type": "docker"}}}, "its agent `left` is to run in a docker sandbox, and rlx starts no sandbox"),
+        ({"left": {"harness": {"id": "bash"}}}, "plays through the program bash, by default in a sandbox"),
+        ({"left": {"harness": {"id": "codex"}}}, "plays through the program codex, which must run in a container"),
+        ({"left": {"model": "other"}}, "plays with the model other, but the run's servers have only the policy"),
+        ({"left": {"client": {"type": "eval"}}}, "which needs a key, and PRIME_API_KEY is not set"),
+        ({"left": {"rounds": 2}}, "envs.e.args.left.rounds: Extra inputs are not permitted"),
+    ],
+)
+def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monkeypatch):
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"^envs.e") as caught:
+        load(**args)
+    assert sentence in str(caught.value)
+
+
+def test_an_unquoted_null_in_yaml_is_the_chat_loop():
+    env = load(left={"harness": {"id": None}})
+    assert env.env.config.left.harness.id == "null"

@@ -1,0 +1,229 @@
+"""Environments in processes of their own, with a stand-in for the environment: what its code can do to the run, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_stand_in
+from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
+
+from rlx.config.schema import EnvConfig
+from rlx.envs import boot
+from rlx.envs.pool import WorkerPool, worker_metrics
+from rlx.envs.stacks import environments_line, threads
+from rlx.envs.watch import WorkerError
+from rlx.envs.wire import Settings
+from rlx.types import Rollout
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 0.4
+
+
+@pytest.fixture
+def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPool]]:
+    """`pool_of(workers, **args)` starts a pool with the stand-in environment. Its processes are killed at the end of the test."""
+    monkeypatch.setattr(boot, "__file__", worker_stand_in.__file__)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    monkeypatch.setattr("rlx.envs.watch.GRACE", 0.2)
+    monkeypatch.setattr("rlx.envs.pool.LOOK", 0.05)
+    pools: list[WorkerPool] = []
+
+    def start(workers: int = 1, *, timeout: float = 30.0, gib: float | None = None, logs: Path | None = None, **args: Any) -> WorkerPool:
+        config = EnvConfig(id="stand_in", args=args)
+        pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64), workers, memory_gb=gib, logs=logs)
+        pools.append(pool)
+        pool.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=0.02))
+        return pool
+
+    yield start
+    for pool in pools:
+        for worker in pool._workers:
+            worker.child.reap()
+
+
+def play(pool: WorkerPool, examples: Sequence[int], members: Sequence[int] = (0,), meanwhile: Any = None) -> list[list[Rollout]]:
+    """Play these examples together, and close the pool."""
+    pool.wait_loaded()
+
+    async def main() -> list[list[Rollout]]:
+        try:
+            playing = asyncio.gather(*(pool.play(task_of(pool, index), members, 0) for index in examples))
+            if meanwhile is not None:
+                await meanwhile(pool)
+            return await asyncio.wait_for(playing, 10)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def facts(rollout: Rollout) -> Any:
+    """What a rollout is, wherever it was played."""
+    turns = [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist()) for t in rollout.turns]
+    return rollout.task.index, rollout.member, turns, rollout.completion, rollout.reward, rollout.status, rollout.stop
+
+
+def test_any_number_of_workers_gives_the_same_rollouts_and_the_rows_arrive_whole(pool_of: Any) -> None:
+    played = {number: [facts(one) for (one,) in play(pool_of(number, turns=3, keep=True), range(12))] for number in (1, 2)}
+    assert played[1] == played[2]
+    assert all(len(turns) == 1 and len(turns[0][0]) > 40 for _, _, turns, *_ in played[1]), "the last of three turns was kept"
+    pool = pool_of(1, salt=None)
+    pool.wait_loaded()
+    assert [row["example_id"] for row in pool.rows] == list(range(2500))
+    assert pool.rows[2499] == {"example_id": 2499, "prompt": [{"role": "user", "content": "word 2499 0"}]}
+
+
+@pytest.mark.parametrize("trouble", ["c", "thread"])
+def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(pool_of: Any, trouble: str) -> None:
+    calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(8))}
+    pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5])
+    began = time.monotonic()
+    played = {one.task.index: one for (one,) in play(pool, range(8))}
+    assert time.monotonic() - began < 8
+    bad = played.pop(5)
+    assert (bad.status, bad.stop) == ("timeout", "timeout")
+    assert re.search(r"no result after 0.4 s \(rollout_timeout\): .*; at /.*/worker_stand_in.py:\d+ in sleep_in_c", bad.error or "")
+    assert {index: facts(one) for index, one in played.items()} == {index: calm[index] for index in played}
+    assert pool.report()["workers/replaced_timeout"] == 1
+    assert worker_metrics({"e": pool})["workers/replayed"] == pool.replayed > 0
+
+
+def test_a_rollout_that_ends_its_worker_failed_and_the_others_are_played_again(pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(2, trouble="exit", bad=[2, 3], logs=tmp_path)
+    played = {one.task.index: one for (one,) in play(pool, range(8))}
+    for index in (2, 3):
+        assert (played[index].status, played[index].stop) == ("error", "worker_died")
+        assert "left with exit code 3" in (played[index].error or "")
+    assert [one.status for index, one in played.items() if index not in (2, 3)] == ["ok"] * 6
+    assert pool.replaced == {"died": 2}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["env_e_0.log", "env_e_1.log"]
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
+    async def kill(pool: WorkerPool) -> None:
+        await asyncio.sleep(0.01)
+        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+
+    pool = pool_of(2)
+    assert [one.status for (one,) in play(pool, range(8), meanwhile=kill)] == ["ok"] * 8
+    assert pool.replaced == {"died": 1}
+
+
+def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(pool_of: Any) -> None:
+    pool = pool_of(trouble="exit", bad=[1], group=True)
+    good, bad = play(pool, [0, 1], members=range(3))
+    assert [one.status for one in good] == ["ok"] * 3
+    assert [(one.status, one.stop) for one in bad] == [
+        ("cancelled", "group_failed"),
+        ("error", "worker_died"),
+        ("cancelled", "group_failed"),
+    ]
+
+
+def test_a_worker_that_grows_is_replaced_when_it_has_finished_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+    pool = pool_of(gib=0.15, trouble="leak", bad=list(range(40)), turns=2)
+
+    async def more(pool: WorkerPool) -> None:
+        for index in range(30, 34):
+            assert (await pool.play(task_of(pool, index), [0], 0))[0].status in ("ok", "error")
+            await asyncio.sleep(0.15)
+
+    assert [one.status for (one,) in play(pool, range(1), meanwhile=more)] == ["ok"]
+    assert pool.replaced["memory"] >= 1
+    assert "env_worker_memory_gb is 0.15" in caplog.text
+
+
+def test_an_environment_that_cannot_load_says_why(pool_of: Any) -> None:
+    with pytest.raises(WorkerError, match=r"envs.e could not be loaded: RuntimeError: the word list is not there"):
+        pool_of(trouble="load").wait_loaded()
+    with pytest.raises(WorkerError, match=r"before it had loaded stand_in: it left with exit code 7\nthis package cannot live here"):
+        pool_of(trouble="print").wait_loaded()
+    with pytest.raises(WorkerError, match=r"makes other examples in each process.*envs.e.args"):
+        pool_of(2, salt=1).wait_loaded()
+    with pytest.raises(WorkerError, match=r"GiB just after loading, more than orchestrator.env_worker_memory_gb=0.01; raise it"):
+        pool_of(gib=0.01).wait_loaded()
+
+
+def test_a_replacement_that_cannot_load_ends_the_run_with_the_environments_own_message(pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(trouble="first", bad=[str(tmp_path / "once")])
+
+    async def kill(pool: WorkerPool) -> None:
+        await asyncio.sleep(0.01)
+        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="the second process cannot load"):
+        play(pool, range(4), meanwhile=kill)
+
+
+def test_a_defect_of_the_adapter_ends_the_run_with_its_traceback(pool_of: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)a bug in the adapter.*worker_stand_in.py"):
+        play(pool_of(trouble="bug", bad=[0]), range(1))
+
+
+def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
+    pool = pool_of()
+
+    async def give_up(pool: WorkerPool) -> None:
+        playing = asyncio.create_task(pool.play(task_of(pool, 9), [0], 0))
+        await asyncio.sleep(0.005)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await asyncio.sleep(0.1)
+        assert pool._workers[0].load == 0
+
+    assert [one.status for (one,) in play(pool, range(2), meanwhile=give_up)] == ["ok"] * 2
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import os, sys, time, worker_stand_in\n"
+        "from rlx.envs import boot\n"
+        "from rlx.config.schema import EnvConfig\n"
+        "from rlx.envs.pool import WorkerPool\n"
+        "from rlx.envs.wire import Settings\n"
+        "boot.__file__ = worker_stand_in.__file__\n"
+        "pool = WorkerPool('e', EnvConfig(id='x'), Settings(), 1)\n"
+        "pool.wait_loaded()\n"
+        "heavy = [m for m in ('verifiers', 'torch', 'transformers', 'omegaconf') if m in sys.modules]\n"
+        "print(pool._workers[0].child.pid, *heavy, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        (pid,) = map(int, owner.stdout.readline().split())
+        owner.kill()
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_the_environments_function_is_found_in_a_dump_of_stacks() -> None:
+    dump = """Thread 0x00007fe9affff6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007fe9d388eb80 (most recent call first):
+  File "/v/lib/python3.11/site-packages/sympy/core/power.py", line 1167 in _eval_expand
+  File "/v/lib/python3.11/site-packages/my_env/__init__.py", line 40 in correct
+  File "/v/lib/python3.11/site-packages/verifiers/rubrics/rubric.py", line 96 in _call
+  File "/v/lib/python3.11/asyncio/base_events.py", line 639 in run
+"""
+    frames = threads(dump)[0]
+    own = "/v/lib/python3.11/site-packages/my_env/__init__.py:40 in correct"
+    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env") == own
+    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env/__init__.py") == own
+    assert environments_line(frames[:1], "") == "/v/lib/python3.11/site-packages/sympy/core/power.py:1167 in _eval_expand"
+    assert environments_line([], "") == ""
