@@ -44,6 +44,7 @@ from rlx.envs.wire import (
     unpack_row,
 )
 from rlx.process import die_with_parent
+from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
 from rlx.types import Rollout, Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -80,6 +81,8 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     loop = Loop()
     loop.set_task_factory(marked_tasks(memory))
     asyncio.set_event_loop(loop)
+    explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
+    answer_in_child(name, int(stacks))
     Server(link, env, loop).run()
     os._exit(0)  # a thread that hangs must not keep the process
 

@@ -102,7 +102,7 @@ def identity(env: EnvConfig) -> Identity:
 
 
 def _file_of(each: Identity) -> Path:
-    text = json.dumps([SCHEMA, *each, str(sources_of(each[1]))])
+    text = json.dumps([SCHEMA, *each, str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")])
     return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
@@ -153,7 +153,9 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
 
 def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line."""
-    environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    others = () if python == sys.executable else ("PYTHONHOME", "VIRTUAL_ENV")
+    given = {name: value for name, value in os.environ.items() if name not in others}
+    environment = inherited(given) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     answers: dict[str, Any] = {}
     loading: str | None = None
     with tempfile.TemporaryFile("w+") as errors:

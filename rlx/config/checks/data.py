@@ -153,11 +153,17 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("reward", "sampling.max_tokens", "envs")
 def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
-    longest = min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
-    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
+    bounds = {
+        ("sampling.max_tokens" if env.sampling.max_tokens is None else f"envs.{name}.sampling.max_tokens"): (
+            env.sampling.max_tokens or cfg.sampling.max_tokens
+        )
+        for name, env in cfg.envs.items()
+    } or {"sampling.max_tokens": cfg.sampling.max_tokens}
+    key = min(bounds, key=lambda each: bounds[each])
+    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > bounds[key]:
         yield (
             f"every rollout would get a length penalty: {of('reward.overlong_cache')} is above the maximum number of new tokens in a turn, "
-            f"{longest}. Lower it, or set it to null."
+            f"{of(key)}. Lower it, or set it to null."
         )
 
 
