@@ -194,8 +194,7 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import conversations
-    from rlx.envs.base import sampling_of
-    from rlx.envs.verifiers_v0 import load_environment
+    from rlx.envs.load import load_one, settings_of
 
     settings = config.model.warm_start
     assert settings is not None
@@ -204,7 +203,7 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     for name, env in config.envs.items():
         if counts[name] == 0:
             continue
-        environment = load_environment(name, env, sampling_of(config, env), config.orchestrator.rollout_timeout)
+        environment = load_one(name, env, settings_of(config, env))
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found
