@@ -61,6 +61,7 @@ CASES = {
     "section_without_a_value": Case("trainer=??? loss.kl=??? reward=${nope}"),
     "group_left_out": Case("~env ~loss"),
     "key_inside_a_value": Case("seq_len.foo=3"),
+    "value_before_a_key_inside": Case("trainer=3 trainer.compile=true"),
     "missing_value": Case("env=custom"),
     "missing_file_value": Case(
         "--config-dir my_conf model=mine", files={"model/mine.yaml": "name: Qwen/Qwen3-0.6B\ncontext_length: 40960\nhidden_size: 1024\n"}
@@ -114,6 +115,10 @@ CASES = {
     "teacher_that_follows": Case("ref.name=a/teacher ref.sync_interval=10"),
     "nothing_follows": Case("ref.sync_interval=10"),
     "thinking_interleaved": Case("model=qwen3_0_6b model.name=me/qwen3-tuned orchestrator.trajectory_strategy=interleaved"),
+    "renderer_unknown": Case("model.renderer=qwen-3"),
+    "parser_unknown": Case("model.tool_call_parser=hermez model.reasoning_parser=r1"),
+    "parser_beside_a_renderer": Case("model=qwen3_0_6b model.tool_call_parser=hermes dry_run=true"),
+    "template_beside_a_renderer": Case("model=qwen3_0_6b model.renderer=qwen3 model.chat_template=mine.jinja dry_run=true"),
     "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
     "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),

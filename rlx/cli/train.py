@@ -48,10 +48,11 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.config.targets import must_be_built
+    from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.place import require_one_host
     from rlx.plan.rl import make_plan
-    from rlx.runs.claim import create, describe, settle
+    from rlx.runs.claim import create, settle, write_description
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
@@ -72,7 +73,9 @@ def run(argv: list[str]) -> int:
         from rlx.train.nodes import check_built
 
         check_built(cfg)
-    environments = lines_of(environments_of([cfg])[0])
+    (found,) = environments_of([cfg])
+    check_chats([cfg], [found])
+    environments = lines_of(found)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
@@ -87,7 +90,7 @@ def run(argv: list[str]) -> int:
             script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
         try:
-            written = describe(cfg, composed.overrides, plan, script, explained)
+            written = write_description(cfg, composed.overrides, plan, script, explained)
             print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
         except ConfigError as error:
             if composed.cfg.run.dir or composed.cfg.run.name:

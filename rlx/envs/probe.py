@@ -111,7 +111,7 @@ def _chars(prompt: Any) -> int:
 
 
 def _tools_of(env: Any) -> tuple[str, ...]:
-    return tuple(tool.name for tool in getattr(getattr(env, "env", None), "tool_defs", None) or ())
+    return tuple(str(tool["function"]["name"]) for tool in env.tools)
 
 
 def _why(name: str, env_id: str, error: BaseException) -> Probed:

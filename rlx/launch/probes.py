@@ -23,6 +23,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import Config, EnvConfig
+from rlx.envs import boot
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import die_with
@@ -90,14 +91,18 @@ def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
+    return (
+        os.path.expanduser(env.python or sys.executable),
+        env.id,
+        json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr),
+    )
 
 
 # the cache
 
 
 def _file_of(each: Identity) -> Path:
-    text = json.dumps([SCHEMA, *each, str(sources_of(each[1]))])
+    text = json.dumps([SCHEMA, *each, str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")])
     return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
@@ -148,12 +153,14 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
 
 def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line."""
-    environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    others = () if python == sys.executable else ("PYTHONHOME", "VIRTUAL_ENV")
+    given = {name: value for name, value in os.environ.items() if name not in others}
+    environment = inherited(given) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     answers: dict[str, Any] = {}
     loading: str | None = None
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [python, "-m", "rlx.envs.probe"],
+            [python, boot.__file__, "probe"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
