@@ -20,7 +20,7 @@ from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 from rlx.config.schema import EnvConfig
 from rlx.envs import boot
 from rlx.envs.pool import WorkerPool, worker_metrics
-from rlx.envs.stacks import culprit, threads
+from rlx.envs.stacks import environments_line, threads
 from rlx.envs.watch import WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
@@ -222,9 +222,8 @@ Current thread 0x00007fe9d388eb80 (most recent call first):
   File "/v/lib/python3.11/asyncio/base_events.py", line 639 in run
 """
     frames = threads(dump)[0]
-    power = "/v/lib/python3.11/site-packages/sympy/core/power.py:1167 in _eval_expand"
     own = "/v/lib/python3.11/site-packages/my_env/__init__.py:40 in correct"
-    assert culprit(frames, "/v/lib/python3.11/site-packages/my_env") == f"{own}, which is at {power}"
-    assert culprit(frames, "") == power
-    assert culprit(frames[2:], "") == "/v/lib/python3.11/site-packages/verifiers/rubrics/rubric.py:96 in _call"
-    assert culprit([], "") == ""
+    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env") == own
+    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env/__init__.py") == own
+    assert environments_line(frames[:1], "") == "/v/lib/python3.11/site-packages/sympy/core/power.py:1167 in _eval_expand"
+    assert environments_line([], "") == ""

@@ -32,7 +32,14 @@ SMALL = WarmStartConfig(steps=5, batch_size=8, **SHAPE)
 
 def turn_of(prompt, completion):
     zeros = np.zeros(len(completion), np.float32)
-    return Turn(prompt_ids=np.array(prompt), completion_ids=completion, logprobs=zeros, versions=zeros.astype(int), finish_reason="stop")
+    return Turn(
+        prompt_ids=np.array(prompt),
+        completion_ids=completion,
+        logprobs=zeros,
+        versions=zeros.astype(int),
+        temperature=1.0,
+        finish_reason="stop",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import must_be_built
+    from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
     from rlx.train.nodes import check_built
@@ -81,7 +82,10 @@ def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
         from rlx.launch.slurm import check_directory
 
         check_directory(directory)
-    for element, environments in zip(elements, environments_of([element.cfg for element in elements]), strict=True):
+    configs = [element.cfg for element in elements]
+    found = environments_of(configs)
+    check_chats(configs, found)
+    for element, environments in zip(elements, found, strict=True):
         element.environments = lines_of(environments)
     return elements
 

@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.config.targets import must_be_built
+    from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.place import require_one_host
     from rlx.plan.rl import make_plan
@@ -72,7 +73,9 @@ def run(argv: list[str]) -> int:
         from rlx.train.nodes import check_built
 
         check_built(cfg)
-    environments = lines_of(environments_of([cfg])[0])
+    (found,) = environments_of([cfg])
+    check_chats([cfg], [found])
+    environments = lines_of(found)
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain

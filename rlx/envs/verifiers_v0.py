@@ -14,15 +14,16 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
+from rlx.envs.together import CLEANUP_GRACE, abandon, together
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
@@ -31,9 +32,6 @@ from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task, Turn
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
@@ -98,12 +96,12 @@ class VerifiersEnvironment:
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
-            await _abandon(playing)
+            await abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
         fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
-            await _abandon(playing)
+            await abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
         if (raised := playing.exception()) is not None:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
@@ -144,10 +142,10 @@ class VerifiersEnvironment:
         try:
             await asyncio.wait({scoring}, timeout=self.timeout)
         except asyncio.CancelledError:
-            await _abandon(scoring)
+            await abandon(scoring)
             raise
         if not scoring.done():
-            await _abandon(scoring)
+            await abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
         if (raised := scoring.exception()) is not None:
             text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
@@ -161,7 +159,7 @@ class VerifiersEnvironment:
         closing = asyncio.create_task(together([env._teardown() for env in envs]))
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
-            await _abandon(closing)
+            await abandon(closing)
 
     async def _episode(self, player: Player, row: dict[str, Any], client: EpisodeClient) -> State:
         env = player.env
@@ -216,28 +214,6 @@ def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, An
     if split == "eval":
         log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
     return env.get_dataset()
-
-
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
-    if len(calls) == 1:
-        return [await calls[0]]  # most requests are for one member and need no extra task
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _abandon(task: asyncio.Task) -> None:
-    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
-    if task.done() and not task.cancelled():
-        task.exception()  # retrieve it; otherwise asyncio logs a warning later
 
 
 def _unscored(rollout: Rollout) -> Rollout:

@@ -14,7 +14,7 @@ from rlx.config.chat_format import family_of
 from rlx.config.schema import ModelConfig
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, arguments_as_json, read_reasoning
-from rlx.policy.templates import decoded, traits_of
+from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
 from rlx.types import Turn
 
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
@@ -43,6 +43,7 @@ class Chat:
         self.keeps_tokens = keeps_tokens
         self._decodes_arguments = False
         self._prompts: dict[tuple, list[int]] = {}
+        self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
         if renderer is not None:
             self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
             self.tool_parser, self.reasoning_parser = None, None
@@ -58,8 +59,15 @@ class Chat:
         self._marks = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """Token ids [P] of the prompt for the assistant's next answer. Raises PolicyError if the template refuses the messages."""
+        """Token ids [P] of the prompt for the assistant's next answer.
+
+        Raises PolicyError if the template refuses the messages, or loses these tools, calls of them or their results.
+        """
         key = None
+        if tools and (names := tuple(tool["function"]["name"] for tool in tools)) not in self._served:
+            if lost := list(problems(self, tools)):
+                raise PolicyError("; ".join(["the chat format does not serve these tools", *lost]) + ". " + REMEDIES)
+            self._served.add(names)
         if not tools and all(len(m) == 2 and isinstance(m["content"], str) for m in messages):
             key = tuple((m["role"], m["content"]) for m in messages)
             if key in self._prompts:
@@ -104,24 +112,25 @@ class Chat:
         return self._joined(sampled, before, whole, tools) or whole
 
     def _joined(self, sampled: list[int], before: Sequence[Message], whole: list[int], tools: list[dict] | None) -> list[int] | None:
-        """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answer is written.
+        """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answers are written.
 
         The template spells an answer in its own way: other tokens for the same text, other spaces in a call's JSON. What was sampled may
-        stand in place of that, if the template shows the same conversation up to the end of the turn now (`whole`) and before the new
-        messages came (`said`): then it dropped nothing because of them. It must show the turn's reasoning, too.
+        stand in place of that, if the template shows the same conversation up to the answer as before the new messages came, and the
+        answer with its reasoning. Then it dropped nothing because of them.
         """
-        start, said = len(self.render(before[:-1], tools)), self.transcript(before, tools)
-        ends = [position for position in range(start, len(said)) if said[position] in self._stops]
-        if not ends or said[: ends[-1] + 1] != whole[: ends[-1] + 1] or said[:start] != self.render(before[:-1], tools):
+        prompt, said = self.render(before[:-1], tools), self.transcript(before, tools)
+        start = len(prompt)
+        count = sum(token in self._stops for token in said[start:])  # ends in the answer: more than one if its text spells such a token
+        ends = [position for position in range(start, len(whole)) if whole[position] in self._stops][:count]
+        if not count or len(ends) < count or whole[:start] != prompt:
             return None
-        end = ends[-1]
+        end, last = ends[-1], sampled[-1]
         reasoning = before[-1].get("reasoning_content")
-        if reasoning and reasoning.strip() not in self.tokenizer.decode(said[start:end], skip_special_tokens=False):
+        if reasoning and reasoning.strip() not in self.tokenizer.decode(whole[start:end], skip_special_tokens=False):
             return None
-        last = sampled[-1]
-        if last in self._stops and last != said[end]:
+        if last in self._stops and last != whole[end]:
             return None
-        return sampled + whole[end + (last == said[end]) :]  # a turn that a length limit cut gets its end here
+        return sampled + whole[end + (last == whole[end]) :]  # a turn that a length limit cut gets its end here
 
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
         """Read the completion. If one of its tool calls cannot be read, all of it stays text, as in vLLM.
@@ -141,7 +150,7 @@ class Chat:
             reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
         calls: tuple[Call, ...] = ()
         if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
-            text, calls = read[0], tuple(Call("", name, arguments) for name, arguments in read[1])
+            text, calls = read[0], tuple(Call(call_id, name, arguments) for name, arguments, call_id in read[1])
         return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:

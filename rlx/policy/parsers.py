@@ -1,7 +1,7 @@
 """Reads tool calls and reasoning from the text of an answer, for models whose chat format is a template.
 
     read_reasoning("<think>\\nsum\\n</think>\\n\\nFive.", ...)                              → ("\\nsum\\n", "\\n\\nFive.")
-    TOOL_PARSERS["hermes"]('Let me add.<tool_call>{"name": "add", …}</tool_call>', tools) → ("Let me add.", [("add", '{"x": 2}')])
+    TOOL_PARSERS["hermes"]('Let me add.<tool_call>{"name": "add", …}</tool_call>', tools) → ("Let me add.", [("add", '{"x": 2}', "")])
 
 The names are vLLM's, whose parsers work only inside its server. A tool parser returns None if the text has no call, or one that it cannot
 read; the answer then stays text, as in vLLM. What is trained does not depend on any parser: it is the sampled tokens.
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Tools = Sequence[Mapping[str, Any]]
-Calls = tuple[str, list[tuple[str, str]]]
-"""The text before the first call; then name and arguments (JSON) of every call."""
+Said = tuple[str, str, str]
+"""Name, arguments (JSON) and id of a call. The id is empty if the format has none."""
+Calls = tuple[str, list[Said]]
+"""The text before the first call, and the calls."""
 
 OPEN, CLOSE = "<think>", "</think>"
 UNREADABLE = (ValueError, RecursionError, MemoryError, SyntaxError)  # of json and ast, also for nesting that is too deep
@@ -84,7 +87,10 @@ def pythonic(text: str, _: Tools) -> Calls | None:
 
 
 def mistral(text: str, _: Tools) -> Calls | None:
-    """`[TOOL_CALLS] [{"name": "add", "arguments": {"x": 2}}]`, or, since version 11, `[TOOL_CALLS]add[ARGS]{"x": 2}`."""
+    """`[TOOL_CALLS] [{"name": "add", "arguments": {"x": 2}, "id": "…"}]`, or, since version 11, `[TOOL_CALLS]add[CALL_ID]…[ARGS]{"x": 2}`.
+
+    The template shows an id with the call's result, so it must stay. Ids that templates refuse are left out.
+    """
     before, mark, rest = text.partition("[TOOL_CALLS]")
     if not mark:
         return None
@@ -96,8 +102,10 @@ def mistral(text: str, _: Tools) -> Calls | None:
         return _all(before, map(_call, values)) if values else None
     found = []
     for block in rest.split("[TOOL_CALLS]"):
-        name, brace, arguments = block.replace("[ARGS]", "").partition("{")
-        found.append(_from_json(json.dumps({"name": name.strip()})[:-1] + ', "arguments": {' + arguments.strip() + "}") if brace else None)
+        head, brace, arguments = block.replace("[ARGS]", "").partition("{")
+        name, _mark, call_id = head.partition("[CALL_ID]")
+        said = json.dumps({"name": name.strip(), "id": call_id.strip()})[:-1] + ', "arguments": {' + arguments.strip() + "}"
+        found.append(_from_json(said) if brace else None)
     return _all(before, found)
 
 
@@ -121,29 +129,31 @@ def _blocks(text: str) -> tuple[str, list[str]]:
     return before, [block.partition("</tool_call>")[0] for block in rest]
 
 
-def _all(before: str, calls: Iterator[tuple[str, str] | None] | Sequence[tuple[str, str] | None]) -> Calls | None:
+def _all(before: str, calls: Iterable[Said | None]) -> Calls | None:
     """The calls, if every one could be read."""
     found = list(calls)
     read = [call for call in found if call is not None]
     return (before, read) if len(read) == len(found) else None
 
 
-def _call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of a call that was JSON."""
+def _call(value: Any) -> Said | None:
+    """A call that was JSON."""
     if not (isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]):
         return None
     arguments = value.get("arguments", value.get("parameters"))
-    return (value["name"], arguments_as_json(arguments)) if arguments is None or isinstance(arguments, dict | str) else None
+    call_id = value.get("id")
+    kept = call_id if isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) else ""
+    return (value["name"], arguments_as_json(arguments), kept) if arguments is None or isinstance(arguments, dict | str) else None
 
 
-def _from_json(block: str) -> tuple[str, str] | None:
+def _from_json(block: str) -> Said | None:
     try:
         return _call(json.loads(block))
     except UNREADABLE:
         return None
 
 
-def _from_xml(block: str, tools: Tools) -> tuple[str, str] | None:
+def _from_xml(block: str, tools: Tools) -> Said | None:
     _, found, rest = block.partition("<function=")
     name, closed, body = rest.partition(">")
     if not (found and closed and name.strip()):
@@ -156,7 +166,7 @@ def _from_xml(block: str, tools: Tools) -> tuple[str, str] | None:
         if not (named and ended):
             return None
         arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
-    return name.strip(), json.dumps(arguments, ensure_ascii=False)
+    return name.strip(), json.dumps(arguments, ensure_ascii=False), ""
 
 
 def _types(name: str, tools: Tools) -> dict[str, Any]:
@@ -179,10 +189,10 @@ def _typed(value: str, declared: Any) -> Any:
         return value
 
 
-def _from_python(call: ast.expr) -> tuple[str, str] | None:
+def _from_python(call: ast.expr) -> Said | None:
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute) and not call.args):
         return None
     arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
     if len(arguments) < len(call.keywords):
         return None
-    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False), ""

@@ -150,18 +150,21 @@ def read_template(path: str) -> str:
 
 
 def _continuation(show: Show, prompt: list[dict], answer: dict, tools: list[dict] | None) -> str:
-    """How the template writes an answer: what it adds to the prompt. Empty if it refuses these messages."""
+    """How the template writes an answer: what it has behind the prompt. Empty if it refuses these messages."""
     try:
         before, whole = show(prompt, tools, True), show([*prompt, answer], tools, False)
     except Exception:
         return ""
-    return whole[len(before) :] if whole.startswith(before) else whole[len(show(prompt, tools, False)) :]
+    # A prompt may open a reasoning that later prompts do not show, so the answer begins where the two differ.
+    return whole[next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before)) :]
 
 
 def _reads(name: str, written: str) -> bool:
-    """Whether a parser reads the call in what the template wrote."""
+    """Whether a parser reads the call in what the template wrote, and leaves nothing of it but reasoning."""
     read = TOOL_PARSERS[name](written.strip(), [TOOL])
-    return read is not None and len(read[1]) == 1 and read[1][0][0] == "probe_tool" and VALUE in read[1][0][1]
+    if read is None or read[0].rpartition(CLOSE)[2].strip():
+        return False
+    return [call[0] for call in read[1]] == ["probe_tool"] and VALUE in read[1][0][1]
 
 
 def _short(names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from rlx.config.load import instantiate, load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.envs.load import check_chat, give_policy, load_environments, load_tokenizer, wait_loaded
 from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.endpoints import find_servers, present_servers
@@ -250,6 +250,7 @@ def main() -> int:
     envs = load_environments(config, heartbeat.beat, paths.latest_logs)
     chat = load_tokenizer(config, paths, heartbeat.beat)
     wait_loaded(envs, heartbeat.beat)
+    check_chat(envs, config, chat)
     heartbeat.beat("reading the data sets")
     for name in config.envs:
         check_rows(name, envs[name].rows)

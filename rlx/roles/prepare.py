@@ -195,6 +195,7 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import conversations
     from rlx.envs.base import sampling_of
+    from rlx.envs.kinds import kind_of
     from rlx.envs.verifiers_v0 import load_environment
 
     settings = config.model.warm_start
@@ -204,6 +205,11 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     for name, env in config.envs.items():
         if counts[name] == 0:
             continue
+        if kind_of(env.id) == "v1":
+            raise ValueError(
+                f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
+                "taskset; choose a model that is trained already"
+            )
         environment = load_environment(name, env, sampling_of(config, env), config.orchestrator.rollout_timeout)
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)

@@ -46,7 +46,7 @@ def parsers_are_used(cfg: Config, of: Show) -> Iterator[str]:
     chosen = [key for key in ("tool_call_parser", "reasoning_parser") if getattr(cfg.model, key) != "auto"]
     if chosen and (family := family_of(cfg.model)) is not None:
         keys = " and ".join(of(f"model.{key}") for key in chosen)
-        whose = of("model.renderer") if cfg.model.renderer != "auto" else f"the renderer {family}, which {of('model.name')} has"
+        whose = of("model.renderer") if cfg.model.renderer != "auto" else f"the renderer {family} of {of('model.name')}"
         yield (
             f"the parser would not be used: {keys}, but {whose} reads answers itself.\n"
             "Leave it at auto, or set model.renderer=default, which uses the chat template."
