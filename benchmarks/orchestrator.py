@@ -2,7 +2,8 @@
 
 Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, encoding, metrics.
 Mock: the policy. It runs in another process, whose time does not count, and sends the same tokens every time.
-Prints milliseconds of CPU per rollout of the whole main loop, and rollouts per second.
+Prints milliseconds of CPU per rollout of the whole main loop, rollouts per second, how long the event loop was blocked (the delay of a
+timer of 1 ms), and how memory, open files and temporary files grew from the first fifth of the steps to the last one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import multiprocessing as mp
+import os
 import pstats
 import resource
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -24,8 +26,7 @@ import numpy as np
 import uvloop
 
 from rlx.config.schema import Config, EnvConfig
-from rlx.envs.base import sampling_of
-from rlx.envs.load import give_policy
+from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
@@ -34,6 +35,7 @@ from rlx.inference.sampler import Sampler
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.policy.chat import Chat
+from rlx.process import keep_event_loop_free
 from rlx.roles.orchestrator import Orchestrator, first_failure
 
 
@@ -80,14 +82,65 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
     uvloop.run(main())
 
 
-async def publish(paths: RunPaths, steps: int) -> None:
-    """A trainer that takes no time: it consumes every batch and publishes the next version."""
+class Watch:
+    """Measures the process while it runs."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []  # seconds that the event loop was late
+        self.busy: list[float] = []  # seconds of CPU of the event loop's thread meanwhile: what the machine's other work does not change
+        self.cpu = 0.0  # seconds, when the last batch was taken
+        self.held: list[tuple[float, int, int]] = []  # KiB of resident memory, open files, temporary files; one a step
+
+    async def delay(self) -> None:
+        while True:
+            began, cpu = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(0.001)
+            self.delays.append(time.perf_counter() - began - 0.001)
+            self.busy.append(time.thread_time() - cpu)
+
+    def look(self) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        temporary = sum(1 for _ in Path(tempfile.gettempdir()).glob("*"))
+        self.held.append((pages * resource.getpagesize() / 1024, len(os.listdir("/proc/self/fd")), temporary))
+
+    def report(self, rollouts: int) -> list[str]:
+        """`rollouts`: of the whole run."""
+        lines = []
+        for what, seconds in (("late", self.delays), ("busy, CPU", self.busy)):
+            late = np.sort(np.array(seconds)) * 1000
+            p99, p999 = late[int(0.99 * len(late))], late[int(0.999 * len(late))]
+            lines.append(f"event loop {what}: p99 {p99:.1f} ms, p99.9 {p999:.1f} ms, max {late[-1]:.1f} ms")
+        fifth = len(self.held) // 5
+        if fifth:
+            first, last = np.median(self.held[fifth : 2 * fifth], axis=0), np.median(self.held[-fifth:], axis=0)
+            between = rollouts * 3.5 * fifth / len(self.held)
+            lines.append(
+                f"memory {first[0] / 1024:.1f} → {last[0] / 1024:.1f} MiB: {(last[0] - first[0]) * 1024 / between:.0f} bytes a rollout; "
+                f"open files {first[1]:.0f} → {last[1]:.0f}; temporary files {first[2]:.0f} → {last[2]:.0f}"
+            )
+        return lines
+
+
+def cpu_seconds(envs: Any) -> float:
+    """CPU time of this process and of the environments' workers."""
+    ticks = 0
+    for pid in [pid for env in envs.values() for pid in getattr(env, "pids", [])]:
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def publish(paths: RunPaths, steps: int, watch: Watch, envs: Any) -> None:
+    """A trainer that takes no time: it consumes every batch and publishes the next version. It keeps the last two, as the real one does."""
     for step in range(steps):
         while not paths.batch_of(step).exists():
             await asyncio.sleep(0.005)
         paths.batch_of(step).unlink()
         paths.weights_of(step + 1).mkdir(parents=True)
         (paths.weights_of(step + 1) / COMPLETE).write_text("{}")
+        watch.look()
+        watch.cpu = cpu_seconds(envs)
+        if step > 1:
+            shutil.rmtree(paths.weights_of(step - 1))
 
 
 def main() -> None:
@@ -96,6 +149,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=8, help="tokens per completion")
+    parser.add_argument("--workers", type=int, default=0, help="processes that play the environment; their CPU time counts")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per request")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
@@ -120,9 +174,9 @@ def main() -> None:
     config.model.name = "tiny"
     config.ckpt.interval = None
 
-    from rlx.envs.verifiers_v0 import load_environment
-
-    envs: Any = {name: load_environment(name, env, sampling_of(config, env), 600.0) for name, env in config.envs.items()}
+    config.orchestrator.env_workers = options.workers
+    envs: Any = load_environments(config, lambda phase: None)
+    wait_loaded(envs, lambda phase: None)
     chat = Chat(build_tokenizer(seq_len))
     while port.value == 0:
         time.sleep(0.01)
@@ -133,12 +187,12 @@ def main() -> None:
         async with Fleet(endpoints) as fleet, Sampler(endpoints, 600.0, restore=fleet.restore) as sampler:
             give_policy(envs, config, chat, sampler)
             orchestrator = Orchestrator(config, paths, envs, sampler, fleet, Heartbeat(paths, "orchestrator"))
-            wall, cpu = time.monotonic(), time.process_time()
-            await first_failure(orchestrator.run(), publish(paths, options.steps))
-            return time.monotonic() - wall, time.process_time() - cpu, orchestrator.collector.tally.finished
+            wall, cpu = time.monotonic(), cpu_seconds(envs)
+            await first_failure(orchestrator.run(), publish(paths, options.steps, watch, envs), forever=[watch.delay()])
+            return time.monotonic() - wall, watch.cpu - cpu, orchestrator.collector.tally.finished
 
-    profile = cProfile.Profile()
-    gc.freeze()  # as the role does; else half of the CPU goes into collections that walk everything imported
+    profile, watch = cProfile.Profile(), Watch()
+    keep_event_loop_free()  # as the role does; else half of the CPU goes into collections that walk everything imported
     with tempfile.TemporaryDirectory() as folder:
         runner = uvloop.run if options.loop == "uvloop" else asyncio.run
         if options.profile:
@@ -151,6 +205,7 @@ def main() -> None:
         f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}: "
         f"{1000 * cpu / finished:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
     )
+    print("\n".join(watch.report(finished)))
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlx.process import host_name
 
 LOOK = 2.0  # seconds between two looks for a question
 PATIENCE = 3.0  # seconds that an event loop has to answer
+FOLDER = "RLX_STALLS"  # environment variable: the folder of questions, for processes that a role starts
 NOT_SHOWN = ("heartbeat", "stacks")  # names of threads of our own
 
 _explain: list[Callable[[], list[str]]] = []
@@ -42,6 +44,7 @@ def explain_with(function: Callable[[], list[str]]) -> None:
 def answer(paths: RunPaths, name: str) -> None:
     """Answer the supervisor's questions from now on, as the process `name`. Call it on the main thread, once."""
     folder = paths.stalls
+    os.environ[FOLDER] = str(folder)
     with contextlib.suppress(OSError):  # a full disk; others say so
         folder.mkdir(parents=True, exist_ok=True)
         by_signal = (folder / f"{name}.stack").open("w")
@@ -64,6 +67,17 @@ def started(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except (OSError, IndexError):
         return None
+
+
+def answer_in_child(name: str, stacks: int) -> None:
+    """As `answer`, in a process that a role started. `stacks`: the file descriptor to which it writes its stacks on SIGUSR1."""
+    if FOLDER not in os.environ:
+        return  # the role does not answer either
+    folder = Path(os.environ[FOLDER])
+    facts = {"pid": os.getpid(), "started": started(os.getpid()), "host": host_name(), "boot": boot()}
+    with contextlib.suppress(OSError):
+        write_text(folder / f"{name}.process", json.dumps({**facts, "stacks": f"/proc/{os.getpid()}/fd/{stacks}"}))
+        threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
 
 
 def _answer_on(folder: Path, name: str) -> None:
@@ -155,6 +169,16 @@ def tasks_of(loop: asyncio.AbstractEventLoop, prefix: str = "") -> list[Waiting]
 
     loop.call_soon_threadsafe(look)
     return found if done.wait(PATIENCE) else None
+
+
+def where_rollouts_wait(loop: asyncio.AbstractEventLoop, sources: Path | None, most: int = 5) -> list[str]:
+    """The lines of code at which the rollouts of this process wait, with their numbers."""
+    tasks = tasks_of(loop, rollout_name(None))
+    if tasks is None:
+        main = places(sys._current_frames().get(threading.main_thread().ident or 0))
+        return [f"its event loop is blocked at {own_line(main, sources)}"]
+    where = Counter(own_line(each.frames, sources) for each in tasks)
+    return [f"{count} rollout{'s' * (count != 1)} at {line}" for line, count in where.most_common(most)]
 
 
 def awaits(task: asyncio.Task[Any]) -> list[str]:

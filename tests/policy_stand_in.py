@@ -15,7 +15,7 @@ from rlx.config.schema import EnvConfig
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat
 from rlx.policy.tokens import TokenPolicy
-from rlx.types import Task, Turn
+from rlx.types import Rollout, Task, Turn
 
 CONTEXT = 256
 
@@ -88,3 +88,26 @@ def load(id: str, timeout: float = 30.0, sampling: dict[str, Any] | None = None,
 def task_of(env: Any, index: int = 0) -> Task:
     row = env.rows[index % len(env.rows)]
     return Task(env=env.name, example_id=row["example_id"], index=index, row=row)
+
+
+class InTurn(StandIn):
+    """Answers each request with the next of the given texts."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(tiny_chat(), error=0.0)
+        self.texts = list(texts)
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        ids = np.array([*self.chat.tokenizer.encode(self.texts.pop(0)), self.chat.stop_token_ids[0]], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        prompt = np.asarray(prompt_ids, np.int32)
+        return Turn(
+            prompt_ids=prompt, completion_ids=ids, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="stop", temperature=1.0
+        )
+
+
+def play_texts(env: Any, *texts: str, index: int = 0) -> Rollout:
+    """The rollout of one example in which the policy says these texts, one in each turn."""
+    env.policy = policy_of(InTurn(*texts), context_length=8192)
+    (rollout,) = asyncio.run(env.play(task_of(env, index), [0], 0))
+    return rollout

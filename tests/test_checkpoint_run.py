@@ -28,6 +28,7 @@ from rlx.config.schema import CkptConfig, Config
 from rlx.data.source import OrchestratorSource, RecordedSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
+from rlx.metrics import MetricsWriter
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator, Preempted
@@ -218,6 +219,22 @@ def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, 
         manifest = verify(paths.checkpoint_of(step))
         assert (manifest["step"], manifest["ranks"]) == (step, 1)
         assert {name.split("/")[0] for name in manifest["files"]} == {"trainer", "orchestrator"}
+
+
+def test_the_best_checkpoint_by_an_evaluation_is_not_pruned(tmp_path: Path, trainer: Any) -> None:
+    paths = RunPaths(tmp_path / "run")
+    config = CkptConfig(interval=1, keep_last=1, keep_best="eval/e/avg@1")
+    checkpoints = Checkpoints(paths, config, trainer, last=9, facts={}, is_evaluated=lambda step: step % 2 == 0)
+    evaluations = MetricsWriter(paths.metrics, "eval")
+    with orchestrator_of(paths, 9):
+        for step in range(1, 8):
+            checkpoints.save(step)
+            if step in (4, 6):  # the evaluation of version 2 or 4 ends while the trainer is two steps ahead
+                assert step - 2 in folders.steps(paths)
+                evaluations.write(step - 2, {"eval/e/avg@1": 1.0 / step})
+        checkpoints.close()
+    assert folders.steps(paths) == [2, 6, 7], "2 is the best so far, 6 is not evaluated yet"
+    assert {2, 6, 7} <= checkpoints.protected(), "their weights stay, too"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small file system")

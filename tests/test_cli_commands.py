@@ -17,6 +17,7 @@ from rlx.config.shipped import shipped_groups
 from rlx.plan.record import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("known_environments")
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,7 @@ CASES = {
     "section_without_a_value": Case("trainer=??? loss.kl=??? reward=${nope}"),
     "group_left_out": Case("~env ~loss"),
     "key_inside_a_value": Case("seq_len.foo=3"),
+    "value_before_a_key_inside": Case("trainer=3 trainer.compile=true"),
     "missing_value": Case("env=custom"),
     "missing_file_value": Case(
         "--config-dir my_conf model=mine", files={"model/mine.yaml": "name: Qwen/Qwen3-0.6B\ncontext_length: 40960\nhidden_size: 1024\n"}

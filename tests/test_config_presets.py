@@ -85,6 +85,9 @@ def test_a_value_that_a_constructor_refuses_is_found_before_anything_starts(tmp_
     said = capsys.readouterr().err
     assert "torch.optim.SGD cannot build `optim`: ValueError: Nesterov momentum" in said
     assert not (tmp_path / "run").exists()
+    assert main(["trainer", *argv]) == 2
+    assert "torch.optim.SGD cannot build `optim`" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
     assert main(["train", *argv[:2], "-m", "seed=1,2", f"run.dir={tmp_path / 'sweep'}"]) == 2
     assert not (tmp_path / "sweep").exists()
 

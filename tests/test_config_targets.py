@@ -14,7 +14,7 @@ import pytest
 
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
-from rlx.config.load import compose, finish, instantiate
+from rlx.config.load import checked, compose, instantiate
 from rlx.config.schema import Config
 from rlx.config.signatures import read_signature, signature_of
 from rlx.config.tree import leaves
@@ -200,6 +200,6 @@ def test_no_value_of_any_key_ends_in_a_traceback(value):
             section = section.setdefault(part, {})
         section[last] = value
         with contextlib.suppress(ConfigError):
-            finish(changed)
+            checked(changed)
             accepted += 1
     assert accepted < 0.54 * len(tried), "other keys must have refused it"

@@ -17,6 +17,7 @@ from trainer_examples import make_samples, step_batch
 
 from rlx.codec import CodecError
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, SupervisedSource, send, shuffled_batches, split
+from rlx.heartbeat import EVALUATING, Heartbeat
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
@@ -59,6 +60,15 @@ def test_the_source_waits_for_its_own_step_and_deletes_it_when_done(tmp_path: Pa
 def test_waiting_for_a_batch_ends_with_what_was_waited_for(tmp_path: Path) -> None:
     with pytest.raises(WaitTimeout, match=r"batch of step 0 .*step_000000\.batch"):
         OrchestratorSource(RunPaths(tmp_path), ALONE, timeout=0.05).receive(0, nothing)
+
+
+def test_an_evaluation_that_training_waits_for_does_not_count_against_the_batch(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    Heartbeat(paths, "orchestrator").beat(f"{EVALUATING} version 3, rollouts 1/9")
+    later = threading.Timer(0.3, send, [paths, batch_of(0)])
+    later.start()
+    assert same(OrchestratorSource(paths, ALONE, timeout=0.05).receive(0, nothing), batch_of(0))
+    later.join()
 
 
 def test_a_damaged_batch_says_which_file_it_is(tmp_path: Path) -> None:

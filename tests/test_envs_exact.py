@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
+import numpy as np
+import pytest
 import verifiers as vf
 from datasets import Dataset
-from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
+from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
+from public_classic import Said, check_as_stock, check_tokens, judge, ours, stock
 
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
-from rlx.types import Rollout
+from rlx.rollout.samples import samples_of
+from rlx.types import Group, Rollout
+
+sys.path.insert(0, OUTSIDE)
+from rlx_test_envs import words
 
 
 def play(env: Any, generator: Any, **keys: Any) -> Rollout:
@@ -53,3 +61,102 @@ def test_requests_beside_the_trajectory_are_answered_and_not_trained() -> None:
     assert turn.prompt_ids.tolist() == answer["prompt_ids"]
     assert turn.temperature == 1.0
     assert rollout.metrics["requests_beside"] == 2.0
+
+
+REVERSE = (("reverse", {"text": "word"}),)
+OWN: dict[str, tuple[list[Said], int]] = {  # package -> what the model says, row
+    "rlx_test_multi": ([Said("no"), Said("nono")], 0),
+    "rlx_test_tool": ([Said("I try. ", REVERSE), Said("drow")], 0),
+    "rlx_test_mcp": ([Said("", REVERSE), Said("drow")], 0),
+    "rlx_test_stateful": ([Said("", (("count", {"step": 2}),)), Said("", (("count", {"step": 1}), ("count", {"step": 2})))], 0),
+    "rlx_test_rewrite": ([Said("abc"), Said("def"), Said("ghi")], 0),
+    "rlx_test_judge": ([Said("x")], 0),
+    "rlx_test_nested single": ([Said("x")], 0),
+    "rlx_test_nested multi": ([Said("x"), Said("y"), Said("z")], 2),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "rlx_test_mcp" else ()) for name in OWN])
+def test_environments_of_every_kind_train_as_verifiers_plays_them(name: str) -> None:
+    module, (script, row) = name.partition(" ")[0], OWN[name]
+    with judge("yes, it is") as endpoint:
+        arguments = {"url": endpoint.url} if name == "rlx_test_judge" else {}
+        _, rollouts, generator = ours(module, arguments, script, members=4 if "nested" in name else 1, row=row)
+        expected = stock(module, arguments, script, row)
+    check_as_stock(rollouts[0], expected)
+    check_tokens(rollouts[0], generator.turns[:: len(rollouts)])
+
+
+def test_a_group_of_environments_scores_the_groups_of_the_member_that_compares_them() -> None:
+    env, rollouts, _ = ours("rlx_test_nested", {}, [Said("x")], members=4, row=4)
+    assert env.scores_groups
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 4
+    assert rollouts[0].rewards == {"shortest": 1.0}
+    assert [len(env.rows), {tuple(row["info"]["env_id"]) for row in env.rows}] == [
+        6,
+        {("inner", "one"), ("inner", "many"), ("compared", "short")},
+    ]
+
+
+def test_requests_of_a_judge_that_compares_a_group_are_counted() -> None:
+    async def compared(states: list[Any]) -> list[float]:
+        for state in states:
+            await state["client"].get_response([vf.UserMessage(content="which is best?")], "m", {"temperature": 0.0})
+        return [1.0] * len(states)
+
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[compared])), SAMPLING, 30.0)
+    env.policy = policy_of(StandIn(tiny_chat()))
+    rollouts = asyncio.run(env.play(task_of(env), range(2), 0))
+    assert [(len(rollout.turns), rollout.metrics["requests_beside"]) for rollout in rollouts] == [(1, 1.0)] * 2
+
+
+def test_history_that_an_environment_rewrites_begins_a_new_sample() -> None:
+    _, (rollout,), _ = ours("rlx_test_rewrite", {}, [Said("abc"), Said("def"), Said("ghi")])
+    group = Group(id=0, task=rollout.task, rollouts=(rollout,), advantages=np.ones(1, np.float32))
+    assert [int(sample.loss_mask.sum()) for sample in samples_of(group, strategy="interleaved")] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("returned", "status", "said"),
+    [
+        (float("nan"), "error", "the reward is nan: odd returned nan"),
+        (float("inf"), "error", "the reward is inf: odd returned inf"),
+        (None, "ok", "odd raised TypeError"),
+        ("good", "ok", "odd raised ValueError"),
+        ("0.5", "ok", ""),
+    ],
+)
+def test_a_reward_that_is_no_number(returned: Any, status: str, said: str) -> None:
+    def odd(completion: Any) -> Any:
+        return returned
+
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[odd])), SAMPLING, 30.0)
+    rollout = play(env, StandIn(tiny_chat()))
+    assert rollout.status == status
+    assert said in (rollout.error or "")
+    assert rollout.reward == (0.5 if returned == "0.5" else 0.0)
+
+
+def test_a_group_reward_of_the_wrong_length_scores_0_and_says_so() -> None:
+    def short(completions: list[Any]) -> list[float]:
+        return [1.0]
+
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[short])), SAMPLING, 30.0)
+    env.policy = policy_of(StandIn(tiny_chat()))
+    rollouts = asyncio.run(env.play(task_of(env), range(2), 0))
+    assert [(rollout.reward, rollout.metrics["reward_error"]) for rollout in rollouts] == [(0.0, 1.0)] * 2
+    assert "1 rewards for a group of 2 rollouts" in (rollouts[0].error or "")
+
+
+def test_a_rubric_without_a_reward_function_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"its rubric \(Rubric\) has no reward function"):
+        VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2)), SAMPLING, 30.0)
+
+
+def test_rows_with_an_old_task_name_play() -> None:
+    def right(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    data = words(2).add_column("task", ["reverse-text"] * 2)
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right])), SAMPLING, 30.0)
+    assert play(env, StandIn(tiny_chat(), error=0.0)).reward == 1.0

@@ -59,7 +59,7 @@ def test_names_are_those_of_both_kinds_of_verifiers(package):
 
 def test_a_package_that_is_none_says_what_it_lacks(package):
     package("rlx_none", __init__="x = 1\n__all__ = ['x']\nclass x: ...")
-    with pytest.raises(ValueError, match="no function load_environment .classic., and its __all__ names no Taskset class .v1."):
+    with pytest.raises(ValueError, match=r"no function load_environment .classic., and its __all__ names no Taskset class .v1."):
         kind_of("rlx_none", importing=False)
     with pytest.raises(ValueError, match="'rlx-nowhere' is not installed: there is no module rlx_nowhere"):
         kind_of("rlx-nowhere")

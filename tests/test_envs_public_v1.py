@@ -61,7 +61,7 @@ REFUSED = {
     "openenv_wordle": ({}, "it imports openenv when it runs, which this Python lacks"),
     "web_search_interception": (
         {},
-        "plays through the program web_search_interception, which must run in a container, and rlx starts none",
+        "the program web_search_interception, which must run in a container, and rlx starts none",
     ),
     "wiki_search": ({}, "it imports chromadb when it runs, which this Python lacks"),
     "wordle": ({}, "textarena requires nltk and textarena. Install with"),

@@ -89,7 +89,7 @@ def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
     assert chosen == [env.trained_agent(task_of(env, index)) for index in range(64)]
     assert 20 < chosen.count("left") < 44
     assert load(agents=("right",)).agents == ("right",)
-    with pytest.raises(ValueError, match="envs.e.agents names host; the agents that can train are left, right"):
+    with pytest.raises(ValueError, match=r"envs.e.agents names host; the agents that can train are left, right"):
         load(agents=("host",))
 
 
@@ -183,7 +183,7 @@ def test_a_server_that_fails_is_the_cause_that_is_said():
 )
 def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monkeypatch):
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
-    with pytest.raises(ValueError, match="^envs.e") as caught:
+    with pytest.raises(ValueError, match=r"^envs.e") as caught:
         load(**args)
     assert sentence in str(caught.value)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -19,7 +20,8 @@ from rlx.checkpoints.orchestrator import STATE
 from rlx.config.evaluated import environments
 from rlx.config.schema import Config, EnvConfig, EvalEnvConfig
 from rlx.envs.base import sampling_of
-from rlx.envs.load import give_policy
+from rlx.envs.load import give_policy, settings_of
+from rlx.envs.wire import Load
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
@@ -287,3 +289,12 @@ def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_exa
     env = load_environment("m", EnvConfig(id="rlx_test_multi", split="eval"), sampling, 30.0)
     assert [row["example_id"] for row in env.rows] == [row["example_id"] for row in trained.rows]
     assert "rlx_test_multi has no evaluation data set; its training examples are evaluated" in caplog.text
+
+
+def test_a_worker_is_told_to_load_the_evaluation_data() -> None:
+    config = evaluating()
+    env = environments(config)["eval_e"]
+    sent = msgspec.msgpack.encode(Load(name="eval_e", config=env, settings=settings_of(config, env), send_rows=True))
+    assert isinstance(env, EvalEnvConfig)
+    received = msgspec.msgpack.decode(sent, type=Load).config
+    assert (received.id, received.args, received.split) == ("rlx_reverse_text", {"num_examples": 64}, "eval")

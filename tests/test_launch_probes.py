@@ -168,3 +168,11 @@ def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(pa
     assert "Nothing was started." in said
     fine = [sys.executable, "train.py", "env.id=five-envs", "+env.args.kind=fine", f"run.dir={tmp_path}/run", "dry_run=true"]
     assert "classic, 1 example\n" in subprocess.run(fine, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_prompts_that_fill_the_tiny_models_context_are_refused_with_a_remedy(cache):
+    with pytest.raises(ConfigError, match=r"envs\.math: rlx-math is for language models: its prompts have \d+ .* but seq_len=64") as found:
+        probes.environments_of([config("env=math", "env.args.num_examples=64")])
+    assert "env=sums" in str(found.value)
+    (known,) = probes.environments_of([config("env=sums", "env.args.num_examples=64")])
+    assert 5 <= known["sums"].prompt_chars <= 7

@@ -95,6 +95,7 @@ def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(
     assert job_of(RunPaths(tmp_path)) == "12_1"
 
 
+@pytest.mark.usefixtures("known_environments")
 @pytest.mark.parametrize("launcher", ["slurm", "local"])
 def test_the_gpus_of_the_submitting_host_do_not_bound_a_plan_for_another(
     launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

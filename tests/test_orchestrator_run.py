@@ -111,10 +111,12 @@ class StandInTrainer:
         return [sample for mini_batch in self.batches[step].mini_batches for sample in mini_batch]
 
 
-def play(root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0) -> tuple[RunPaths, StandInTrainer]:
+def play(
+    root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0, envs: Any = None
+) -> tuple[RunPaths, StandInTrainer]:
     paths = RunPaths(root)
-    envs = {}
-    for name, env in config.envs.items():
+    envs = {} if envs is None else envs
+    for name, env in config.envs.items() if not envs else ():
         from rlx.envs.base import sampling_of
 
         timeout = env.rollout_timeout or config.orchestrator.rollout_timeout

@@ -233,6 +233,7 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
     assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
     assert trainer.update == shard * 4
+    assert trainer.published == 8.19e9 * 2, "rank 0's copy, in 16 bits"
     ends = trainer.states + trainer.layers + trainer.root + trainer.root_gradients
     assert trainer.device == ends == pytest.approx(41.6 * GIB, rel=0.01)
     assert ends - trainer.states - trainer.layers > 9 * GIB, "the root unit alone needs this at the end of backward"
@@ -325,6 +326,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "at most 1 policy version old",
         "in bfloat16 trainer and engine differ by about 0.04 nats per token",
         "the card must have at least",
+        "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
 

@@ -139,8 +139,13 @@ def test_an_unknown_strategy_is_named() -> None:
 
 @pytest.mark.parametrize("reward", [1e39, -1e39, np.nan, np.inf])
 def test_a_reward_beyond_float32_fails_its_rollout(reward: float):
-    assert checked(replace(rollout(), reward=reward)).stop == "reward_not_finite"
-    assert checked(replace(rollout(), reward=float(np.finfo(np.float32).max))).status == "ok"
+    played = rollout(turn([1], [2]))
+    assert checked(replace(played, reward=reward)).stop == "reward_not_finite"
+    assert checked(replace(played, reward=float(np.finfo(np.float32).max))).status == "ok"
+
+
+def test_a_rollout_without_a_turn_fails() -> None:
+    assert checked(rollout()).stop == "no_turns"
 
 
 def test_rewards_that_differ_in_float64_alone_have_advantages():

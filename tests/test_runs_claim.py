@@ -20,7 +20,7 @@ from rlx.config.schema import Config, RunConfig
 from rlx.paths import RunPaths
 from rlx.plan.rl import make_plan
 from rlx.runs import claim
-from rlx.runs.claim import RunLock, create, describe, join, looks_like_run, settle
+from rlx.runs.claim import RunLock, create, join, looks_like_run, settle, write_description
 from rlx.runs.status import Status
 
 KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
@@ -236,12 +236,12 @@ def test_a_role_does_not_join_a_launched_run(tmp_path: Path) -> None:
 
 def test_a_dry_run_leaves_its_plan_and_the_run_may_follow_it(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run", dry_run=True)
-    describe(cfg, [], make_plan(cfg, tmp_path / "run"), "#!/bin/sh", "what it means")
-    paths = describe(cfg, [], make_plan(cfg, tmp_path / "run"))
+    write_description(cfg, [], make_plan(cfg, tmp_path / "run"), "#!/bin/sh", "what it means")
+    paths = write_description(cfg, [], make_plan(cfg, tmp_path / "run"))
     assert paths is not None
     assert load_run(paths.root).dry_run is False
     make(settled(tmp_path / "run", seed=3))
-    assert describe(cfg, [], make_plan(cfg, tmp_path / "run")) is None
+    assert write_description(cfg, [], make_plan(cfg, tmp_path / "run")) is None
     assert load_run(paths.root).seed == 3
 
 

@@ -21,6 +21,7 @@ from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
+pytestmark = pytest.mark.usefixtures("known_environments")
 SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))
 TOY = """
     import json, os, sys, time
@@ -84,7 +85,7 @@ def test_the_command_line_wins_over_a_file_of_the_group_sweeps():
 def test_files_of_ones_own_are_found(tmp_path: Path):
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("# @package _global_\nmax_steps: 5\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
-    elements = sweep.prepare(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out")
+    elements = sweep.checked(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out")
     assert [(e.cfg.seed, e.cfg.max_steps, e.cfg.run.dir) for e in elements] == [
         (1, 5, f"{tmp_path}/out/seed=1"),
         (2, 5, f"{tmp_path}/out/seed=2"),
@@ -113,7 +114,7 @@ def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path):
-    elements = sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
+    elements = sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
     assert len({str(e.paths.root) for e in elements}) == len(elements) >= 2
     assert all(e.plan for e in elements)
     for element in elements:
@@ -122,7 +123,7 @@ def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path
 
 def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):
     def of(name: str) -> list:
-        return [e.cfg for e in sweep.prepare(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)]
+        return [e.cfg for e in sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)]
 
     losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft", "opd"}
     assert {cfg.run.name for cfg in of("losses")} == {f"loss={loss}" for loss in losses}
@@ -227,7 +228,7 @@ def sweep_paths(root: Path):
 def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.MonkeyPatch):
     from rlx.launch import sweep as launch_sweep
 
-    elements = sweep.prepare(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys)
+    elements = sweep.checked(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys)
     assert launch_sweep.check_local(elements, ["4", "5", "6", "7"], None) == 2
     with pytest.raises(ConfigError, match="3 runs of 2 GPUs need 6, and 4 are visible"):
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
@@ -266,7 +267,7 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     from rlx.launch import sweep as launch_sweep
 
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
-    launch_sweep.release(launch_sweep.make_directories(sweep.prepare(expand(line, {}).elements, toys)))  # as the launcher's death does
+    launch_sweep.release(launch_sweep.make_directories(sweep.checked(expand(line, {}).elements, toys)))  # as the launcher's death does
     assert sweep.run(line) == 0
 
 

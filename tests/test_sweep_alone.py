@@ -27,7 +27,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def prepared(toys: Path, *argv: str) -> list[sweep.Element]:
-    return cli.prepare(expand(["-m", "seed=1,2", "max_steps=2", *argv], {}).elements, toys)
+    return cli.checked(expand(["-m", "seed=1,2", "max_steps=2", *argv], {}).elements, toys)
 
 
 def is_free(found: sweep.Element) -> bool:

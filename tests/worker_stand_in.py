@@ -102,4 +102,4 @@ class StandInEnvironment:
 
 if __name__ == "__main__":
     worker.load_one = StandInEnvironment  # type: ignore[assignment, misc]
-    worker.main(sys.argv[1], *map(int, sys.argv[2:]))
+    worker.main(*sys.argv[2:])

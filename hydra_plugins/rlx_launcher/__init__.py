@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from rlx.cli import sweep as runs
 from rlx.config.errors import ConfigError
-from rlx.config.sweeps import Element, element_name
+from rlx.config.sweeps import Line, element_name
 from rlx.runs.history import final_reward
 
 
@@ -31,14 +31,14 @@ class RlxLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch to its end and return each run's final reward. A run that is not completed returns a RuntimeError."""
-        proposed = [Element(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
+        proposed = [Line(element_name(each), tuple(each), (*self.argv, *each)) for each in job_overrides]
         lines = list({line.name: line for line in proposed}.values())  # equal proposals run once
         if len(lines) < len({line.swept for line in proposed}):
             names = sorted({line.name for line in proposed if any(line.name == o.name and line.swept != o.swept for o in proposed)})
             raise ConfigError(
                 f"the sweeper proposed different runs with the same directory: {', '.join(names)}.\n  fix: let it propose other values"
             )
-        elements = runs.prepare(lines, self.directory)
+        elements = runs.checked(lines, self.directory)
         if any(element.cfg.dry_run for element in elements):
             raise ConfigError(
                 "dry_run=true does not work with hydra's sweepers: their proposals depend on the rewards of earlier runs.\n"

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlx.config.sweeps import Element as Line
-    from rlx.config.sweeps import Sweep
+    from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element
 
 MOST_PROBLEMS = 4  # number of problems that are shown in full
@@ -32,7 +31,7 @@ def run(argv: list[str]) -> int:
         from rlx.cli.sweeper import optimise
 
         return optimise(sweep, directory)
-    elements = prepare(sweep.elements, directory)
+    elements = checked(sweep.elements, directory)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
@@ -46,7 +45,7 @@ def folder(sweep: Sweep) -> Path:
     return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
 
 
-def prepare(lines: Sequence[Line], directory: Path) -> list[Element]:
+def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
     """Compose, check and plan all runs. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
@@ -169,13 +168,13 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     """The report of a dry run: the elements, the first one's plan, and the sbatch script of the array."""
     from rlx.launch.slurm import FOLDER, sbatch_script
     from rlx.plan.explain import explain
-    from rlx.runs.claim import describe
+    from rlx.runs.claim import write_description
 
     explained = {each.name: explain(each.cfg, each.plan, {}, [], str(each.paths.root), each.environments) for each in elements}
     script = None
     if elements[0].cfg.launcher.name == "slurm":
         script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, len(elements))
-    written = [describe(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
+    written = [write_description(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
     parts = [
         f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),
         f"the first run\n\n{explained[elements[0].name]}",

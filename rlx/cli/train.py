@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.place import require_one_host
     from rlx.plan.rl import make_plan
-    from rlx.runs.claim import create, describe, settle
+    from rlx.runs.claim import create, settle, write_description
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
             script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
         try:
-            written = describe(cfg, composed.overrides, plan, script, explained)
+            written = write_description(cfg, composed.overrides, plan, script, explained)
             print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
         except ConfigError as error:
             if composed.cfg.run.dir or composed.cfg.run.name:

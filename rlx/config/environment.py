@@ -21,6 +21,7 @@ RESERVED = {
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
     "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of their host",
+    "RLX_STALLS": "set by a role for the processes that it starts: the folder in which they answer the supervisor's questions",
     "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts: its process id",
     "RLX_RUN_TOKEN": "set by the launcher for the processes it starts: a random value, the same for all processes of one attempt",
 }

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["Composed", "compose", "finish", "instantiate", "load_run", "to_yaml"]
+__all__ = ["Composed", "checked", "compose", "instantiate", "load_run", "to_yaml"]
 
 HEADER = """\
 # The whole configuration of a run, with every value resolved.
@@ -82,10 +82,10 @@ def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, 
     """
     from rlx.config.composition import compose_tree
 
-    return finish(compose_tree(list(argv), os.environ if environ is None else environ, root), root)
+    return checked(compose_tree(list(argv), os.environ if environ is None else environ, root), root)
 
 
-def finish(tree: Tree, root: Root = TRAIN) -> Composed:
+def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
     The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.

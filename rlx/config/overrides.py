@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from hydra.core.object_type import ObjectType
@@ -156,8 +157,13 @@ class Groups:
             for text in self.wrong(o.key_or_group, value_of(o), "command line")
         ]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
-        for o in overrides:
+        for position, o in enumerate(overrides):
             key, line = o.key_or_group, conceal(line_of(o))
+            inside = next((other for other in overrides[position + 1 :] if other.key_or_group.startswith(f"{key}.")), None)
+            if inside is not None and not self.is_choice(o) and not o.is_delete() and not isinstance(value_of(o), dict | NoneType):
+                found.append(
+                    f"`{line}` and `{conceal(line_of(inside))}` exclude each other: {key} is a value or a section. Remove one of them."
+                )
             if key in self.foreign and not isinstance(value_of(o), dict):
                 found.append(f"`{line}`: this command has no group {key}. {self.foreign[key]}")
             elif o.is_sweep_override():

@@ -36,5 +36,5 @@ def target_name(node: dict) -> str:
 
 
 def declared(node: dict) -> Declared:
-    """What a node's target declares about itself; `UNKNOWN` before the target is imported. `load.finish` imports it and asks again."""
+    """What a node's target declares about itself; `UNKNOWN` before the target is imported. `load.checked` imports it and asks again."""
     return declared_by(str(node.get("_target_", ""))) or UNKNOWN

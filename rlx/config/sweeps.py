@@ -29,7 +29,7 @@ NOT_PART = ("launcher", "slurm", "dry_run", "clean")  # keys that do not make it
 
 
 @dataclass(frozen=True)
-class Element:
+class Line:
     """One run of a sweep."""
 
     name: str  # name of its folder: `loss=grpo,seed=1`
@@ -43,7 +43,7 @@ class Sweep:
 
     name: str  # name of its folder, unless the command line gives run.dir
     directory: str | None  # run.dir on the command line
-    elements: tuple[Element, ...]
+    elements: tuple[Line, ...]
     sweeper: str | None  # a hydra sweeper other than `basic`; it proposes the runs itself, so `elements` is empty
     options: tuple[str, ...] = ()  # options of that sweeper: hydra.sweeper.n_trials=20
     params: tuple[str, ...] = ()  # the swept overrides, for that sweeper
@@ -93,8 +93,8 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
             "-m starts several runs, but nothing here has several values.\nGive a key or a group several values (loss=grpo,gspo or "
             "seed=1,2,3), or choose a file of the group sweeps: sweeps=losses."
         )
-    elements = tuple(Element(element_name(each), tuple(each), (*shared, *fixed, *each)) for each in _product(swept))
-    seen: dict[str, Element] = {}
+    elements = tuple(Line(element_name(each), tuple(each), (*shared, *fixed, *each)) for each in _product(swept))
+    seen: dict[str, Line] = {}
     for element in elements:
         if element.name in seen:
             raise ConfigError(

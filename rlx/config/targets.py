@@ -86,7 +86,7 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
         problems += _check_arguments(prefix, node, path, signature, terms, origins)
     for name, env in getattr(cfg, "envs", {}).items():
         module = module_of(env.id)
-        signature_of_env = read_signature(module, "load_environment")
+        signature_of_env = read_signature(module, "load_environment") if env.python is None else None
         if signature_of_env is not None:
             problems += _check_arguments(
                 f"envs.{name}.args.",

@@ -1,9 +1,10 @@
-"""Starts an environment's worker in any Python: `PYTHON rlx/envs/boot.py NAME SOCKET MARKS STACKS` (three file descriptors).
+"""Runs a module of rlx about environments in any Python: `PYTHON rlx/envs/boot.py worker NAME SOCKET MARKS STACKS`, or `… probe`.
 
 It takes rlx from the folder where this file lies, and everything else from that Python: the packages of the two never meet.
 The syntax is that of old Pythons, so that they can say that they are too old.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -12,7 +13,7 @@ NEEDED = ("numpy", "msgspec", "verifiers")
 
 
 def main():  # type: () -> None
-    """Make `rlx` importable and run the worker. Exits with a sentence if this Python cannot."""
+    """Make `rlx` importable and call `main` of `rlx.envs.worker` or `rlx.envs.probe`. Exits with a sentence if this Python cannot."""
     if sys.version_info < (3, 11):  # noqa: UP036  (any Python may run this file)
         sys.exit("%s is Python %s; rlx needs 3.11 or newer" % (sys.executable, sys.version.split()[0]))  # noqa: UP031
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -24,9 +25,7 @@ def main():  # type: () -> None
     assert spec.loader is not None
     sys.modules["rlx"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from rlx.envs.worker import main as work
-
-    work(sys.argv[1], *map(int, sys.argv[2:]))
+    importlib.import_module("rlx.envs." + sys.argv[1]).main(*sys.argv[2:])
 
 
 if __name__ == "__main__":

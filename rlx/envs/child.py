@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlx.envs import boot
 from rlx.envs.marks import Mark, Marks
-from rlx.envs.stacks import culprit, threads
+from rlx.envs.stacks import environments_line, threads
 from rlx.envs.wire import FromWorker, Link
 
 STACK_WAIT = 2.0  # seconds for a process to write its stacks
@@ -36,7 +36,7 @@ class Child:
         self._log = os.memfd_create("rlx-log") if log is None else os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._log_from = os.fstat(self._log).st_size
         shared = (theirs.fileno(), marks, self._stacks)
-        command = [python or sys.executable, boot.__file__, name, *map(str, shared)]
+        command = [os.path.expanduser(python or sys.executable), boot.__file__, "worker", name, *map(str, shared)]
         environment = {key: value for key, value in os.environ.items() if python is None or key not in ("PYTHONHOME", "VIRTUAL_ENV")}
         try:
             # A session of its own: a signal to its group reaches all that the environment starts, and nothing else.
@@ -95,7 +95,7 @@ class Child:
         found = threads(dump.decode(errors="replace"))
         # The event loop may only be waiting for the interpreter, which the rollout's own call in a thread holds.
         own = [call.thread for call in self.marks.calls() if mark is not None and call.play == mark.play]
-        return culprit(found.get(own[0] if own else 0, []), self.sources)
+        return environments_line(found.get(own[0] if own else 0, []), self.sources)
 
     def kill(self) -> None:
         """End it and all that it started."""

@@ -46,13 +46,13 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
             f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY"
         )
     classic, v1 = found
+    if classic and has_classic():
+        return "classic"
     if classic is None or v1 is None:
         if not importing:
             raise Unclear(f"the source of {module} does not show whether it is a classic environment or a v1 taskset; importing it does")
         classic, v1 = _ask(importlib.import_module(module))
-    if classic and v1:
-        return "classic" if has_classic() else "v1"
-    if classic:
+    if classic and (has_classic() or not v1):
         return "classic"
     if v1:
         return "v1"

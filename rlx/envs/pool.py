@@ -407,7 +407,7 @@ class WorkerPool:
 
 def worker_metrics(envs: Any) -> dict[str, float]:
     """The metrics of all pools of a mix: sums, but the largest memory."""
-    values: dict[str, float] = {}
+    values: dict[str, float] = {"workers/replayed": 0.0}
     for env in envs.values():
         for name, value in env.report().items() if isinstance(env, WorkerPool) else ():
             values[name] = max(values.get(name, 0.0), value) if name.startswith("perf/") else values.get(name, 0.0) + value

@@ -30,6 +30,7 @@ from rlx.plain import CodecError, to_json
 from rlx.process import die_with_parent
 
 FIELDS = ("id", "args", "split", "agents", "num_tasks")  # of an environment's configuration, that loading it needs
+LOOKED_AT = 64  # examples whose prompts are measured
 MOST_FILES = 1000  # of an environment's package that a digest covers
 WRAPPED = ("Could not import", "Failed to load environment")  # how verifiers begins an error around the package's own
 
@@ -42,6 +43,7 @@ class Probed:
     examples: int = 0
     tools: tuple[str, ...] = ()  # names
     scores_groups: bool = False
+    prompt_chars: int = 0  # characters of the shortest prompt among the first examples; 0: not known
     seconds: float = 0.0  # of loading, without the import of verifiers
     problem: str | None = None  # why it cannot be used, for people; the fields above are then not filled
     fix: str = ""  # what to do about the problem
@@ -67,7 +69,14 @@ def probe(name: str, config: EnvConfig) -> Probed:
         first = dict(rows[0])
         to_json(first)
         _try_first(env, first)
-        return Probed(kind=kind, examples=len(rows), tools=_tools_of(env), scores_groups=env.scores_groups, seconds=round(seconds, 3))
+        return Probed(
+            kind=kind,
+            examples=len(rows),
+            tools=_tools_of(env),
+            scores_groups=env.scores_groups,
+            prompt_chars=min(_chars(rows[place].get("prompt")) for place in range(min(len(rows), LOOKED_AT))),
+            seconds=round(seconds, 3),
+        )
     except CodecError as error:
         return Probed(
             problem=f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}", fix="change the environment"
@@ -91,6 +100,14 @@ def _try_first(env: Any, row: dict[str, Any]) -> None:
     init_state = getattr(getattr(env, "env", None), "init_state", None)
     if init_state is not None:
         asyncio.run(init_state(row, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
+
+
+def _chars(prompt: Any) -> int:
+    """Characters of a prompt: a `str`, or the texts of messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = [message.get("content") for message in prompt or () if isinstance(message, Mapping)]
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _tools_of(env: Any) -> tuple[str, ...]:

@@ -1,67 +1,50 @@
-"""Which function of an environment is running: read from a dump of stacks that a stuck process wrote (`faulthandler`).
+"""Where a process is stuck: the line of an environment's code, read from a dump of stacks that the process wrote (`faulthandler`).
 
 Current thread 0x00007f… (most recent call first):
   File "/site-packages/sympy/core/power.py", line 1167 in _eval_expand
-  File "/site-packages/rlx_math/__init__.py", line 40 in correct          ← the environment's
+  File "/site-packages/rlx_math/__init__.py", line 40 in correct          ← the environment's: "/…/rlx_math/__init__.py:40 in correct"
   File "/site-packages/verifiers/rubrics/rubric.py", line 96 in _call
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rlx.stacks import awaits, own_line
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_NOT_THE_ENVIRONMENT = (f"{Path(__file__).resolve().parent.parent}/", "/verifiers/", "<frozen ", "<string>")
+_RLX = f"{Path(__file__).resolve().parent.parent}/"
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call."""
-
-    file: str
-    line: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
-def threads(dump: str) -> dict[int, list[Frame]]:
+def threads(dump: str) -> dict[int, list[str]]:
     """The frames of every thread by its identity, the innermost first; those of the thread that wrote the dump also at 0."""
-    found: dict[int, list[Frame]] = {}
-    frames: list[Frame] = []
+    found: dict[int, list[str]] = {}
+    frames: list[str] = []
     for line in dump.splitlines():
         if match := _THREAD.match(line):
             frames = found[int(match[2], 16)] = []
             if match[1].startswith("Current"):  # the main thread: the system gives it the signals of the process
                 found[0] = frames
         elif match := _FRAME.match(line):
-            frames.append(Frame(match[1], match[2], match[3]))
+            frames.append(f"{match[1]}:{match[2]} in {match[3]}")
     return found
 
 
-def culprit(frames: Sequence[Frame], sources: str) -> str:
-    """The innermost function of the environment, and the one in which it is stuck if that is another. Empty without frames.
+def environments_line(frames: Sequence[str], sources: str) -> str:
+    """The innermost line of the environment's code; without one, the innermost outside of Python, packages and rlx.
 
-    `sources`: folder or file of the environment's own code. If no frame lies there, the innermost one outside the standard library, verifiers and rlx
-    counts as the environment's.
+    `sources`: folder or file of the environment's code; empty if it is not known. Empty if there are no frames.
     """
-    if not frames:
-        return ""
-    others = [frame for frame in frames if not _of_the_machinery(frame.file)]
-    own = next((frame for frame in frames if sources and (frame.file == sources or frame.file.startswith(f"{sources}/"))), None)
-    own = own or (others[0] if others else frames[0])
-    deepest = others[0] if others else own
-    return str(own) if deepest == own else f"{own}, which is at {deepest}"
+    others = [frame for frame in frames if not frame.startswith(_RLX)]
+    return own_line(others, Path(sources) if sources else None)
 
 
-def _of_the_machinery(file: str) -> bool:
-    """Whether a file belongs to Python, verifiers or rlx."""
-    if any(part in file for part in _NOT_THE_ENVIRONMENT):
-        return True
-    return "site-packages" not in file and (file.startswith(sysconfig.get_path("stdlib") + "/") or "/lib/python3." in file)
+def waits_at(task: asyncio.Task[Any], sources: Path | None) -> str:
+    """`; at FILE:LINE in FUNCTION`, where a rollout's task waits in the environment's code; empty if it waits elsewhere."""
+    where = own_line(awaits(task), sources)
+    return f"; at {where}" if sources is not None and where.startswith((f"{sources}:", f"{sources}/")) else ""

@@ -36,6 +36,9 @@ class EpisodeClient(Client):
         native = [for_template(message) for message in messages]
         if self.raw or messages[0].role == "text":  # joined as verifiers' client of completion endpoints does it
             return [{"role": "text", "content": "\n\n".join(content_to_text(message["content"]) for message in native)}], {}
+        for message in native:
+            if message["role"] == "text":  # plain text inside a conversation
+                message["role"] = "user"
         return with_tool_names(native), {}
 
     async def get_native_response(
@@ -107,9 +110,8 @@ def for_template(message: Any) -> Message:
     content = message.content
     if isinstance(content, list):
         content = [part if isinstance(part, dict) else part.model_dump() for part in content]
-    role = "user" if message.role == "text" else message.role
-    out: Message = {"role": role, "content": "" if content is None else content}
-    if role == "assistant":
+    out: Message = {"role": message.role, "content": "" if content is None else content}
+    if message.role == "assistant":
         if message.reasoning_content:
             out["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
@@ -117,7 +119,7 @@ def for_template(message: Any) -> Message:
                 {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
                 for call in message.tool_calls
             ]
-    elif role == "tool":
+    elif message.role == "tool":
         out["tool_call_id"] = message.tool_call_id
     return out
 

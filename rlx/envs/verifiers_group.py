@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
+from verifiers.rubrics.rubric import Rubric
 
 from rlx.envs.verifiers_hooks import prepare
 from rlx.policy.asked import KNOWN, PENALTIES, servers_names
@@ -51,6 +52,7 @@ def _player(name: str, env: vf.Environment, leaf: vf.Environment, sampling: Mapp
     ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
     if ignored:
         log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
+    _check_rubrics(name, leaf.rubric)
     names, weights = leaf.rubric._get_reward_func_names(), leaf.rubric._get_reward_weights()
     prepare(leaf)
     return Player(
@@ -60,6 +62,18 @@ def _player(name: str, env: vf.Environment, leaf: vf.Environment, sampling: Mapp
         scores_groups=leaf.requires_group_rollouts,
         raw=leaf.message_type == "completion",
     )
+
+
+def _check_rubrics(name: str, rubric: Rubric) -> None:
+    """Raises ValueError for a rubric that verifiers would refuse to score with, at the end of every episode."""
+    if type(rubric) is vf.RubricGroup:
+        for child in rubric.rubrics:
+            _check_rubrics(name, child)
+    elif not rubric.funcs and type(rubric).score_rollout is Rubric.score_rollout:
+        raise ValueError(
+            f"envs.{name}: its rubric ({type(rubric).__name__}) has no reward function, so verifiers cannot score an episode. "
+            "Give the environment a reward function (Rubric.add_reward_func)."
+        )
 
 
 def routed(env: vf.Environment, row: Mapping[str, Any]) -> tuple[vf.Environment, dict[str, Any]]:

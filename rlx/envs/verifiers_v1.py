@@ -34,7 +34,9 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
 from rlx.envs.kinds import module_of
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops
+from rlx.envs.stacks import waits_at
+from rlx.envs.together import CLEANUP_GRACE, abandon, together
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
@@ -43,7 +45,6 @@ from rlx.types import Rollout, Status, Task
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
 STARTUP_TIMEOUT = 120.0  # seconds for the tool servers that all rollouts share
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
@@ -99,6 +100,7 @@ class V1Environment:
             {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
             for number, task in enumerate(tasks)
         ]
+        self.tools = offered_tools(env)
         self._type, self._data = type(tasks[0]), type(tasks[0].data)
         self._needs = needs
         self._serving: asyncio.Task[None] | None = None
@@ -133,7 +135,7 @@ class V1Environment:
         if self._serving is not None:
             self._down.set()
             await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
-            await _abandon(self._serving)
+            await abandon(self._serving)
 
     async def _start(self) -> None:
         """Start what the rollouts share (the interception server, shared tool servers), once. Raises what that raises."""
@@ -166,7 +168,7 @@ class V1Environment:
         try:
             await asyncio.wait({playing}, timeout=self.timeout)
         except asyncio.CancelledError:
-            await _abandon(playing)
+            await abandon(playing)
             raise
         timing = {"total": time.monotonic() - started}
 
@@ -187,8 +189,9 @@ class V1Environment:
             )
 
         if not playing.done():
-            await _abandon(playing)
-            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+            where = waits_at(playing, self.sources)
+            await abandon(playing)
+            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:
             return failed("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
         return self._played(task, member, episode, client, playing.result(), timing, failed)
@@ -278,8 +281,9 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         import_taskset(config.id)
         kind = env_config_type(config.id, args.get("id") or "")
     except ModuleNotFoundError as error:
-        if (error.name and error.name.partition(".")[0] not in (module_of(config.id), "verifiers")) or error.__cause__ is None:
-            raise
+        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if missing.name != module_of(config.id):
+            raise missing from None  # something that the package imports
         raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
     bundled = default_harness_id(config.id)
     chosen = set()
@@ -332,7 +336,7 @@ def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
 
     def with_loops(*args: Any) -> Any:
         made = stock(*args)
-        loops(made, env._interception)
+        loops([getattr(made, name) for name in env._agent_specs], env._interception)
         return made
 
     env._episode_agents = with_loops
@@ -356,28 +360,6 @@ def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _abandon(task: asyncio.Task) -> None:
-    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
-    if task.done() and not task.cancelled():
-        task.exception()  # retrieve it; otherwise asyncio logs a warning later
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

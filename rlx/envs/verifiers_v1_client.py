@@ -65,7 +65,8 @@ class PolicyClient(Client):
         trace = session_id or ""
         request = dialect.parse_request(body) if turn is None else None
         prompt = turn.prompt if request is None else request.messages
-        settings = dialect.parse_sampling(body).wire_args()
+        settings = dialect.parse_sampling(body).model_dump(exclude_none=True)
+        settings = {**(settings.pop("extra_body", None) or {}), **settings}
         for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
             settings.pop(name, None)
         try:
@@ -207,6 +208,24 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
         async with asyncio.timeout(LIST_TOOLS_TIMEOUT):
             found = await tool_client.connect_mcp(config, *more)
         yield found
+
+
+def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
+    """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
+    try:
+        from mcp.server.mcpserver import MCPServer as Server  # mcp 2
+    except ImportError:
+        from mcp.server.fastmcp import FastMCP as Server
+    tasks = env.config.taskset
+    tools = []
+    for toolset in [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]:
+        server: Any = Server(toolset.server_name or "tools")
+        toolset.register(server)
+        for tool in server._tool_manager.list_tools():
+            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            function = {"name": name, "description": tool.description or "", "parameters": tool.parameters}
+            tools.append({"type": "function", "function": function})
+    return tools
 
 
 def response_of(reply: Reply) -> Response:

@@ -44,6 +44,7 @@ from rlx.envs.wire import (
     unpack_row,
 )
 from rlx.process import die_with_parent
+from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
 from rlx.types import Rollout, Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -52,13 +53,13 @@ CHUNK = 1000  # rows sent at a time
 SAMPLE = 64  # rows in the digest
 
 
-def main(name: str, sock: int, marks: int, stacks: int) -> None:
+def main(name: str, sock: str, marks: str, stacks: str) -> None:
     """Serve until the orchestrator is gone. `sock`, `marks` and `stacks` are file descriptors that it made."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # answers even while C code holds the interpreter
-    link = Link(socket.socket(fileno=sock), ToWorker)
+    faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
+    link = Link(socket.socket(fileno=int(sock)), ToWorker)
     load = _first(link)
     try:
         env = load_one(load.name, load.config, load.settings)
@@ -68,7 +69,7 @@ def main(name: str, sock: int, marks: int, stacks: int) -> None:
         link.send_now(LoadFailed(describe(error, sources_of(load.config.id)), traceback.format_exc()))
         os._exit(1)
     gc.freeze()  # as in the orchestrator: what is loaded stays
-    new_loop, memory = _loop_class(), Marks(marks)
+    new_loop, memory = _loop_class(), Marks(int(marks))
     threads = ThreadMarks(memory)
 
     class Loop(new_loop):  # type: ignore[misc, valid-type]
@@ -80,6 +81,8 @@ def main(name: str, sock: int, marks: int, stacks: int) -> None:
     loop = Loop()
     loop.set_task_factory(marked_tasks(memory))
     asyncio.set_event_loop(loop)
+    explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
+    answer_in_child(name, int(stacks))
     Server(link, env, loop).run()
     os._exit(0)  # a thread that hangs must not keep the process
 

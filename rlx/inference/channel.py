@@ -15,6 +15,8 @@ import msgspec
 
 from rlx.inference.protocol import Answer, Asked, GenerateRequest
 
+AT_ONCE = 8  # answers handed out in one turn of the event loop
+
 _encode = msgspec.msgpack.Encoder().encode
 _answers = msgspec.msgpack.Decoder(list[Answer])
 
@@ -75,10 +77,13 @@ class Channel:
             self._end(str(error) or type(error).__name__)
 
     async def _receive(self) -> None:
-        cause = "the server closed the connection"
+        cause, count = "the server closed the connection", 0
         try:
             async for message in self._socket:
                 for answer in _answers.decode(message.data):
+                    count += 1  # over all messages: the next one may be here already
+                    if count % AT_ONCE == 0:
+                        await asyncio.sleep(0)  # let the rollouts go on, and everything else of the event loop
                     future = self._open.pop(answer.number, None)
                     if future is not None and not future.done():
                         future.set_result(answer)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import Config, EnvConfig
+from rlx.envs import boot
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import die_with
@@ -32,7 +33,7 @@ from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
 PATIENCE = 5.0  # seconds after which the user is told what is being loaded
-SCHEMA = 2  # changes when the meaning of a kept answer changes
+SCHEMA = 3  # changes when the meaning of a kept answer changes
 
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
@@ -59,9 +60,24 @@ def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
         for each, (name, _) in wanted.items()
         if (probed := known[each]).problem is not None
     ]
+    problems += [problem for cfg in configs for problem in _too_long(cfg, known)]
     if problems:
         raise ConfigError(problems)
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
+
+
+def _too_long(cfg: Config, known: Mapping[Identity, Probed]) -> Iterator[str]:
+    """Environments whose prompts fill the context of the tiny model, which has a token for each character."""
+    if cfg.model.warm_start is None:
+        return
+    for name, env in _looked_at(cfg).items():
+        chars = known[identity(env)].prompt_chars
+        if chars >= cfg.seq_len:
+            yield (
+                f"{section_of(name)}: {env.id} is for language models: its prompts have {chars} characters or more, and model.name="
+                f"{cfg.model.name} has a token for each, but seq_len={cfg.seq_len}.\n"
+                "  fix: a language model, such as model=qwen3_0_6b, or an environment for small models, such as env=sums"
+            )
 
 
 def lines_of(environments: Mapping[str, Probed]) -> list[str]:
@@ -75,14 +91,18 @@ def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
 
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
-    return sys.executable, env.id, json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr)
+    return (
+        os.path.expanduser(env.python or sys.executable),
+        env.id,
+        json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr),
+    )
 
 
 # the cache
 
 
 def _file_of(each: Identity) -> Path:
-    text = json.dumps([SCHEMA, *each, str(sources_of(each[1]))])
+    text = json.dumps([SCHEMA, *each, str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")])
     return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
@@ -133,12 +153,14 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
 
 def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line."""
-    environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    others = () if python == sys.executable else ("PYTHONHOME", "VIRTUAL_ENV")
+    given = {name: value for name, value in os.environ.items() if name not in others}
+    environment = inherited(given) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     answers: dict[str, Any] = {}
     loading: str | None = None
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [python, "-m", "rlx.envs.probe"],
+            [python, boot.__file__, "probe"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

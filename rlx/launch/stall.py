@@ -59,6 +59,8 @@ class Seen:
     @property
     def waits(self) -> bool:
         """Whether it only waits for other processes."""
+        if self.name.startswith("env_"):  # a worker: it waits for answers of the policy, in rlx's own code
+            return not any(" at " in line and "/rlx/" not in line for line in self.lines)
         return self.phase.startswith(("waiting", "done", "serving")) or self.in_collective
 
 
@@ -70,7 +72,8 @@ def account(timeout: float, processes: Sequence[Seen]) -> str:
     )
     parts = []
     for each in [*wanted, *(each for each in processes if each not in wanted)]:
-        said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else "no heartbeats of its own"]
+        kind = "a worker" if each.name.startswith("env_") else "a rank" if each.name.startswith("trainer_rank_") else "no heartbeat yet"
+        said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else kind]
         said += [f"stopped by a signal: {each.stopped}; continue it with kill -CONT"] if each.stopped else []
         said += [f"silent for {each.silent:.0f} s"] if each.phase and each.silent > SILENT else []
         said += ["does not answer GET /policy"] if each.serves is False else []
@@ -92,6 +95,8 @@ def _blamed(processes: Sequence[Seen]) -> tuple[list[Seen], str]:
     ]
     for rule, (of_one, of_many) in rules:
         found = [each for each in processes if rule(each)]
+        if any(each.name.startswith("env_") for each in found):
+            found = [each for each in found if each.name != "orchestrator"]  # it waits for its workers
         if found:
             return found, of_one if len(found) == 1 else of_many
     return [], ""
@@ -174,29 +179,35 @@ def examine(
     folder = paths.stalls
     known = {file.stem: _read(file) or {} for file in sorted(folder.glob("*.process"))}
     names = [name for name in beats if name in known or name in alive]
-    names += [name for name in known if name not in beats and (name in alive or name.startswith("trainer_rank_"))]
+    names += [name for name, facts in known.items() if name not in beats and (name in alive or _is_a_child(name, facts))]
     with contextlib.suppress(OSError):
         write_text(folder / "ask", question)
     here = {name: facts["pid"] for name, facts in known.items() if facts and _is_here(facts)}
-    stopped = {name: pid for name, pid in here.items() if _state(pid) == "T"}
     serves = {name: answers(paths, name) for name in names if name.startswith("inference_")}
     deadline = time.monotonic() + ANSWER
     found: dict[str, dict[str, Any]] = {}
-    while time.monotonic() < deadline and not all(name in found or name in stopped for name in names):
+    stopped: set[str] = set()
+    while time.monotonic() < deadline:
+        stopped = {name for name, pid in here.items() if _state(pid) == "T"}
         found |= {name: said for name in names if name not in found and (said := _read(folder / f"{question}_{name}.json"))}
+        if all(name in found or name in stopped for name in names):
+            break
         time.sleep(0.1)
     quiet = [name for name in names if name not in found and name in here and name not in stopped]
+    files = {name: Path(known[name].get("stacks") or folder / f"{name}.stack") for name in quiet}
+    sizes = {name: len(_text(file)) for name, file in files.items()}
     for name in quiet:
         with contextlib.suppress(ProcessLookupError):
             os.kill(here[name], signal.SIGUSR1)
     if quiet:
         time.sleep(BY_SIGNAL)
+    dumps = {name: _text(files[name])[sizes[name] :] for name in quiet}
     seen = []
     for name in names:
         beat, said, facts = beats.get(name), found.get(name, {}), known.get(name, {})
         stack, frames = said.get("stack", ""), said.get("frames", [])
         if name in quiet:
-            stack = _text(folder / f"{name}.stack")
+            stack = dumps[name]
             frames = frames_of(stack)
         own = next((frame for frame in frames if "/site-packages/" not in frame and "/lib/python" not in frame), "")
         seen.append(
@@ -258,6 +269,11 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _is_a_child(name: str, facts: Mapping[str, Any]) -> bool:
+    """Whether a process that the plan does not list is alive: a trainer rank under torchrun, or an environment's worker."""
+    return name.startswith(("trainer_rank_", "env_")) and bool(facts) and (facts["boot"] != boot() or _is_here(facts))
 
 
 def _is_here(facts: Mapping[str, Any]) -> bool:

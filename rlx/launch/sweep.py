@@ -218,7 +218,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             for child in [child for child in running if child.poll() is not None]:
                 element, slot = running.pop(child)
                 slots.append(slot)
-                say(f"{element.name}: {describe(element)}")
+                say(f"{element.name}: {ending_of(element)}")
             time.sleep(POLL)
     except KeyboardInterrupt:
         for child in running:
@@ -228,7 +228,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
         raise
 
 
-def describe(element: Element) -> str:
+def ending_of(element: Element) -> str:
     """How an element's run ended, as text."""
     status = read_status(element.paths)
     if status is None:

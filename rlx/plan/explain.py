@@ -195,6 +195,9 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
     trainer, engine = trainer_memory(cfg), engine_memory(cfg)
     cpu = cfg.hardware.device == "cpu"
     lines = [f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
+    lines.append(
+        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step"
+    )
     if not any(spec.role == "inference" for spec in plan):
         return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
     lines.append(

@@ -41,6 +41,8 @@ class TrainerMemory:
 
     update: float  # the optimizer step's temporary: one number per parameter of its shard
 
+    published: float  # in host memory of rank 0 alone: the copy of the whole weights that is written beside the next step
+
     @property
     def states(self) -> float:
         """Bytes that are always allocated on the device."""
@@ -100,6 +102,7 @@ def trainer_memory(cfg: Config) -> TrainerMemory:
         layer_gradients=layer * (compute + reduced) if sharded else 0.0,
         root_gradients=tables * (compute + reduced) if sharded else 0.0,
         update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
+        published=model.num_parameters * compute,
     )
 
 

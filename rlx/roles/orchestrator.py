@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -42,7 +41,7 @@ from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
-from rlx.process import die_with_parent, full_disk, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
@@ -162,7 +161,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             if isinstance(self.advantage, Remembers):
                 self.advantage.update(scores)
+            await asyncio.sleep(0)  # with thousands of rollouts each part takes a while; let those in flight go on in between
             batch = make_batch(step, groups, self.config)
+            await asyncio.sleep(0)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
@@ -255,7 +256,7 @@ def main() -> int:
     for name in config.envs:
         check_rows(name, envs[name].rows)
     write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
-    gc.freeze()  # the objects loaded so far stay; the garbage collector can skip them
+    keep_event_loop_free()
 
     stopped: list[int] = []
 

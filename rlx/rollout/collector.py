@@ -34,6 +34,7 @@ from rlx.types import Rollout, Task
 log = logging.getLogger(__name__)
 
 PATIENCE = 3.0  # a batch waits for an expiring group up to this many times the longest duration of the recent groups,
+AT_ONCE = 8  # rollouts begun in one turn of the event loop; beginning a thousand at once would block it for 0.2 s
 PATIENCE_FLOOR = 1.0  # and at least this many seconds
 
 
@@ -131,6 +132,7 @@ class Collector:
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
         self._closed = False
+        self._advancing = False  # more groups begin in the next turn of the event loop
 
     def set_version(self, version: int) -> None:
         """The servers have this policy version now."""
@@ -268,21 +270,31 @@ class Collector:
             playing.add_done_callback(self._cancelled.discard)
             self._replace(pending, "off_policy")
         batches = min(self.max_steps, self.version + self.max_async_level + 1)
-        largest = max(self.sizes.values())
+        largest, begun = max(self.sizes.values()), 0
         allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
         while (
-            self._broken is None
+            not self._advancing
+            and self._broken is None
             and not self._closed
             and self.num_groups * self.taken + len(self._playing) + len(self._finished) + self._missing < allowed
         ):
             if self._playing and self.in_flight + largest > self.max_concurrent:
                 break
+            if begun >= AT_ONCE:
+                self._advancing = True
+                asyncio.get_running_loop().call_later(0.0, self._go_on)  # not call_soon: timers and sockets have their turn in between
+                break
             task, chain = self._next()
+            begun += self.sizes[task.env]
             finished_before = self._finished_groups[task.env]
             pending = Pending(task, self._begun, self.version, chain, finished_before, self.sizes[task.env], time.monotonic())
             self._begun += 1
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
+
+    def _go_on(self) -> None:
+        self._advancing = False
+        self._advance()
 
     def _next(self) -> tuple[Task, int]:
         """The next task, and how many groups of its environment failed in a row before it."""

@@ -15,10 +15,10 @@ Nothing of training depends on an evaluation: it has its own environments, seeds
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.batch import means
-from rlx.rollout.results import reward_of, write_results
+from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
 
@@ -57,11 +57,11 @@ class Evaluation:
     began: float  # monotonic seconds
     total: int  # rollouts
     played: int = 0
-    rollouts: dict[str, dict[int, list[Rollout]]] = field(default_factory=dict)  # environment → place of the example → its rollouts
+    outcomes: dict[str, dict[int, list[Outcome]]] = field(default_factory=dict)  # environment → place of the example → its rollouts
 
-    def examples(self, env: str) -> list[list[Rollout]]:
+    def examples(self, env: str) -> list[list[Outcome]]:
         """The rollouts of each example of an environment [N][n], in a fixed order."""
-        return [sorted(one, key=lambda rollout: rollout.member) for _, one in sorted(self.rollouts[env].items())]
+        return [sorted(one, key=lambda outcome: outcome.rollout) for _, one in sorted(self.outcomes[env].items())]
 
 
 class Evaluations:
@@ -116,9 +116,9 @@ class Evaluations:
         if not self.is_wanted(version) or (self._now is not None and self._now.version == version):
             return
         assert self._now is None, f"the servers left version {self._now.version} before its evaluation ended"
-        jobs = deque(job for name in self.specs for job in self._jobs(name))
-        self._now = Evaluation(version, time.monotonic(), sum(len(job.members) for job in jobs))
-        self._playing = asyncio.create_task(self._evaluate(self._now, jobs))
+        total = sum(len(self._places(name)) * (spec.rollouts_per_example or 1) for name, spec in self.specs.items())
+        self._now = Evaluation(version, time.monotonic(), total)
+        self._playing = asyncio.create_task(self._evaluate(self._now))
 
     async def leave(self) -> None:
         """Wait until the evaluation of the servers' version has ended, and write its record. Raises its error."""
@@ -160,25 +160,32 @@ class Evaluations:
             self._playing.cancel()
             await asyncio.gather(self._playing, return_exceptions=True)
 
+    def _places(self, name: str) -> range:
+        """The rows of an environment that are evaluated."""
+        rows = len(self.envs[name].rows)
+        return range(min(rows, self.specs[name].num_examples or rows))
+
     def _jobs(self, name: str) -> Iterator[Job]:
+        """The jobs of an environment. A row is read when its turn comes, because reading all would block the event loop."""
         env, spec = self.envs[name], self.specs[name]
         members = tuple(range(spec.rollouts_per_example or 1))
-        for place in range(min(len(env.rows), spec.num_examples or len(env.rows))):
+        for place in self._places(name):
             row = dict(env.rows[place])
             task = Task(env=env.name, example_id=int(row["example_id"]), index=place, row=row)
             for part in [members] if env.scores_groups else [(member,) for member in members]:
                 yield Job(name, task, part)
 
-    async def _evaluate(self, now: Evaluation, jobs: deque[Job]) -> dict[str, float]:
+    async def _evaluate(self, now: Evaluation) -> dict[str, float]:
         """Play all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
         playing: set[asyncio.Task[None]] = set()
-        begun = 0
+        jobs = itertools.chain.from_iterable(self._jobs(name) for name in self.specs)
+        job, begun = next(jobs, None), 0
         try:
-            while jobs or playing:
-                while jobs and (begun == now.played or begun - now.played + len(jobs[0].members) <= self._room()):
-                    job = jobs.popleft()
+            while job is not None or playing:
+                while job is not None and (begun == now.played or begun - now.played + len(job.members) <= self._room()):
                     begun += len(job.members)
                     playing.add(asyncio.create_task(self._play(now, job)))
+                    job = next(jobs, None)
                 done, playing = await asyncio.wait(playing, timeout=GLANCE, return_when=asyncio.FIRST_COMPLETED)
                 for error in [one.exception() for one in done]:  # ask all, or asyncio complains about those that nobody asked
                     if error is not None:
@@ -213,10 +220,10 @@ class Evaluations:
                     break
         finally:
             self._in_flight.remove(entry)
-        now.rollouts.setdefault(job.env, {}).setdefault(job.task.index, []).extend(rollouts)
+        now.outcomes.setdefault(job.env, {}).setdefault(job.task.index, []).extend(map(outcome_of, rollouts))
         now.played += len(rollouts)
 
-    def _write(self, name: str, version: int, examples: Sequence[Sequence[Rollout]], seconds: float) -> None:
+    def _write(self, name: str, version: int, examples: Sequence[Sequence[Outcome]], seconds: float) -> None:
         spec, config = self.specs[name], self.config
         facts = {
             "env_id": spec.id,
@@ -232,11 +239,11 @@ class Evaluations:
         }
         write_results(self.paths.evaluation_of(name, config.model.name, version), examples, facts, config.eval.pass_threshold)
 
-    def _say(self, name: str, version: int, examples: Sequence[Sequence[Rollout]], values: Mapping[str, float]) -> None:
+    def _say(self, name: str, version: int, examples: Sequence[Sequence[Outcome]], values: Mapping[str, float]) -> None:
         """Log the result, and the last error if some rollouts failed."""
         avg = f"eval/{name}/avg@{len(examples[0])}"
         log.info("evaluated version %d on %d examples of %s: %s %.4f", version, len(examples), name, avg, values[avg])
-        if failed := [rollout for example in examples for rollout in example if rollout.status != "ok"]:
+        if failed := [outcome for example in examples for outcome in example if outcome.failed]:
             last = failed[-1]
             log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), last.stop, last.error)
 
@@ -251,10 +258,10 @@ def check_version(rollout: Rollout, version: int) -> None:
         )
 
 
-def describe(name: str, examples: Sequence[Sequence[Rollout]], pass_threshold: float) -> dict[str, float]:
+def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
     """The metrics of one environment's evaluation (`rlx.metrics`, source eval). `examples` [N][n]: the rollouts of each example."""
-    rewards = [[reward_of(rollout) for rollout in example] for example in examples]
-    rollouts = [rollout for example in examples for rollout in example]
+    rewards = [[outcome.reward for outcome in example] for example in examples]
+    outcomes = [outcome for example in examples for outcome in example]
     estimates = {f"avg@{len(examples[0])}": average(rewards)}
     estimates |= {f"pass@{k}": one for k, one in passes(rewards, pass_threshold).items()}
     values: dict[str, float] = {}
@@ -262,10 +269,10 @@ def describe(name: str, examples: Sequence[Sequence[Rollout]], pass_threshold: f
         values |= {metric: one.mean, f"{metric}_low": one.low, f"{metric}_high": one.high}
     values |= {
         "examples": len(examples),
-        "error_frac": float(np.mean([rollout.status != "ok" for rollout in rollouts])),
-        "truncated_frac": float(np.mean([rollout.is_truncated for rollout in rollouts])),
-        "completion_mean": float(np.mean([rollout.num_completion_tokens for rollout in rollouts])),
+        "error_frac": float(np.mean([outcome.failed for outcome in outcomes])),
+        "truncated_frac": float(np.mean([outcome.is_truncated for outcome in outcomes])),
+        "completion_mean": float(np.mean([outcome.num_tokens for outcome in outcomes])),
     }
-    scored = [rollout for rollout in rollouts if rollout.status == "ok"]
-    values |= means("reward", [rollout.rewards for rollout in scored]) | means("metric", [rollout.metrics for rollout in scored])
+    scored = [outcome for outcome in outcomes if not outcome.failed]
+    values |= means("reward", [outcome.rewards for outcome in scored]) | means("metric", [outcome.metrics for outcome in scored])
     return {f"eval/{name}/{metric}": value for metric, value in values.items() if not math.isnan(value)}

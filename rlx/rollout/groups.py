@@ -130,7 +130,8 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
 def checked(rollout: Rollout) -> Rollout:
     """The rollout, marked as failed if one of its numbers would spoil the whole batch.
 
-    These numbers are a reward that is NaN or infinite in float32, and a log-probability that is not finite.
+    These numbers are a reward that is NaN or infinite in float32, and a log-probability that is not finite. A rollout without a turn is
+    marked, too: nothing of it can be trained.
     """
     if rollout.status != "ok":
         return rollout
@@ -138,6 +139,9 @@ def checked(rollout: Rollout) -> Rollout:
     if not abs(rollout.reward) <= LARGEST:  # also for NaN
         error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
         return replace(rollout, status="error", stop="reward_not_finite", error=error)
+    if not rollout.turns:
+        what = "no request of its trajectory can be trained; a warning in the log says which sampling parameters it asked for"
+        return replace(rollout, status="error", stop="no_turns", error=what)
     for number, turn in enumerate(rollout.turns):
         if not math.isfinite(turn.logprobs.sum(dtype=np.float64)):  # faster than testing each
             place = int(np.argmin(np.isfinite(turn.logprobs)))

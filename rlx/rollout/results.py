@@ -8,7 +8,8 @@ Call the writer in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,73 @@ import numpy as np
 
 from rlx.paths import atomic
 from rlx.rollout.scores import passes
-from rlx.types import Rollout
+from rlx.types import Rollout, Status
 
 RESULTS, METADATA = "results.jsonl", "metadata.json"
 
 
-def reward_of(rollout: Rollout) -> float:
-    """The reward in an evaluation. A rollout that failed scores 0."""
-    return rollout.reward if rollout.status == "ok" else 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is kept of a rollout in an evaluation: everything but its tokens. One line of `results.jsonl`."""
+
+    example_id: int
+    rollout: int  # its number among the rollouts of the example
+    prompt: Any
+    completion: Any
+    answer: Any
+    info: Any
+    reward: float  # 0 if it failed
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    status: Status
+    stop: str
+    error: str | None
+    is_truncated: bool
+    timing: dict[str, float]
+    num_prompt_tokens: int  # over all turns
+    num_tokens: int  # sampled, over all turns
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has no reward of its own."""
+        return self.status != "ok"
 
 
-def write_results(folder: Path, examples: Sequence[Sequence[Rollout]], facts: Mapping[str, Any], pass_threshold: float) -> None:
+def outcome_of(rollout: Rollout) -> Outcome:
+    """The outcome of a rollout."""
+    row = rollout.task.row
+    return Outcome(
+        example_id=rollout.task.example_id,
+        rollout=rollout.member,
+        prompt=rollout.prompt,
+        completion=rollout.completion,
+        answer=row.get("answer", ""),
+        info=row.get("info", {}),
+        reward=rollout.reward if rollout.status == "ok" else 0.0,
+        rewards=rollout.rewards,
+        metrics=rollout.metrics,
+        status=rollout.status,
+        stop=rollout.stop,
+        error=rollout.error,
+        is_truncated=rollout.is_truncated,
+        timing=rollout.timing,
+        num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns),
+        num_tokens=rollout.num_completion_tokens,
+    )
+
+
+def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> None:
     """Write both files into `folder`; each replaces an earlier one atomically.
 
     `examples` [N][n]: the rollouts of each example. `facts`: the metadata's other fields (`env_id`, `model`, `sampling_args`, `time`, …).
     Values that JSON cannot hold (an environment's own objects) are written as their `repr`.
     """
     encoder = msgspec.json.Encoder(enc_hook=repr)
+    outcomes = [outcome for example in examples for outcome in example]
     with atomic(folder / RESULTS) as temporary:
-        temporary.write_bytes(b"".join(encoder.encode(line) + b"\n" for line in _lines(examples)))
-    rollouts = [rollout for example in examples for rollout in example]
-    rewards = [[reward_of(rollout) for rollout in example] for example in examples]
-    numbers = [rollout.rewards | rollout.metrics for rollout in rollouts]
+        temporary.write_bytes(b"".join(encoder.encode(_line(outcome)) + b"\n" for outcome in outcomes))
+    rewards = [[outcome.reward for outcome in example] for example in examples]
+    numbers = [outcome.rewards | outcome.metrics for outcome in outcomes]
     estimates = passes(rewards, pass_threshold)
     metadata = {
         **facts,
@@ -50,7 +96,7 @@ def write_results(folder: Path, examples: Sequence[Sequence[Rollout]], facts: Ma
         "avg_metrics": {
             name: float(np.mean([one[name] for one in numbers if name in one])) for name in sorted({n for one in numbers for n in one})
         },
-        "avg_error": float(np.mean([rollout.status != "ok" for rollout in rollouts])),
+        "avg_error": float(np.mean([outcome.failed for outcome in outcomes])),
         "pass_at_k": {str(k): one.mean for k, one in estimates.items()},
         "pass_threshold": pass_threshold,
         "state_columns": [],
@@ -61,33 +107,25 @@ def write_results(folder: Path, examples: Sequence[Sequence[Rollout]], facts: Ma
         temporary.write_bytes(msgspec.json.format(encoder.encode(metadata), indent=2) + b"\n")
 
 
-def _lines(examples: Sequence[Sequence[Rollout]]) -> Iterator[dict[str, Any]]:
-    for example in examples:
-        for rollout in example:
-            row = rollout.task.row
-            yield {
-                "example_id": rollout.task.example_id,
-                "rollout": rollout.member,
-                "prompt": rollout.prompt,
-                "completion": rollout.completion,
-                "answer": row.get("answer", ""),
-                "info": row.get("info", {}),
-                "reward": reward_of(rollout),
-                "metrics": rollout.rewards | rollout.metrics,
-                "error": _error(rollout),
-                "timing": rollout.timing,
-                "is_completed": rollout.status == "ok",
-                "is_truncated": rollout.is_truncated,
-                "stop_condition": rollout.stop,
-                "token_usage": {
-                    "input_tokens": sum(len(turn.prompt_ids) for turn in rollout.turns),
-                    "output_tokens": rollout.num_completion_tokens,
-                },
-            }
-
-
-def _error(rollout: Rollout) -> dict[str, str] | None:
-    if rollout.error is None:
-        return None
-    text = f"{rollout.stop}: {rollout.error}"
-    return {"error": rollout.stop, "message": rollout.error, "error_chain_repr": text, "error_chain_str": text}
+def _line(outcome: Outcome) -> dict[str, Any]:
+    """The outcome by verifiers' names."""
+    error = None
+    if outcome.error is not None:
+        text = f"{outcome.stop}: {outcome.error}"
+        error = {"error": outcome.stop, "message": outcome.error, "error_chain_repr": text, "error_chain_str": text}
+    return {
+        "example_id": outcome.example_id,
+        "rollout": outcome.rollout,
+        "prompt": outcome.prompt,
+        "completion": outcome.completion,
+        "answer": outcome.answer,
+        "info": outcome.info,
+        "reward": outcome.reward,
+        "metrics": outcome.rewards | outcome.metrics,
+        "error": error,
+        "timing": outcome.timing,
+        "is_completed": not outcome.failed,
+        "is_truncated": outcome.is_truncated,
+        "stop_condition": outcome.stop,
+        "token_usage": {"input_tokens": outcome.num_prompt_tokens, "output_tokens": outcome.num_tokens},
+    }

@@ -224,7 +224,7 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
     return paths, lock
 
 
-def describe(
+def write_description(
     cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None, explained: str | None = None
 ) -> RunPaths | None:
     """Write the files of a dry run: configuration, overrides, plan, its explanation, sbatch script. A run may use the directory later.

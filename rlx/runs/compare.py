@@ -120,7 +120,7 @@ def _metrics(a: Run, b: Run) -> Section:
     return Section("metrics", lines)
 
 
-SOURCES = ("orchestrator", "trainer", "eval")
+SOURCES = ("orchestrator", "trainer", "inference", "eval")
 
 
 def _records(run: Run) -> list[dict[str, Any]]:

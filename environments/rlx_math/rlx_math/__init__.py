@@ -92,6 +92,7 @@ def load_environment(
     num_eval_examples: int = 256,
     seed: int = 0,
     system_prompt: str | None = SYSTEM_PROMPT,
+    box_reward: float = 0.0,
     check_timeout: float = 3.0,
     check_workers: int = 4,
 ) -> vf.SingleTurnEnv:
@@ -109,6 +110,7 @@ def load_environment(
         num_eval_examples: most problems for evaluation; generated ones come from another seed.
         seed: seed of the problems, or of the order of a data set.
         system_prompt: None asks the bare question.
+        box_reward: weight of `boxed` in the reward, for small models that do not write boxes yet.
         check_timeout: seconds of CPU that math-verify may take for one answer. After that the answer is wrong.
         check_workers: most processes of math-verify.
     """
@@ -136,7 +138,7 @@ def load_environment(
         return float(bool(same))
 
     def boxed(completion: vf.Messages) -> float:
-        """1.0 if the reply has a box. Not part of the reward."""
+        """1.0 if the reply has a box. Part of the reward with `box_reward` only."""
         return float("\\boxed{" in str(completion[-1]["content"]) if completion else False)
 
     def check_timed_out(state: vf.State) -> float:
@@ -148,7 +150,7 @@ def load_environment(
         eval_dataset=lambda: Dataset.from_list(held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED)),
         system_prompt=system_prompt,
         parser=parser,
-        rubric=vf.Rubric(funcs=[correct, boxed, check_timed_out], weights=[1.0, 0.0, 0.0], parser=parser),
+        rubric=vf.Rubric(funcs=[correct, boxed, check_timed_out], weights=[1.0, box_reward, 0.0], parser=parser),
     )
 
 

@@ -1,16 +1,18 @@
 """The rules between configuration keys, one function per rule. `tree.py` checks types and single values.
 
 `data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `objective.py`: loss, advantage,
-optimizer, reference; `run.py`: model, servers, machines, directories. A rule reads the configuration and at most some files and the
-driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a
-problem, or when the command's root lacks one.
+optimizer, reference; `run.py`: model, servers, machines, directories; `workers.py`: environments' processes. A rule reads the
+configuration and at most some files and the driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is
+skipped when one of these keys already has a problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import fields
 from typing import Any
 
-from rlx.config.checks import chat, data, evaluation, objective, run  # noqa: F401  (importing them registers their rules)
+from rlx.config.checks import chat, data, evaluation, objective, run, workers  # noqa: F401  (importing them registers their rules)
 from rlx.config.rules import RULES, applies
 from rlx.config.tree import Origins, Problem
 
@@ -22,6 +24,8 @@ def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ())
     def show_key(key: str) -> str:
         value: object = cfg
         for part in key.split("."):
+            if isinstance(value, dict) and part not in value:
+                return origins.show(key, _shared_default(cfg, key))
             value = value[part] if isinstance(value, dict) else getattr(value, part)
         return origins.show(key, value)
 
@@ -30,6 +34,16 @@ def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ())
         if applies(keys, type(cfg)) and not any(_overlap(key, bad) for key in keys for bad in wrong):
             problems += [Problem(text, keys) for text in function(cfg, show_key)]
     return problems
+
+
+def _shared_default(cfg: Any, key: str) -> Any:
+    """The default of a key that an open node shares with all its targets: `loss.proximal`."""
+    node, *parts = key.split(".")
+    cls: Any = next(f.metadata["terms"] for f in fields(cfg) if f.name == node)
+    for part in parts:
+        found = next(f for f in fields(cls) if f.name == part)
+        cls = found.default_factory if found.default is dataclasses.MISSING else found.default
+    return cls
 
 
 def _overlap(a: str, b: str) -> bool:

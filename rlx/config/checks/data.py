@@ -20,7 +20,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
         yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
     for name, env in cfg.envs.items():
-        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs, of)
+        yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs and env.python is None, of)
 
 
 def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
@@ -153,11 +153,17 @@ def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("reward", "sampling.max_tokens", "envs")
 def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
-    longest = min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
-    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > longest:
+    bounds = {
+        ("sampling.max_tokens" if env.sampling.max_tokens is None else f"envs.{name}.sampling.max_tokens"): (
+            env.sampling.max_tokens or cfg.sampling.max_tokens
+        )
+        for name, env in cfg.envs.items()
+    } or {"sampling.max_tokens": cfg.sampling.max_tokens}
+    key = min(bounds, key=lambda each: bounds[each])
+    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > bounds[key]:
         yield (
             f"every rollout would get a length penalty: {of('reward.overlong_cache')} is above the maximum number of new tokens in a turn, "
-            f"{longest}. Lower it, or set it to null."
+            f"{of(key)}. Lower it, or set it to null."
         )
 
 

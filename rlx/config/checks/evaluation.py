@@ -15,7 +15,7 @@ from rlx.config.schema import Config
 def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
     for name, entry in cfg.eval.envs.items():
         if entry.id is not None:
-            yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs, of)
+            yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs and entry.python is None, of)
         elif name not in cfg.envs:
             known = ", ".join(cfg.envs)
             yield (

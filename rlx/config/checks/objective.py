@@ -72,7 +72,7 @@ def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.loss.get("correction", "none") != "none" and cfg.loss.get("proximal", "inference") == "inference":
         yield (
             f"there is nothing to correct, because the ratios already use the engine's log-probabilities: {of('loss.correction')} with "
-            "loss.proximal=inference.\nSet loss.proximal=recompute or loss.correction=none."
+            f"{of('loss.proximal')}.\nSet loss.proximal=recompute or loss.correction=none."
         )
 
 
@@ -121,7 +121,7 @@ def negative_rewards(cfg: Config, of: Show) -> Iterator[str]:
         on = [key for key in shaped if shaped[key]]
         yield (
             f"the advantage {target_name(cfg.advantage)} needs rewards of at least 0, but reward shaping makes some negative: "
-            f"advantage._target_={cfg.advantage['_target_']} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
+            f"{of('advantage._target_')} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
             f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or use advantage=group_norm."
         )
 
@@ -165,7 +165,8 @@ def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
 @rule("loss", "ref")
 def reference(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.kl_terms.get("target_kl") is not None and not cfg.kl_terms.get("beta"):
-        yield f"a KL target needs a KL weight to start from, but loss.kl.beta is 0: {of('loss.kl.target_kl')}. Set loss.kl.beta=0.01 or so."
+        keys = f"{of('loss.kl.target_kl')} with {of('loss.kl.beta')}"
+        yield f"a KL target needs a KL weight to start from: {keys}. Set loss.kl.beta=0.01 or so."
     if declared(cfg.loss).needs_teacher and cfg.ref.name is None:
         name = target_name(cfg.loss)
         yield f"the objective {name} learns from a teacher, but ref.name is null. Set ref.name to a model with the policy's vocabulary."

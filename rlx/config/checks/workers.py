@@ -1,0 +1,39 @@
+"""The rules for environments in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlx.config.evaluated import environments, section_of
+from rlx.config.rules import Show, rule
+from rlx.config.schema import Config
+from rlx.config.signatures import is_installed, module_of
+
+
+@rule("envs", "eval", "orchestrator.env_workers", "launcher")
+def another_python(cfg: Config, of: Show) -> Iterator[str]:
+    if any(entry.id is None and name not in cfg.envs for name, entry in cfg.eval.envs.items()):
+        return  # reported with the evaluations
+    for name, env in environments(cfg).items():
+        if env.python is None:
+            continue
+        key = f"{section_of(name)}.python"
+        if not (cfg.orchestrator.env_workers if env.workers is None else env.workers):
+            yield (
+                f"{key}={env.python} needs a process of its own, but the environment has no workers.\n"
+                f"Set {section_of(name)}.workers=1 or more, or remove {key}."
+            )
+        if cfg.launcher.name == "local" and not os.access(Path(env.python).expanduser(), os.X_OK):
+            yield f"{key}={env.python} is no program that can be run here. Give the path of a Python, such as /…/venv/bin/python."
+
+
+@rule("envs", "model.warm_start")
+def warm_start_in_another_python(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        if cfg.model.warm_start is not None and env.python is not None and env.weight > 0 and not is_installed(module_of(env.id)):
+            yield (
+                f"the warm start reads the examples of its environments in the run's own Python, and {of(f'envs.{name}.id')} is not "
+                f"installed there, only for envs.{name}.python.\nInstall it into both, or choose a model without a warm start."
+            )

@@ -1,0 +1,33 @@
+"""Episodes that run at the same time, and their end. Imports nothing but the standard library: adapters of any verifiers use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
+    if len(calls) == 1:
+        return [await calls[0]]  # most requests are for one member and need no extra task
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def abandon(task: asyncio.Task) -> None:
+    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieve it; otherwise asyncio logs a warning later

@@ -1,0 +1,122 @@
+"""The mathematics environment: problems, and the comparison of answers within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+import rlx_math
+from policy_stand_in import load, play_texts
+
+
+@pytest.fixture(scope="module")
+def checker() -> rlx_math.Checker:
+    return rlx_math.Checker(timeout=0.5, workers=4)
+
+
+def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | None]:
+    async def ask() -> list[bool | None]:
+        return await asyncio.gather(*(checker.equal(*pair) for pair in pairs))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("level", list(rlx_math.LEVELS))
+def test_every_level_of_math_accepts_its_own_answers(level: int, checker: rlx_math.Checker) -> None:
+    rows = rlx_math.build_rows(level, 26, seed=3)
+    parser = rlx_math.AnswerParser()
+    assert rows == rlx_math.build_rows(level, 26, seed=3)
+    spec = rlx_math.LEVELS[level]
+    assert {row["info"]["source"] for row in rows} == {*spec.gym, *(template.__name__ for template in spec.templates)}
+    for row in rows:
+        assert parser.parse(f"<think>\\boxed{{1}}</think>So it is $\\boxed{{{row['answer']}}}$.") == row["answer"]
+        assert "final answer" not in row["question"]
+    own = [(f"0 + {row['answer']}", row["answer"]) for row in rows[:4]]
+    assert equal(checker, *own) == [True] * 4
+    assert equal(checker, *((f"{row['answer']} + 1", row["answer"]) for row in rows[:4])) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("1,000", "1000"), ("$7$", "7"), ("7.0", "7"), ("\\frac{1}{2}", "0.5"), ("-3.", "-3"), ("50%", "50"), ("$4", "4"), ("-1/2", "-.5")],
+)
+def test_numbers_are_read_in_the_forms_that_models_write(text: str, same: str) -> None:
+    assert rlx_math.to_number(text) == rlx_math.to_number(same) is not None
+
+
+@pytest.mark.parametrize("text", ["9^{9^9}", "9**9**9", "1/0", "seven", "", "1e999999999", "1" * 100, "1,2", "(1,234)"])
+def test_what_is_no_plain_number_is_refused_at_once(text: str) -> None:
+    assert rlx_math.to_number(text) is None
+
+
+def test_math_verify_decides_where_numbers_do_not(checker: rlx_math.Checker) -> None:
+    right = [("x(x+1)", "x^2 + x"), ("\\sqrt{12}", "2\\sqrt{3}"), ("(1, 2)", "(1,2)"), ("x = 4", "4"), ("-9-8i", "-9.0 - 8.0i")]
+    wrong = [("x(x+2)", "x^2 + x"), ("(2, 1)", "(1,2)"), ("", "4"), ("}{", "4"), ("1" * 500, "4"), ("0.33", "\\frac{1}{3}")]
+    assert equal(checker, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
+
+
+def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other(checker: rlx_math.Checker) -> None:
+    equal(checker, ("2 + x", "x + 2"))  # starts the process
+    began = time.monotonic()
+    ended: dict[str, float] = {}
+
+    async def ask(reply: str) -> bool | None:
+        same = await checker.equal(reply, "2 + y")
+        ended[reply] = time.monotonic() - began
+        return same
+
+    async def all_at_once() -> list[bool | None]:
+        return await asyncio.gather(*map(ask, ["9^{9^9}", "9^{9^{9^9}}", "y + 2"]))
+
+    assert asyncio.run(all_at_once()) == [None, None, True]
+    assert ended["y + 2"] < min(ended["9^{9^9}"], ended["9^{9^{9^9}}"]) < 6
+
+
+def test_a_math_process_that_dies_is_replaced(checker: rlx_math.Checker) -> None:
+    equal(checker, ("1 + x", "x + 1"))
+    assert checker._process is not None
+    checker._process.kill()
+    checker._process.wait()
+    assert equal(checker, ("x + 1 + 2", "x + 3")) == [True]
+
+
+def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    answers = ["7", "So \\boxed{\\frac{1}{2}}.", "First 3.\n#### 1,234"]
+    lines = [json.dumps({"q": f"question {number}", "a": answers[number % 3]}) for number in range(30)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    asked = {"dataset": str(tmp_path / "own.jsonl"), "question_column": "q", "answer_column": "a"}
+    env = rlx_math.load_environment(**asked, num_eval_examples=6, num_examples=20)
+    train, held_out = env.get_dataset(), env.get_eval_dataset()
+    assert (len(train), len(held_out)) == (20, 6)
+    assert set(train["answer"]) == {"7", "\\frac{1}{2}", "1234"}
+    assert not set(train["question"]) & set(held_out["question"])
+    assert [message["role"] for message in train[0]["prompt"]] == ["system", "user"]
+    with pytest.raises(ValueError, match=r"has no column question_column=problem; its columns are q, a"):
+        rlx_math.load_environment(dataset=asked["dataset"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"level": 5}, r"level=5 is not one of 1: one step"),
+        ({"check_workers": 0}, "check_workers=0"),
+        ({"num_examples": 0}, "num_examples=0"),
+    ],
+)
+def test_wrong_arguments_of_math_are_named(arguments: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rlx_math.load_environment(**arguments)
+
+
+def test_math_scores_a_reply_as_it_is_played() -> None:
+    env = load("rlx-math", level=1, num_examples=4)
+    answer = env.rows[0]["answer"]
+    rollout = play_texts(env, f"So it is $\\boxed{{{answer}}}$.")
+    assert (rollout.reward, rollout.metrics["boxed"], rollout.metrics["check_timed_out"]) == (1.0, 1.0, 0.0)
+    rollout = play_texts(env, "I do not know.\nSorry.")
+    assert (rollout.reward, rollout.metrics["boxed"], rollout.metrics["check_timed_out"]) == (0.0, 0.0, 0.0)
