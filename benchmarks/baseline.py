@@ -83,8 +83,9 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, help="rollouts of each environment to print on the standard error")
     args, overrides = parser.parse_known_args()
     config = compose(overrides, dict(os.environ)).cfg
+    config.orchestrator.env_workers = 0
     for env in config.envs.values():
-        env.split = "eval"
+        env.split, env.workers = "eval", 0
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         paths.config.write_text(to_yaml(config))

@@ -98,6 +98,18 @@ def test_a_group_of_environments_scores_the_groups_of_the_member_that_compares_t
     ]
 
 
+def test_requests_of_a_judge_that_compares_a_group_are_counted() -> None:
+    async def compared(states: list[Any]) -> list[float]:
+        for state in states:
+            await state["client"].get_response([vf.UserMessage(content="which is best?")], "m", {"temperature": 0.0})
+        return [1.0] * len(states)
+
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[compared])), SAMPLING, 30.0)
+    env.policy = policy_of(StandIn(tiny_chat()))
+    rollouts = asyncio.run(env.play(task_of(env), range(2), 0))
+    assert [(len(rollout.turns), rollout.metrics["requests_beside"]) for rollout in rollouts] == [(1, 1.0)] * 2
+
+
 def test_history_that_an_environment_rewrites_begins_a_new_sample() -> None:
     _, (rollout,), _ = ours("rlx_test_rewrite", {}, [Said("abc"), Said("def"), Said("ghi")])
     group = Group(id=0, task=rollout.task, rollouts=(rollout,), advantages=np.ones(1, np.float32))

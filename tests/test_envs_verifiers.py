@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import time
 from typing import Any
@@ -236,6 +237,8 @@ def test_what_goes_wrong_in_an_environment_becomes_a_status_with_its_cause(kind:
     rollout = play(env, StandIn(tiny_chat()))
     assert (rollout.status, rollout.stop) == (status, stop)
     assert rollout.error
+    if status == "timeout":
+        assert re.search(r"rollout_timeout\); at .*rlx_test_trouble.py:\d+ in ", rollout.error), "it says where the rollout waits"
 
 
 def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:

@@ -25,6 +25,7 @@ from rlx.types import Task
 ORCHESTRATOR = Seen(name="orchestrator", phase="rollouts 3/64", in_phase=312.0)
 TRAINER = Seen(name="trainer", phase="waiting for batch 4", in_phase=310.0, where="/rlx/waiting.py:60 in wait_for")
 SERVER = Seen(name="inference_0", phase="serving", in_phase=900.0, serves=True)
+WORKER = Seen(name="env_math_0")
 BARRIER = ("/venv/torch/distributed/c10d.py:12 in barrier", "/rlx/train/step.py:99 in train")
 
 
@@ -43,6 +44,14 @@ BARRIER = ("/venv/torch/distributed/c10d.py:12 in barrier", "/rlx/train/step.py:
         (
             [replace(TRAINER, phase="training step 4", frames=BARRIER), Seen(name="trainer_rank_1", answered=False)],
             "waiting for trainer_rank_1, which does not answer",
+        ),
+        (
+            [ORCHESTRATOR, TRAINER, replace(WORKER, lines=("8 rollouts at /rlx/envs/remote.py:60 in respond",))],
+            "waiting for orchestrator, the only one that does not wait itself",
+        ),
+        (
+            [ORCHESTRATOR, TRAINER, replace(WORKER, lines=("its event loop is blocked at /my/env.py:8 in judge",))],
+            "waiting for env_math_0, the only one that does not wait itself",
         ),
         (
             [replace(ORCHESTRATOR, phase="importing verifiers"), replace(SERVER, phase="loading model", serves=None)],

@@ -52,6 +52,7 @@ def play(endpoint: Endpoint, scene: Callable[[OpenAIPolicy], Awaitable[Any]], **
     async def whole() -> Any:
         application = web.Application()
         application.router.add_post("/v1/chat/completions", endpoint.answer)
+        application.router.add_post("/v1/completions", endpoint.answer)
         runner = web.AppRunner(application, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -98,6 +99,15 @@ def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> N
     assert endpoint.asked[0].keys() == {"model", "messages", "seed", "temperature", "stop", "top_k"}
     assert parameters_of(run) == {"max_tokens": 16, "temperature": 1.0}
     assert parameters_of({"max_tokens": 16, "max_completion_tokens": 4}) == {"max_completion_tokens": 4}
+
+
+def test_a_raw_prompt_goes_to_the_route_for_text() -> None:
+    choice = {"index": 0, "finish_reason": "length", "text": "def"}
+    answer = {"id": "t1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
+    endpoint = Endpoint((200, answer))
+    reply = ask(endpoint, [{"role": "text", "content": "abc"}])
+    assert (reply.content, reply.truncated, endpoint.asked[0]["prompt"]) == ("def", True, "abc")
+    assert "messages" not in endpoint.asked[0]
 
 
 def test_tools_are_offered_and_calls_read() -> None:

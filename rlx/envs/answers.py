@@ -31,7 +31,6 @@ from typing import Any
 import verifiers as vf
 
 from rlx.envs.verifiers_client import function_of
-from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.policy.base import Message
 
 
@@ -44,10 +43,11 @@ class Conversation:
     tools: list[dict[str, Any]] | None  # functions in OpenAI's form
 
 
-def conversations(
-    environment: VerifiersEnvironment, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int
-) -> list[Conversation]:
-    """One conversation per row, in their order. The same arguments give the same conversations."""
+def conversations(environment: Any, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int) -> list[Conversation]:
+    """One conversation per row, in their order. `environment`: as `rlx.envs.load.load_one` returns it, classic or v1.
+
+    The same arguments give the same conversations.
+    """
     state = random.Random(f"{seed}/{environment.name}")
     return [
         Conversation(
@@ -59,7 +59,7 @@ def conversations(
     ]
 
 
-def played(environment: VerifiersEnvironment, row: Mapping[str, Any], errs: bool, state: random.Random) -> list[Message]:
+def played(environment: Any, row: Mapping[str, Any], errs: bool, state: random.Random) -> list[Message]:
     """The messages after the row's prompt. Raises ValueError if the environment's own teacher returns something else than messages."""
     teacher = getattr(child_of(environment.env, row), "demonstration", None)
     said = teacher(row, errs, state) if teacher is not None else None
@@ -73,12 +73,15 @@ def played(environment: VerifiersEnvironment, row: Mapping[str, Any], errs: bool
     return [{**message, "content": message.get("content") or ""} for message in said]
 
 
-def answer_text(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> str | None:
+def answer_text(environment: Any, row: Mapping[str, Any]) -> str | None:
     """The answer in the form that the environment's parser reads; None if the row has no answer.
 
     A reasoning-gym row holds the index of an entry, and the entry holds the answer. An XML parser needs its tags.
     """
     env = child_of(environment.env, row)
+    if not isinstance(env, vf.Environment):  # a v1 taskset
+        answer = row["task"].get("answer")
+        return answer if isinstance(answer, str) and answer else None
     answer = row.get("answer")
     if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv; other environments do not import reasoning-gym
         answer = entries[int(row["answer"])]["answer"]
@@ -106,15 +109,17 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def tools_of(environment: VerifiersEnvironment, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(environment: Any, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The functions that the environment offers in this row, in OpenAI's form; None if there are none."""
     env = child_of(environment.env, row)
+    if not isinstance(env, vf.Environment):
+        return [dict(tool) for tool in environment.tools] or None
     asked = info_of(row).get("tool_defs", env.tool_defs)
     return [function_of(tool) for tool in env._normalize_tool_defs(asked) or []] or None
 
 
-def child_of(env: vf.Environment, row: Mapping[str, Any]) -> vf.Environment:
-    """The environment that plays this row: in an EnvGroup the child that the row names, or its child in turn."""
+def child_of(env: Any, row: Mapping[str, Any]) -> Any:
+    """The environment that plays this row: in an EnvGroup the child that the row names, or its child in turn; otherwise `env`."""
     route = info_of(row).get("env_id") if isinstance(env, vf.EnvGroup) else None
     names = [route] if isinstance(route, str) else list(route or ())
     for name in names:

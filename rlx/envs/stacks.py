@@ -8,11 +8,13 @@ Current thread 0x00007f… (most recent call first):
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rlx.stacks import own_line
+from rlx.stacks import awaits, own_line
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -40,3 +42,9 @@ def environments_line(frames: Sequence[str], sources: str) -> str:
     """
     others = [frame for frame in frames if not frame.startswith(_RLX)]
     return own_line(others, Path(sources) if sources else None)
+
+
+def waits_at(task: asyncio.Task[Any], sources: Path | None) -> str:
+    """`; at FILE:LINE in FUNCTION`, where a rollout's task waits in the environment's code; empty if it waits elsewhere."""
+    where = own_line(awaits(task), sources)
+    return f"; at {where}" if sources is not None and where.startswith((f"{sources}:", f"{sources}/")) else ""

@@ -23,6 +23,7 @@ from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import FailureLog, failure_of, sources_of
+from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, together
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
@@ -32,6 +33,8 @@ from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task, Turn
 
 log = logging.getLogger(__name__)
+
+ANSWERED = "rlx_answered"  # key of verifiers' state: the ids of all answers, also of those beside the trajectory
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
@@ -101,8 +104,9 @@ class VerifiersEnvironment:
         timing = {"total": time.monotonic() - started}
         fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
+            where = waits_at(playing, self.sources)
             await abandon(playing)
-            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
@@ -110,14 +114,13 @@ class VerifiersEnvironment:
             return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
-        trajectory = [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
-        beside = set(client.answered) - set(trajectory)
-        if len(beside) == len(client.answered):
+        trajectory = trajectory_of(state)
+        if not set(trajectory) & set(client.answered):
             if state.get("prompt_too_long"):
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
-            if beside:
-                what = f"none of the {len(beside)} requests of the episode is in its trajectory, so nothing can be trained"
+            if client.answered:
+                what = f"none of the {len(client.answered)} requests of the episode is in its trajectory, so nothing can be trained"
                 return fail("error", "no_turns", what)
             return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
         rollout = Rollout(
@@ -128,7 +131,7 @@ class VerifiersEnvironment:
             completion=[_plain(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
-            metrics={"requests_beside": float(len(beside))},
+            metrics={},
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
@@ -164,6 +167,7 @@ class VerifiersEnvironment:
     async def _episode(self, player: Player, row: dict[str, Any], client: EpisodeClient) -> State:
         env = player.env
         state = await env.rollout(row, client, "policy", dict(player.sampling))
+        state[ANSWERED] = client.answered
         if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
             await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
             await env.rubric.cleanup(state)
@@ -178,7 +182,8 @@ class VerifiersEnvironment:
     def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = rollout.metrics | {name: value for name, value in values.items() if name not in player.rewards}
+        metrics = {name: value for name, value in values.items() if name not in player.rewards}
+        metrics["requests_beside"] = float(len(set(state[ANSWERED]) - set(trajectory_of(state))))
         errors = state.get(REWARD_ERRORS, [])
         metrics["reward_error"] = float(any(name in player.rewards for name, _ in errors))
         reward = float(state["reward"])
@@ -199,6 +204,11 @@ class VerifiersEnvironment:
         failure = failure_of(error, self.sources)
         self.failures.note(self.name, what, failure)
         return failure.text
+
+
+def trajectory_of(state: State) -> list[str]:
+    """The ids of the requests in the trajectory."""
+    return [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
 
 
 def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:

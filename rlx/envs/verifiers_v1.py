@@ -34,6 +34,7 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
 from rlx.envs.kinds import module_of
+from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
@@ -188,8 +189,9 @@ class V1Environment:
             )
 
         if not playing.done():
+            where = waits_at(playing, self.sources)
             await abandon(playing)
-            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout)")
+            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:
             return failed("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
         return self._played(task, member, episode, client, playing.result(), timing, failed)

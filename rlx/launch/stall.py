@@ -72,7 +72,8 @@ def account(timeout: float, processes: Sequence[Seen]) -> str:
     )
     parts = []
     for each in [*wanted, *(each for each in processes if each not in wanted)]:
-        said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else "no heartbeats of its own"]
+        kind = "a worker" if each.name.startswith("env_") else "a rank" if each.name.startswith("trainer_rank_") else "no heartbeat yet"
+        said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else kind]
         said += [f"stopped by a signal: {each.stopped}; continue it with kill -CONT"] if each.stopped else []
         said += [f"silent for {each.silent:.0f} s"] if each.phase and each.silent > SILENT else []
         said += ["does not answer GET /policy"] if each.serves is False else []

@@ -194,9 +194,8 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import conversations
-    from rlx.envs.base import sampling_of
     from rlx.envs.kinds import kind_of
-    from rlx.envs.verifiers_v0 import load_environment
+    from rlx.envs.load import load_one, settings_of
 
     settings = config.model.warm_start
     assert settings is not None
@@ -210,7 +209,7 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
                 f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
                 "taskset; choose a model that is trained already"
             )
-        environment = load_environment(name, env, sampling_of(config, env), config.orchestrator.rollout_timeout)
+        environment = load_one(name, env, settings_of(config, env))
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found

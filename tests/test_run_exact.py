@@ -1,0 +1,82 @@
+"""On the real stack: what is trained is exactly the trajectory, and trainer and engine agree on every token of it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import zstandard
+from policy_stand_in import OUTSIDE
+from public_classic import folder
+
+from rlx import codec
+from rlx.paths import RunPaths
+from rlx.types import StepBatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+NAMES = ("sampling", "beside", "rewrite", "nested")
+
+
+def test_trajectories_of_all_kinds_are_trained_as_they_were_sampled(start):
+    job = start(
+        "run",
+        "env=[]",
+        *(f"+envs.{name}.id=rlx-test-{name}" for name in NAMES),
+        "max_async_level=0",
+        "max_steps=3",
+        "model.warm_start.steps=20",
+        "orchestrator.batch_size=64",
+        "seq_len=256",
+        env={"PYTHONPATH": OUTSIDE},
+    )
+    assert job.wait() == 0, job.text()
+    for record in job.metrics("trainer"):
+        assert record["mismatch/kl"] <= 1e-6
+        assert record["mismatch/abs_logp_diff_max"] <= 1e-3
+    played = [rollout for step in range(3) for rollout in job.rollouts(step)]
+    assert {rollout["env"] for rollout in played} == set(NAMES)
+    temperatures, turns = defaultdict(set), Counter()
+    tokens: Counter[tuple[int, int]] = Counter()
+    for step in range(3):
+        packed = RunPaths(job.run_dir).recorded_of(step).read_bytes()
+        batch = codec.decode(bytearray(zstandard.ZstdDecompressor().stream_reader(packed).read()), StepBatch)
+        for sample in (sample for part in batch.mini_batches for sample in part):
+            on = sample.loss_mask
+            temperatures[sample.env] |= set(sample.temperature[on].tolist())
+            assert set(sample.temperature[~on].tolist()) <= {1.0}
+            assert np.isfinite(sample.inference_logprobs[on]).all()
+            assert set(sample.versions[on].tolist()) == {step}
+            turns[sample.env] += 1
+            tokens[sample.group, sample.member] += int(on.sum())
+    assert dict(temperatures) == {"sampling": {1.0, 0.5, 1.5}, "beside": {1.0}, "rewrite": {1.0}, "nested": {1.0}}
+    assert turns["rewrite"] == 3 * sum(rollout["env"] == "rewrite" for rollout in played), "every rewritten prompt begins a sample"
+    assert tokens == Counter({(rollout["group"], rollout["member"]): rollout["num_tokens"] for rollout in played if rollout["num_tokens"]})
+    beside = [record["env/beside/requests_beside"] for record in job.metrics("orchestrator") if "env/beside/requests_beside" in record]
+    assert set(beside) == {2.0}
+    log = (job.run_dir / "logs" / "latest" / "orchestrator.log").read_text()
+    assert log.count("envs.sampling asks for top_p=0.5") == 1, log[-3000:]
+
+
+def test_public_environments_train_on_the_real_stack(start):
+    names = {"tools": "tool_test", "gym": "reasoning_gym_env"}
+    places = [OUTSIDE, *(str(folder() / module) for module in names.values())]
+    job = start(
+        "run",
+        "env=[]",
+        *(f"+envs.{name}.id={module}" for name, module in names.items()),
+        "+envs.gym.args.gym=chain_sum",
+        "max_async_level=0",
+        "max_steps=2",
+        "model.warm_start.steps=20",
+        "orchestrator.batch_size=32",
+        "orchestrator.max_reward_errors=null",
+        "seq_len=1024",
+        env={"PYTHONPATH": os.pathsep.join(places)},
+    )
+    assert job.wait() == 0, job.text()
+    assert all(record["mismatch/kl"] <= 1e-6 for record in job.metrics("trainer"))
+    played = [rollout for step in range(2) for rollout in job.rollouts(step)]
+    assert {rollout["env"] for rollout in played} == set(names)
+    assert all(rollout["num_tokens"] > 0 for rollout in played)
