@@ -124,7 +124,7 @@ class Watch:
 def cpu_seconds(envs: Any) -> float:
     """CPU time of this process and of the environments' workers."""
     ticks = 0
-    for pid in [pid for env in envs.values() for pid in getattr(env, "pids", [])]:
+    for pid in [worker.child.pid for env in envs.values() for worker in getattr(env, "_workers", [])]:
         ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=8, help="tokens per completion")
-    parser.add_argument("--workers", type=int, default=0, help="processes that play the environment; their CPU time counts")
+    parser.add_argument("--workers", type=int, default=1, help="processes that play the environment; their CPU time counts")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per request")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
