@@ -1,7 +1,7 @@
 """Arithmetic with a calculator as a tool: the model writes a call, reads the result, and answers.
 
 The reward is 1.0 if the number in the last message is the answer, else 0.0. A row is `question` and `answer` (a whole number).
-Level 1 is one bare expression: a character model of under a million parameters learns to copy it into a call and the result out of it.
+Level 1 is one bare expression, short enough for a character model: copy it into a call, and the result into the answer.
 """
 
 from __future__ import annotations
