@@ -105,7 +105,7 @@ def test_a_policy_that_never_contrasts_gives_smaller_batches_instead_of_sampling
 
 
 def test_oversampling_has_the_replacements_in_flight_and_nothing_old_is_trained_on() -> None:
-    env = Scored(lambda task, member: float(member) if task.index % 4 else 1.0)
+    env = Scored(lambda task, member: float(member) if task.index % 4 else 1.0, behave=lambda *_: 0.02)  # long enough for all to begin
     groups = filtering(env, oversampling_factor=1.5)
 
     async def main() -> None:
