@@ -87,7 +87,8 @@ def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
     env = load()
     chosen = [env.trained_agent(task_of(env, index)) for index in range(64)]
     assert chosen == [env.trained_agent(task_of(env, index)) for index in range(64)]
-    assert 20 < chosen.count("left") < 44
+    for stride in (1, 2, 3):  # with several environments, an environment has every n-th index
+        assert {chosen[start : start + 8 * stride : stride].count("left") for start in range(24)} <= {3, 4, 5}
     assert load(agents=("right",)).agents == ("right",)
     with pytest.raises(ValueError, match=r"envs.e.agents names host; the agents that can train are left, right"):
         load(agents=("host",))
