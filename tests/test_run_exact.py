@@ -72,6 +72,7 @@ def test_public_environments_train_on_the_real_stack(start):
         "model.warm_start.steps=20",
         "orchestrator.batch_size=32",
         "orchestrator.max_reward_errors=null",
+        "model.context_length=1024",
         "seq_len=1024",
         env={"PYTHONPATH": os.pathsep.join(places)},
     )
