@@ -14,7 +14,7 @@ from test_inference_clients import SAMPLING, Stand, play
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
-from rlx.inference.protocol import InferenceError
+from rlx.inference.protocol import InferenceError, RequestRefused
 from rlx.paths import RunPaths
 
 
@@ -160,3 +160,35 @@ def test_a_server_that_cannot_load_the_version_is_left_to_the_others() -> None:
         assert (len(first.served), versions(second)) == (0, {2})
 
     play(scene, Stand(), Stand(), look=60)
+
+
+def test_metrics_of_the_servers_do_not_wait_for_one_that_hangs() -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.hangs = True
+        assert (await asyncio.wait_for(client.fleet.stats(), 3))["perf/servers"] == 1
+
+    play(scene, Stand(), Stand(), look=60, hung=0.2)
+
+
+def test_a_server_whose_address_is_nonsense_does_not_end_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def whole() -> None:
+        paths = RunPaths(tmp_path)
+        async with Stand() as stand, Stand() as late:
+            found = [Endpoint(stand.endpoint.url, "key", publish(paths, "0", stand))]
+            async with Servers(found, 10, look=0.02, find=lambda: present_servers(config_with(), paths)) as client:
+                (paths.endpoints / "inference_bad.json").write_text('{"url": "localhost:8000", "api_key": "key"}')
+                await until(lambda: "does not answer" in caplog.text)
+                publish(paths, "late", late)
+                await until(lambda: client.fleet.size == 2)
+
+    asyncio.run(whole())
+
+
+def test_a_parameter_that_cannot_be_sent_fails_its_own_request_alone() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        good = asyncio.ensure_future(client.generate([1, 2], SAMPLING, "a"))
+        with pytest.raises(RequestRefused, match="cannot be sent"):
+            await client.generate([1], {**SAMPLING, "top_k": 2**70}, "b")
+        assert (await good).completion_ids.tolist() == [2, 1]
+
+    play(scene, Stand(0.05))

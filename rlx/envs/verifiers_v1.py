@@ -202,6 +202,7 @@ class V1Environment:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
         agent = self.trained_agent(task)
         traces = [trace for trace in played.traces if trace.agent.name == agent and trace.agent.trainable]
+        traces.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
         if not played.ok:
             stop, failure = self._failure(played, client)
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from rlx.inference.protocol import Answer, Asked, GenerateRequest
+from rlx.inference.protocol import Answer, Asked, GenerateRequest, RequestRefused
 
 AT_ONCE = 8  # answers handed out in one turn of the event loop
 
@@ -44,9 +44,16 @@ class Channel:
         return self._ended is not None
 
     async def ask(self, request: GenerateRequest) -> Answer:
-        """Send the request and return its answer. Cancelling the call aborts the request. Raises ConnectionError if the connection ends."""
+        """Send the request and return its answer. Cancelling the call aborts the request.
+
+        Raises ConnectionError if the connection ends, RequestRefused if the request cannot be sent.
+        """
         if self._ended is not None:
             raise ConnectionError(self._ended)
+        try:
+            _encode(request.sampling)
+        except (TypeError, ValueError, OverflowError) as error:  # alone, so that it does not end the other requests
+            raise RequestRefused(f"the sampling parameters {request.sampling} cannot be sent: {error}") from error
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         self._requests.append((number, request))
@@ -73,7 +80,7 @@ class Channel:
                 message = Asked(self._requests, self._given_up)
                 self._requests, self._given_up = [], []
                 await self._socket.send_bytes(_encode(message))
-        except (aiohttp.ClientError, OSError) as error:
+        except Exception as error:
             self._end(str(error) or type(error).__name__)
 
     async def _receive(self) -> None:
@@ -87,7 +94,7 @@ class Channel:
                     future = self._open.pop(answer.number, None)
                     if future is not None and not future.done():
                         future.set_result(answer)
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        except Exception as error:
             cause = str(error) or type(error).__name__
         self._end(cause)
 

@@ -60,8 +60,11 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def refreshed(self) -> Endpoint:
-        """The endpoint that the file holds now; this endpoint if there is no file."""
-        return (self.file is not None and read_endpoint(self.file)) or self
+        """The endpoint that the file holds now; this endpoint if there is no file, or if it cannot be read."""
+        try:
+            return (self.file is not None and read_endpoint(self.file)) or self
+        except (OSError, ValueError, KeyError, TypeError):
+            return self
 
 
 def endpoint_file(paths: RunPaths, replica: int) -> Path:
@@ -120,7 +123,7 @@ def present_servers(config: Config, paths: RunPaths) -> list[Endpoint]:
     for file in sorted(paths.endpoints.glob("inference_*.json")):
         try:
             endpoint = read_endpoint(file)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s does not describe an inference server: %s", file, error)
             continue
         if endpoint is not None:

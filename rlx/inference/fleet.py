@@ -181,7 +181,7 @@ class Fleet:
         Raises the first server's error if no server answers.
         """
         serving = [server for server in self._servers if server.serves] or self._servers
-        answers = await asyncio.gather(*(self._state(server) for server in serving), return_exceptions=True)
+        answers = await asyncio.gather(*(self._state_soon(server) for server in serving), return_exceptions=True)
         states = [answer for answer in answers if isinstance(answer, PolicyState)]
         for answer in answers:
             if isinstance(answer, BaseException) and (not states or not isinstance(answer, InferenceError)):
@@ -208,7 +208,7 @@ class Fleet:
         for server in self._servers:
             while True:
                 try:
-                    state = await self._state(server)
+                    state = await self._state_soon(server)
                     break
                 except ServerUnreachable as error:
                     if time.monotonic() > deadline:
@@ -231,10 +231,13 @@ class Fleet:
         """Restore servers that restarted, whichever process samples on them, and follow servers that come and go."""
         while True:
             await asyncio.sleep(self._look)
-            if self._find is not None:
-                self._follow(await asyncio.to_thread(self._find))
-            if self._weights is not None or len(self._servers) > 1:
-                await asyncio.gather(*(self._check(server) for server in self._servers))
+            try:
+                if self._find is not None:
+                    self._follow(await asyncio.to_thread(self._find))
+                if self._weights is not None or len(self._servers) > 1:
+                    await asyncio.gather(*(self._check(server) for server in self._servers))
+            except Exception:  # the run goes on with the servers that it has; the next check may succeed
+                log.exception("a check of the inference servers failed")
 
     def _follow(self, endpoints: Sequence[Endpoint]) -> None:
         """Add new servers, which `_check` brings up to date, and remove those that are no longer named, except the last one."""
@@ -326,6 +329,14 @@ class Fleet:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)
 
+    async def _state_soon(self, server: _Server) -> PolicyState:
+        """`_state`, without waiting for a server that hangs. Raises ServerUnreachable after `hung` seconds."""
+        try:
+            async with asyncio.timeout(self._hung):
+                return await self._state(server)
+        except TimeoutError:
+            raise ServerUnreachable(f"{server.endpoint.name} did not report its state in {self._hung:g} s") from None
+
     # -- asking
 
     async def _insist(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -350,7 +361,7 @@ class Fleet:
                     server.silent_since = None
                     return answer.status, content
                 cause = str(error_of(endpoint.name, answer.status, content))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
         server.silent_since = server.silent_since or time.monotonic()
         server.endpoint = endpoint.refreshed()

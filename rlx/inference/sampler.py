@@ -212,7 +212,7 @@ class Sampler:
     async def _connect(self, server: _Server) -> Channel:
         """The connection to a server. Opens one if there is none."""
         assert self._session is not None, "use the sampler as `async with Sampler(…) as sampler`"
-        async with server.connecting:
+        async with asyncio.timeout(CONNECT), server.connecting:  # a hung server accepts connections, but does not shake hands
             if server.channel is None or server.channel.ended:
                 server.channel = await Channel.connect(self._session, server.endpoint.url + "/generate", server.endpoint.headers)
             return server.channel

@@ -9,6 +9,7 @@ The console shows the sentences, because it reads that file. The questions go th
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -247,13 +248,13 @@ def frames_of(stack: str) -> list[str]:
 def answers(paths: RunPaths, name: str) -> bool | None:
     """Whether a server answers GET /policy; None if it has not published its address."""
     endpoint = _read(paths.endpoints / f"{name}.json")
-    if not endpoint:
+    if not endpoint or "url" not in endpoint or "api_key" not in endpoint:
         return None
     request = urllib.request.Request(f"{endpoint['url']}/policy", headers={"Authorization": f"Bearer {endpoint['api_key']}"})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HTTP) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 
