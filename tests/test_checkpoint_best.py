@@ -50,6 +50,17 @@ def test_a_rewind_forgets_what_was_best_later(tmp_path: Path) -> None:
     assert best_of(paths, METRIC) == (0.6, 20)
 
 
+def test_an_evaluation_without_the_metric_lets_its_checkpoint_go(tmp_path: Path) -> None:
+    """A reward function that is not there, for example. The disk would fill otherwise."""
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "eval")
+    for step in (10, 20):
+        write(paths, step)
+        writer.write(step, {"eval/math/reward/other": 1.0})
+    write(paths, 30)
+    assert kept(paths, "eval/math/reward/mistyped", every_10) == {30}
+
+
 def test_without_a_value_there_is_no_best(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     write(paths, 10)

@@ -135,6 +135,8 @@ CASES = {
     "gpus_too_few": Case("hardware=gpu2", gpus=1),
     "several_nodes_locally": Case("hardware=node8 hardware.nodes=2", gpus=8),
     "shared_gpu_full": Case("hardware=gpu1_shared inference.gpu_memory_utilization=0.9", gpus=1),
+    "python_of_an_environment_is_a_folder": Case("envs.reverse_text.python=/tmp"),
+    "best_by_a_metric_that_is_not": Case("eval.interval=50 ckpt.keep_best=eval/reverse_text/avg"),
     "environment_not_installed": Case("env.id=acme/word-ladder"),
     "no_environment": Case("~envs.reverse_text"),
     "no_weight": Case("envs.reverse_text.weight=0"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
 from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.plan.explain import explain
+from rlx.rollout.evaluate import describe
 
 
 def cfg(*argv: str) -> Config:
@@ -83,11 +88,23 @@ def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:
             r"must name a metric of an evaluation: .* For example eval/reverse_text/avg@1",
         ),
         ("eval.interval=50 ckpt.keep_best=eval/reverse_text/avg@4", r"has no avg@4, because it plays 1 rollouts"),
+        ("eval.interval=50 ckpt.keep_best=eval/reverse_text/pass@2_low", r"has no pass@2_low, because it plays 1 rollouts"),
+        ("eval.interval=50 ckpt.keep_best=eval/reverse_text/reward/", r"has no reward/: .*\nChoose from avg@1, pass@1, .* reward/FUNCTION"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(argv: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         cfg(*argv.split())
+
+
+@pytest.mark.parametrize("metric", ["avg@1_low", "pass@1", "completion_mean", "reward/exact_match", "metric/num_turns"])
+def test_the_best_checkpoint_may_be_chosen_by_any_metric_of_an_evaluation(metric: str) -> None:
+    assert cfg("eval.interval=50", f"ckpt.keep_best=eval/reverse_text/{metric}").ckpt.keep_best == f"eval/reverse_text/{metric}"
+
+
+def test_the_metrics_that_can_be_named_are_those_of_the_records() -> None:
+    one: Any = SimpleNamespace(reward=0.5, failed=False, is_truncated=False, num_tokens=3, rewards={}, metrics={})
+    assert {f"eval/e/{metric}" for metric in metrics_of(5)} == set(describe("e", [[one] * 5] * 2, 0.5))
 
 
 def test_a_dry_run_says_what_is_evaluated() -> None:

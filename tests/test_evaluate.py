@@ -96,6 +96,15 @@ def test_every_interval_and_the_last_version_are_evaluated_each_at_one_version(t
     assert records[0]["eval/e/avg@2"] < records[-1]["eval/e/avg@2"] == 1.0, "the stand-in policy learns"
 
 
+def test_a_record_without_the_metric_of_the_best_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play(tmp_path, evaluating(max_steps=1, eval__num_examples=1, ckpt__keep_best="eval/e/reward/exect"))
+    said = "the evaluation of version 1 has no eval/e/reward/exect, so it cannot be the best; it has eval/e/reward/exact"
+    assert said in caplog.text
+    caplog.clear()
+    play(tmp_path / "fine", evaluating(max_steps=1, eval__num_examples=1, ckpt__keep_best="eval/e/reward/exact"))
+    assert "keep_best" not in caplog.text
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_no_due_version_is_skipped_however_fast_the_trainer_is(tmp_path: Path, level: int) -> None:
     servers = Servers(delay=0.02)

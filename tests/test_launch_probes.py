@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.envs.probe import _why, files_of
 from rlx.launch import probes
+from rlx.launch.processes import start_time
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,6 +131,82 @@ def test_an_environment_that_ends_the_process_does_not_hide_the_others(package, 
         probes.environments_of([config("env.id=one-env", f"+env.args.n={n}") for n in (1, 2)])
     assert len(caught.value.problems) == 1
     assert calls == [[1, 2], [2]]
+
+
+LEAVES_CHILDREN = """\
+#!{python} -S
+import getpass, json, os, subprocess, sys, time
+request = json.load(sys.stdin)
+print(json.dumps({{"loading": "0"}}), flush=True)
+pids = [subprocess.Popen(["sleep", "20"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid]
+for own_session in (False, True):
+    if not (pid := os.fork()):
+        if own_session:
+            os.setsid()
+        time.sleep(20)
+        os._exit(0)
+    pids.append(pid)
+try:
+    os.close(os.open("/dev/tty", os.O_RDWR))
+    terminal = True
+except OSError:
+    terminal = False
+print(json.dumps({{"key": "0", "pids": pids, "terminal": terminal}}), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_an_environment_started_ends_with_the_check(tmp_path):
+    """A fork keeps the pipe of the answers open: its end would never come. A server would keep a port that the run needs."""
+    python = tmp_path / "python"
+    python.write_text(LEAVES_CHILDREN.format(python=sys.executable))
+    python.chmod(0o755)
+    began = time.monotonic()
+    answers, loading, ending = probes._run(str(python), [{"key": "0", "name": "mine"}])
+    assert time.monotonic() - began < 10
+    assert (loading, ending) == (None, "exit code 0")
+    assert not answers["0"]["terminal"], "nothing waits for a password"
+    assert [start_time(pid) for pid in answers["0"]["pids"]] == [None] * 3
+
+
+@pytest.mark.parametrize(("file", "cause"), [("nowhere", "No such file or directory"), (".", "Permission denied")])
+def test_a_python_that_only_the_nodes_have_is_a_problem_with_a_remedy(cache, tmp_path, file: str, cause: str):
+    python = tmp_path / file
+    remote = config(f"envs.reverse_text.python={python}", "launcher=slurm", "slurm.partition=cpu", "dry_run=true")
+    with pytest.raises(ConfigError) as found:
+        probes.environments_of([remote])
+    (problem,) = found.value.problems
+    assert problem.startswith(f"envs.reverse_text: rlx-reverse-text cannot be loaded: {python} cannot be started here: {cause}.")
+    assert f"correct envs.reverse_text.python={python}; launcher.check_envs=false starts without this check" in problem
+
+
+def test_a_python_that_ends_before_it_reads_is_a_problem(cache):
+    """`false` is no Python."""
+    with pytest.raises(ConfigError, match="rlx-reverse-text cannot be loaded: exit code 1"):
+        probes.environments_of([config("envs.reverse_text.python=/bin/false")])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_fork_that_lives_on_does_not_hold_up_the_check(package, cache):
+    package(
+        "fork_env",
+        """\
+        import os, time
+        import verifiers as vf
+        from datasets import Dataset
+
+        def load_environment():
+            if not os.fork():
+                time.sleep(60)
+                os._exit(0)
+            return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "hi", "answer": "ho"}]), rubric=vf.Rubric(funcs=[len]))
+        """,
+    )
+    began = time.monotonic()
+    (found,) = probes.environments_of([config("env.id=fork-env")])
+    assert next(iter(found.values())).examples == 1
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.slow

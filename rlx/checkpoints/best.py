@@ -19,11 +19,12 @@ def best_of(paths: RunPaths, metric: str) -> tuple[float, int] | None:
 
 
 def kept(paths: RunPaths, metric: str, is_due: Callable[[int], bool]) -> set[int]:
-    """The steps whose checkpoints must stay: the best one, and those whose evaluation has no record yet.
+    """The steps whose checkpoints must stay: the best one, and those whose evaluation has no record yet, with or without the metric.
 
     `is_due`: whether the version of a step is evaluated.
     """
-    best, done = best_of(paths, metric), max(_values(paths, metric), default=-1)
+    records = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
+    best, done = best_of(paths, metric), max(records, default=-1)
     waiting = {step for step in folders.steps(paths) if step > done and is_due(step)}
     return waiting if best is None else {*waiting, best[1]}
 

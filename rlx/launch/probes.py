@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from rlx.config.schema import Config, EnvConfig
 from rlx.envs import boot
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
-from rlx.launch.processes import die_with
+from rlx.launch.processes import TOKEN, die_with, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
@@ -146,33 +147,50 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
                     write_text(_file_of(each), json.dumps(kept))
         if len(answers) < len(left):
             each = named[loading] if loading is not None else left[0]
-            found[each] = Probed(problem=f"loading {each[1]} ended its process: {ending}", fix="correct the environment")
+            if loading is not None or python == sys.executable:
+                found[each] = Probed(problem=f"loading {each[1]} ended its process: {ending}", fix="correct the environment")
+            else:
+                key = f"{section_of(wanted[each][0])}.python"
+                found[each] = Probed(problem=f"{each[1]} cannot be loaded: {ending}", fix=f"correct {key}={python}")
         left = [each for each in left if each not in found]
     return found
 
 
 def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
-    """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line."""
+    """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
+
+    Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
+    """
     others = () if python == sys.executable else ("PYTHONHOME", "VIRTUAL_ENV")
     given = {name: value for name, value in os.environ.items() if name not in others}
     environment = inherited(given) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    token = secrets.token_hex(16)
     answers: dict[str, Any] = {}
     loading: str | None = None
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [python, boot.__file__, "probe"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-        )
+        try:
+            process = subprocess.Popen(
+                [python, boot.__file__, "probe"],
+                env=environment | {TOKEN: token},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # no terminal: an environment that asks for a password gets an error instead of waiting
+                preexec_fn=die_with(os.getpid()),
+            )
+        except OSError as error:
+            return {}, None, f"{python} cannot be started here: {error.strerror}"
         assert process.stdin is not None
         assert process.stdout is not None
+        reaper = threading.Thread(target=_end_leftovers, args=(process.pid, token), daemon=True)
+        reaper.start()
         try:
-            process.stdin.write(json.dumps({"envs": entries}))
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already; its last line says why
+                try:
+                    process.stdin.write(json.dumps({"envs": entries}))
+                finally:
+                    process.stdin.close()
             names = {entry["key"]: entry["name"] for entry in entries}
             with _Patience() as patience:
                 for line in process.stdout:
@@ -181,14 +199,22 @@ def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], st
                         loading, patience.what = message["loading"], f"loading the environment {names[message['loading']]}"
                     else:
                         answers[message["key"]] = message
-                process.wait()
+                reaper.join()
         finally:
-            process.kill()
+            kill_all([process.pid], token)
+            reaper.join()  # before `wait`: until then no other process can have this number
             process.wait()
+            process.stdout.close()
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     ending = describe_returncode(process.returncode, service=False)
     return answers, loading if loading not in answers else None, ending + (f"; its last line: {said[-1].strip()}" if said else "")
+
+
+def _end_leftovers(pid: int, token: str) -> None:
+    """Wait until a child has ended, without reaping it, and kill what it has started: its session, and what carries the token."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    kill_all([pid], token)
 
 
 class _Patience:

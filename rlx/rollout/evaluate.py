@@ -127,6 +127,7 @@ class Evaluations:
         began = time.monotonic()
         values = await self._playing
         self.metrics.write(self._now.version, values | {"time/wait_evaluation": time.monotonic() - began})
+        self._look_for_best(self._now.version, values)
         self._now = self._playing = None
 
     async def finish(self) -> None:
@@ -246,6 +247,15 @@ class Evaluations:
         if failed := [outcome for example in examples for outcome in example if outcome.failed]:
             last = failed[-1]
             log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), last.stop, last.error)
+
+    def _look_for_best(self, version: int, values: Mapping[str, float]) -> None:
+        """Warn if the record has no value to choose the best checkpoint by."""
+        wanted = self.config.ckpt.keep_best
+        if wanted is None or wanted in values:
+            return
+        own = [metric for metric in values if metric.startswith("/".join([*wanted.split("/")[:3], ""]))]
+        there = f"it has {', '.join(own)}" if own else "it has none of this kind"
+        log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
 
 
 def check_version(rollout: Rollout, version: int) -> None:

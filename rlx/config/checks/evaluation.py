@@ -10,6 +10,8 @@ from rlx.config.evaluated import PREFIX, evaluated
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
+FACTS = ("examples", "error_frac", "truncated_frac", "completion_mean")  # metrics of every evaluation, beside its scores
+
 
 @rule("eval", "envs", "launcher")
 def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
@@ -74,9 +76,26 @@ def best_checkpoint(cfg: Config, of: Show) -> Iterator[str]:
         yield f"`ckpt.keep_best` must name a metric of an evaluation: {of('ckpt.keep_best')}. For example {examples}."
         return
     n = envs[name].rollouts_per_example or 1
-    known = [f"avg@{n}", *(f"pass@{k}" for k in (2**i for i in range(n.bit_length())))]
-    if re.fullmatch(r"(avg|pass)@\d+", metric) and metric not in known:
+    if metric in metrics_of(n) or re.fullmatch(r"(reward|metric)/.+", metric):  # the environment's own names are not known yet
+        return
+    scores = ", ".join(_scores_of(n))
+    if re.fullmatch(r"(avg|pass)@\d+(_low|_high)?", metric):
         yield (
             f"the evaluation of {name} has no {metric}, because it plays {n} rollouts of each example: {of('ckpt.keep_best')}.\n"
-            f"Choose from {', '.join(known)}, or set eval.rollouts_per_example."
+            f"Choose from {scores}, or set eval.rollouts_per_example."
         )
+    else:
+        yield (
+            f"the evaluation of {name} has no {metric}: {of('ckpt.keep_best')}.\n"
+            f"Choose from {scores}, with or without _low or _high, {', '.join(FACTS)}, reward/FUNCTION, metric/METRIC."
+        )
+
+
+def _scores_of(n: int) -> list[str]:
+    """The scores of an evaluation with `n` rollouts of each example."""
+    return [f"avg@{n}", *(f"pass@{2**i}" for i in range(n.bit_length()))]
+
+
+def metrics_of(n: int) -> set[str]:
+    """The metrics that every evaluation has with `n` rollouts of each example, without `eval/<env>/`."""
+    return {*FACTS, *(score + end for score in _scores_of(n) for end in ("", "_low", "_high"))}

@@ -25,7 +25,8 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
                 f"{key}={env.python} needs a process of its own, but the environment has no workers.\n"
                 f"Set {section_of(name)}.workers=1 or more, or remove {key}."
             )
-        if cfg.launcher.name == "local" and not os.access(Path(env.python).expanduser(), os.X_OK):
+        program = Path(env.python).expanduser()
+        if cfg.launcher.name == "local" and not (program.is_file() and os.access(program, os.X_OK)):
             yield f"{key}={env.python} is no program that can be run here. Give the path of a Python, such as /…/venv/bin/python."
 
 
