@@ -52,6 +52,8 @@ _THINK = "{{ '<think>\\n' + message.reasoning_content.strip() + '\\n</think>\\n\
 
 # As Qwen2.5's and Hermes': calls are JSON between tags, in the template's own spelling.
 HERMES = _HEAD + _TAIL
+# As Phi-3's: a conversation that asks for no answer ends with a token of its own, behind that of the last turn.
+CLOSING = HERMES.removesuffix("{% endif %}\n") + "{% else %}{{ eos_token }}{% endif %}\n"
 # As Qwen3's: the reasoning of turns before the last user message is dropped.
 STRIPPING = _HEAD + "{%- if message.reasoning_content and loop.index0 > ns.last %}" + _THINK + "{% endif %}\n" + _TAIL
 # As TRL's training templates: all reasoning stays.

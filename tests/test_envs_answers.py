@@ -98,6 +98,25 @@ def test_a_group_asks_the_teacher_and_the_tools_of_the_child_that_plays_the_row(
     assert [bool(conversation.tools) for conversation in said] == [True] * 4 + [False] * 4
 
 
+def test_parts_of_a_text_are_shown_as_the_policy_gets_them():
+    env = words()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    env.dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": parts}], "answer": "ba"}])
+    assert [(said.prompt, said.played[0]["content"]) for said in said_in(env, 0.0)] == [([{"role": "user", "content": "a\nb"}], "ba")]
+    assert texts(said_in(env, 1.0)) == ["a\nb"]
+
+
+@pytest.mark.parametrize("form", ["type", "prompt", "child"])
+def test_an_environment_whose_prompts_are_raw_text_is_refused(form: str):
+    env = words(message_type="chat" if form == "prompt" else "completion")
+    if form == "prompt":
+        env.dataset = Dataset.from_list([{"prompt": "once", "answer": ""}])
+    if form == "child":
+        env = vf.EnvGroup([words(), env], env_names=["plain", "raw"])
+    with pytest.raises(ValueError, match=r"envs\.words: the warm start .* are raw text \(message_type=\"completion\""):
+        said_in(env, 0.0)
+
+
 @pytest.mark.parametrize("wrong", ["text", [], [{"role": "user", "content": "x"}]])
 def test_a_teacher_that_returns_something_else_is_named(wrong: Any):
     env = words()

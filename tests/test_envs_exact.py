@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from datasets import Dataset
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 from public_classic import Said, check_as_stock, check_tokens, judge, ours, stock
 
+from rlx.envs.verifiers_client import for_template
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout
@@ -47,6 +49,41 @@ def test_prompts_of_the_completion_type_are_raw_text() -> None:
     assert prompts == ["once upon", "once upon\n\n a time\n\nmore"], "joined as verifiers' client of completion endpoints does it"
     assert [turn.prompt_ids.tolist() for turn in rollout.turns] == [request["prompt_ids"] for request in stand_in.requests]
     assert rollout.completion[0] == {"role": "assistant", "content": " a time"}
+
+
+class Parts(vf.MultiTurnEnv):
+    """Says its messages in parts."""
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": state["info"]["later"]}]
+
+
+def parts_env(*later: dict[str, Any]) -> VerifiersEnvironment:
+    parts = [{"type": "text", "text": "once"}, {"type": "text", "text": "upon"}]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": parts}], "answer": "", "info": json.dumps({"later": later})}])
+    return VerifiersEnvironment("e", Parts(dataset=data, max_turns=2, rubric=vf.Rubric(funcs=[one])), SAMPLING, 30.0)
+
+
+def one() -> float:
+    return 1.0
+
+
+def test_the_parts_of_a_text_reach_the_template_as_one_text() -> None:
+    stand_in = StandIn(tiny_chat(), answer=lambda _: "a", error=0.0)
+    rollout = play(parts_env({"type": "text", "text": "more"}), stand_in)
+    assert (rollout.status, rollout.reward) == ("ok", 1.0)
+    first = "<|im_start|>user\nonce\nupon<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [tiny_chat().tokenizer.decode(request["prompt_ids"]) for request in stand_in.requests]
+    assert prompts == [first, first + "a<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"]
+    assert [message["content"] for message in [*rollout.prompt, *rollout.completion]] == ["once\nupon", "a", "more", "a"]
+
+
+def test_a_tool_result_may_have_no_parts_and_an_image_fails_the_rollout_with_a_sentence() -> None:
+    assert for_template(vf.ToolMessage(tool_call_id="a", content=[])) == {"role": "tool", "tool_call_id": "a", "content": ""}
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    rollout = play(parts_env({"type": "text", "text": "look"}, image), StandIn(tiny_chat(), answer=lambda _: "a", error=0.0))
+    assert rollout.status == "error"
+    assert "a message of the conversation has parts of the type image_url, but rlx trains on text alone" in (rollout.error or "")
 
 
 def test_requests_beside_the_trajectory_are_answered_and_not_trained() -> None:

@@ -6,19 +6,24 @@ The templates are in the manner of known ones (`chat_templates`); the known ones
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import HERMES, LLAMA, OPENING, PLAIN, RETAINING, STRIPPING, small_tokenizer, spelled
+from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, STRIPPING, small_tokenizer, spelled
 
 from rlx.config.schema import ModelConfig
+from rlx.envs.load import load_tokenizer
 from rlx.models.tiny import build_tokenizer
+from rlx.paths import RunPaths, write_text
 from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat, load_chat
-from rlx.policy.templates import REMEDIES, problems, refusal
+from rlx.policy.templates import REMEDIES, ends_of, problems, refusal
 from rlx.policy.tokens import TokenPolicy
 from rlx.rollout.samples import merge
 from rlx.types import Task, Turn
@@ -85,6 +90,8 @@ def converse(chat: Chat, state: random.Random, format: str, *, turns: int = 4, u
     for _ in range(turns):
         reply = asyncio.run(episode.respond(messages, [ADD]))
         replies.append(reply)
+        shown = chat.tokenizer.decode(reply.turn.prompt_ids)
+        assert all(shown.count(text) == [m["content"] for m in messages].count(text) for text in ("add two and three", "are you  sure?"))
         results = [{"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "5"} for call in reply.calls]
         if not results and not users:
             break
@@ -106,11 +113,11 @@ def check_exactly_once(replies: list[Any], drafts: list[Any]) -> None:
         assert len(covered) == len(set(covered))
 
 
-FORMATS = {"hermes": HERMES, "stripping": STRIPPING, "retaining": RETAINING, "opening": OPENING, "llama3_json": LLAMA}
+FORMATS = {"hermes": HERMES, "closing": CLOSING, "stripping": STRIPPING, "retaining": RETAINING, "opening": OPENING, "llama3_json": LLAMA}
 
 
 def chat_of(name: str, **options: Any) -> Chat:
-    return Chat(small_tokenizer(FORMATS[name], "<|eot_id|>" if name == "llama3_json" else "<|im_end|>"), **options)
+    return Chat(small_tokenizer(FORMATS[name], "<|eot_id|>" if name in ("llama3_json", "closing") else "<|im_end|>"), **options)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -127,7 +134,7 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(name: str, strat
             assert len(drafts) == len(replies)
 
 
-@pytest.mark.parametrize(("name", "thinks"), [("retaining", True), ("hermes", False), ("llama3_json", False)])
+@pytest.mark.parametrize(("name", "thinks"), [("retaining", True), ("hermes", False), ("closing", False), ("llama3_json", False)])
 def test_a_template_that_keeps_everything_gives_one_growing_sample(name: str, thinks: bool) -> None:
     chat = chat_of(name)
     grown = 0
@@ -177,6 +184,46 @@ def test_the_spelling_of_the_template_does_not_replace_what_was_sampled() -> Non
         shown = "\n<|im_start|>user\n<tool_response>5</tool_response><|im_end|>\n<|im_start|>assistant\n"
         assert added == ("<|im_end|>" if closes else "") + shown
         assert Chat(chat.tokenizer, keeps_tokens=False).extend(turn, before, result, [ADD]) == chat.render([*before, *result], [ADD])
+
+
+def test_a_message_behind_another_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of("closing")
+    monkeypatch.setattr(chat, "_closing", 0)  # as a template whose ends are counted wrongly
+    prompt: list[Message] = [{"role": "user", "content": "add"}]
+    turn = turn_of(chat.render(prompt), [*spelled(chat.tokenizer, "the answer is five", random.Random(0)), chat.stop_token_ids[-1]])
+    before = [*prompt, chat.parse(turn).message]
+    for text in ("why?", " the answer\n"):
+        new = [{"role": "user", "content": text}]
+        assert text.strip() in chat.tokenizer.decode(chat.extend(turn, before, new)).rpartition("<|im_start|>user")[2]
+
+
+@pytest.mark.parametrize("form", ["template", "renderer"])
+def test_tools_that_change_are_shown_anew(form: str) -> None:
+    chat = chat_of("hermes") if form == "template" else qwen3()
+    other = {**ADD, "function": {**ADD["function"], "name": "subtract"}}
+
+    class Calls(Sampled):
+        def text(self, prompt: str) -> str:
+            return CALLS["hermes"]
+
+    state = random.Random(0)
+    state.random = lambda: 1.0  # type: ignore[method-assign]  # no answer is cut
+    episode = TokenPolicy(generator=Calls(chat, state, "hermes"), chat=chat, context_length=10_000, seed=0).episode(TASK, 0, 0)
+    messages: list[Message] = [{"role": "user", "content": "add"}]
+    turns = []
+    for tools in ([ADD], [ADD], [other], None):
+        reply = asyncio.run(episode.respond(messages, tools))
+        turns.append(reply.turn)
+        result = {"role": "tool", "tool_call_id": reply.calls[0].id, "name": "add", "content": "5"} if reply.calls else None
+        if tools == [other]:
+            assert reply.turn.prompt_ids.tolist() == chat.render(messages, tools)
+        messages = [*messages, reply.message, result or {"role": "user", "content": "?"}]
+    names = [
+        {name for name in ("add", "subtract") if f'"name": "{name}", "description"' in chat.tokenizer.decode(turn.prompt_ids)}
+        for turn in turns
+    ]
+    assert names == [{"add"}, {"add"}, {"subtract"}, set()]
+    assert len(merge(turns, "interleaved")) == 3, "equal tools extend, other tools begin a sample"
 
 
 def test_calls_have_ids_of_their_own_in_all_of_a_rollout() -> None:
@@ -246,6 +293,33 @@ def test_the_tiny_model_serves_tools() -> None:
 def test_the_end_of_the_templates_turn_stops_the_model_also_if_the_tokenizers_end_is_another() -> None:
     chat = Chat(small_tokenizer(HERMES, eos="<|eot_id|>"))
     assert chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids) == ["<|eot_id|>", "<|im_end|>"]
+
+
+def test_ends_that_only_the_generation_settings_know_end_an_answer(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(LLAMA, "<|eot_id|>")
+    tokenizer.save_pretrained(tmp_path)
+    eom, eot = tokenizer.convert_tokens_to_ids(["[INST]", "<|eot_id|>"])
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eom, eot]}))
+    paths = RunPaths(tmp_path / "run")
+    write_text(paths.initial_model, f"{tmp_path}\n")
+    config: Any = SimpleNamespace(
+        model=model_config(),
+        orchestrator=SimpleNamespace(trajectory_strategy="interleaved"),
+        inference=SimpleNamespace(startup_timeout=1.0),
+    )
+    chat = load_tokenizer(config, paths, lambda phase: None)
+    assert chat.stop_token_ids == [eot, eom]
+    messages: list[Message] = [{"role": "user", "content": "add"}]
+    turn = turn_of(chat.render(messages), [*tokenizer.encode("five", add_special_tokens=False), eom])
+    before = [*messages, chat.parse(turn).message]
+    assert before[-1]["content"] == "five"
+    assert chat.extend(turn, before, messages) == chat.render([*before, *messages]), "the template ends its turns with another token"
+
+    (tmp_path / "generation_config.json").unlink()
+    assert ends_of(str(tmp_path)) == [3], "as in vLLM"
+    (tmp_path / "config.json").unlink()
+    assert ends_of(str(tmp_path)) == []
 
 
 def test_what_a_template_refuses_is_an_error_of_the_policy() -> None:

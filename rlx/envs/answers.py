@@ -30,7 +30,7 @@ from typing import Any
 
 import verifiers as vf
 
-from rlx.envs.verifiers_client import function_of
+from rlx.envs.verifiers_client import function_of, text_of
 from rlx.policy.base import Message
 
 
@@ -46,8 +46,13 @@ class Conversation:
 def conversations(environment: Any, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int) -> list[Conversation]:
     """One conversation per row, in their order. `environment`: as `rlx.envs.load.load_one` returns it, classic or v1.
 
-    The same arguments give the same conversations.
+    The same arguments give the same conversations. Raises ValueError for an environment whose prompts are raw text.
     """
+    if any(is_raw(environment, row) for row in rows):
+        raise ValueError(
+            f"envs.{environment.name}: the warm start (model.warm_start) learns conversations, and the prompts of this environment are raw "
+            'text (message_type="completion", or a prompt that is a str); choose a model that is trained already'
+        )
     state = random.Random(f"{seed}/{environment.name}")
     return [
         Conversation(
@@ -70,7 +75,7 @@ def played(environment: Any, row: Mapping[str, Any], errs: bool, state: random.R
         raise ValueError(
             f"envs.{environment.name}: `demonstration` must return a list of messages that ends with the assistant's, or None; got {said!r}"
         )
-    return [{**message, "content": message.get("content") or ""} for message in said]
+    return [{**message, "content": text_of(message.get("content"))} for message in said]
 
 
 def answer_text(environment: Any, row: Mapping[str, Any]) -> str | None:
@@ -100,13 +105,23 @@ def last_question(row: Mapping[str, Any]) -> str:
         return prompt
     questions = [message for message in prompt if message["role"] == "user"] or prompt
     content = questions[-1]["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return text_of(content)
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The prompt of a row as messages."""
+    """The prompt of a row as messages, in the form in which the policy gets them."""
     prompt = row["prompt"]
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{**message, "content": text_of(message.get("content"))} for message in prompt]
+
+
+def is_raw(environment: Any, row: Mapping[str, Any]) -> bool:
+    """Whether the policy is asked with raw text in this row, as `rlx.envs.verifiers_client` does it."""
+    env, prompt = child_of(environment.env, row), row["prompt"]
+    if not isinstance(env, vf.Environment):  # a v1 taskset
+        return False
+    return env.message_type == "completion" or isinstance(prompt, str) or prompt[0]["role"] == "text"
 
 
 def tools_of(environment: Any, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:

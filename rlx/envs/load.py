@@ -104,7 +104,7 @@ def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None])
     """The chat format of the initial model. Waits until that model exists."""
     from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
     from rlx.policy.chat import load_chat
-    from rlx.policy.templates import tokenizer_of
+    from rlx.policy.templates import ends_of, tokenizer_of
     from rlx.waiting import wait_for
 
     wait_for(
@@ -114,5 +114,6 @@ def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None])
         tick=lambda: beat(WAITING_FOR_MODEL),
         excused=AtWork(paths, "prepare"),
     )
-    tokenizer = tokenizer_of(paths.initial_model.read_text().strip(), config.model)
-    return load_chat(tokenizer, config.model, keeps_tokens=config.orchestrator.trajectory_strategy == "interleaved")
+    source = paths.initial_model.read_text().strip()
+    keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
+    return load_chat(tokenizer_of(source, config.model), config.model, keeps_tokens=keeps_tokens, ends=ends_of(source))

@@ -33,9 +33,9 @@ class EpisodeClient(Client):
     async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict]:
         if isinstance(messages, str) or any(isinstance(message, dict) for message in messages):
             messages = normalize_messages(messages)  # verifiers' loop has done it; a request of the environment's own may hold dicts
-        native = [for_template(message) for message in messages]
         if self.raw or messages[0].role == "text":  # joined as verifiers' client of completion endpoints does it
-            return [{"role": "text", "content": "\n\n".join(content_to_text(message["content"]) for message in native)}], {}
+            return [{"role": "text", "content": "\n\n".join(content_to_text(message.content) for message in messages)}], {}
+        native = [for_template(message) for message in messages]
         for message in native:
             if message["role"] == "text":  # plain text inside a conversation
                 message["role"] = "user"
@@ -106,11 +106,8 @@ def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> lis
 
 
 def for_template(message: Any) -> Message:
-    """A verifiers message in the form that chat templates and renderers read."""
-    content = message.content
-    if isinstance(content, list):
-        content = [part if isinstance(part, dict) else part.model_dump() for part in content]
-    out: Message = {"role": message.role, "content": "" if content is None else content}
+    """A verifiers message in the form that chat templates and renderers read. Raises ValueError for content that is not text."""
+    out: Message = {"role": message.role, "content": text_of(message.content)}
     if message.role == "assistant":
         if message.reasoning_content:
             out["reasoning_content"] = message.reasoning_content
@@ -122,6 +119,16 @@ def for_template(message: Any) -> Message:
     elif message.role == "tool":
         out["tool_call_id"] = message.tool_call_id
     return out
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content. Parts are joined, because many templates lose a list. Raises ValueError for parts without text."""
+    if not isinstance(content, list):
+        return content or ""
+    parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
+    if others := sorted({str(part.get("type")) for part in parts if part.get("type") != "text"}):
+        raise ValueError(f"a message of the conversation has parts of the type {', '.join(others)}, but rlx trains on text alone")
+    return "\n".join(part["text"] for part in parts)
 
 
 def with_tool_names(messages: list[Message]) -> list[Message]:

@@ -256,7 +256,12 @@ def _snake(name: str) -> str:
 
 def _plain(message: Any) -> Message:
     """A verifiers message as a plain dict, for people and files."""
-    return for_template(message) if not isinstance(message, dict) else message
+    if isinstance(message, dict):
+        return message
+    try:
+        return for_template(message)
+    except ValueError:  # it has an image, but no request showed it
+        return message.model_dump(exclude_none=True)
 
 
 def _quiet_logger() -> None:

@@ -33,15 +33,18 @@ class Chat:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         keeps_tokens: bool = True,
+        ends: Sequence[int] = (),
     ) -> None:
         """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template, and the parsers by name.
 
         `keeps_tokens`: later prompts keep sampled tokens if that is provably right. False renders every prompt from the template.
+        `ends`: tokens that end an answer besides the tokenizer's and the template's; a renderer knows its own.
         """
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.keeps_tokens = keeps_tokens
         self._decodes_arguments = False
+        self._closing = 0  # stop tokens that end a whole conversation, behind that of its last answer
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
         if renderer is not None:
@@ -50,9 +53,10 @@ class Chat:
         else:
             traits = traits_of(self.show, str(tokenizer.chat_template))
             self._decodes_arguments = traits.decodes_arguments
-            ends = {mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark)}
-            self.stop_token_ids = [tokenizer.eos_token_id]
-            self.stop_token_ids += [end for end in map(tokenizer.convert_tokens_to_ids, sorted(ends)) if end not in self.stop_token_ids]
+            marks = sorted(mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark))
+            self.stop_token_ids = list(dict.fromkeys([tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, marks), *ends]))
+            closing = tokenizer.encode(traits.end, add_special_tokens=False)
+            self._closing = max(0, sum(token in self.stop_token_ids for token in closing) - 1)
             self.tool_parser = traits.tool_parser if tool_parser == "auto" else tool_parser
             self.reasoning_parser = reasoning_parser if reasoning_parser != "auto" else "qwen3" if traits.thinks else "none"
         self._stops = frozenset(self.stop_token_ids)
@@ -109,9 +113,11 @@ class Chat:
         sampled = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
         if not self.keeps_tokens or whole[: len(sampled)] == sampled:
             return whole
-        return self._joined(sampled, before, whole, tools) or whole
+        return self._joined(sampled, before, new, whole, tools) or whole
 
-    def _joined(self, sampled: list[int], before: Sequence[Message], whole: list[int], tools: list[dict] | None) -> list[int] | None:
+    def _joined(
+        self, sampled: list[int], before: Sequence[Message], new: Sequence[Message], whole: list[int], tools: list[dict] | None
+    ) -> list[int] | None:
         """`sampled` with what follows the turn in `whole`. None unless `whole` differs from it only in how the answers are written.
 
         The template spells an answer in its own way: other tokens for the same text, other spaces in a call's JSON. What was sampled may
@@ -120,11 +126,15 @@ class Chat:
         """
         prompt, said = self.render(before[:-1], tools), self.transcript(before, tools)
         start = len(prompt)
-        count = sum(token in self._stops for token in said[start:])  # ends in the answer: more than one if its text spells such a token
+        # Ends in the answer: more than one if its text spells such a token. Phi's template also ends the conversation, but only at its end.
+        count = sum(token in self._stops for token in said[start:]) - self._closing
         ends = [position for position in range(start, len(whole)) if whole[position] in self._stops][:count]
-        if not count or len(ends) < count or whole[:start] != prompt:
+        if count < 1 or len(ends) < count or whole[:start] != prompt:
             return None
         end, last = ends[-1], sampled[-1]
+        shown, follows = (self.tokenizer.decode(whole[at:], skip_special_tokens=False) for at in (start, end))
+        if any(text in shown and text not in follows for text in (str(message["content"]).strip() for message in new)):
+            return None  # the end was not that of the answer
         reasoning = before[-1].get("reasoning_content")
         if reasoning and reasoning.strip() not in self.tokenizer.decode(whole[start:end], skip_special_tokens=False):
             return None
@@ -175,14 +185,15 @@ class Chat:
         return text
 
 
-def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True) -> Chat:
-    """The chat format of a model. `keeps_tokens` also keeps the reasoning of earlier turns if a renderer can do that.
+def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, ends: Sequence[int] = ()) -> Chat:
+    """The chat format of a model. `keeps_tokens` also keeps the reasoning of earlier turns if a renderer can do that. `ends`: see `Chat`.
 
     Raises ValueError if the tokenizer does not fit `model.renderer`.
     """
     family = family_of(model)
     if family is None:
-        return Chat(tokenizer, tool_parser=model.tool_call_parser, reasoning_parser=model.reasoning_parser, keeps_tokens=keeps_tokens)
+        parsers = {"tool_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
+        return Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends)
     from renderers import config_from_name, create_renderer
 
     config = config_from_name(family)

@@ -144,6 +144,19 @@ def tokenizer_of(source: str, model: ModelConfig) -> Any:
     return tokenizer
 
 
+def ends_of(source: str) -> list[int]:
+    """The tokens that end an answer, of the generation settings of the model at `source` (folder or hub name). vLLM stops at these, too."""
+    from transformers.utils import cached_file
+
+    for name in ("generation_config.json", "config.json"):
+        options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(source, name, **options)
+        if file is not None:
+            found = json.loads(Path(file).read_text()).get("eos_token_id")
+            return found if isinstance(found, list) else [] if found is None else [found]
+    return []
+
+
 def read_template(path: str) -> str:
     """The text of `model.chat_template`."""
     return Path(path).expanduser().read_text()

@@ -56,7 +56,7 @@ class TokenEpisode:
         self._num_requests = 0
         self._call_ids: set[str] = set()
         self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
-        self._history: list[tuple[list[Message], Turn]] = []  # prompt and answer as messages, and their tokens
+        self._history: list[tuple[list[Message], Turn, list[dict] | None]] = []  # prompt and answer as messages, their tokens, the tools
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -113,7 +113,7 @@ class TokenEpisode:
         )
         message = reply.message
         if content == said.content:  # a later prompt does not have a stop string that was cut off
-            self._history.append(([*prompt, message], turn))
+            self._history.append(([*prompt, message], turn, functions))
         if trained:
             self.replies.append(message)
             biased = biases(parameters) if policy.exact else []
@@ -134,10 +134,13 @@ class TokenEpisode:
         return tuple(named)
 
     def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
-        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens."""
-        for messages, turn in reversed(self._history):
+        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens.
+
+        Not if the tools are others now: the earlier tokens show those of then.
+        """
+        for messages, turn, offered in reversed(self._history):
             new = prompt[len(messages) :]
-            if new and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
+            if new and offered == tools and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
                 return self.policy.chat.extend(turn, messages, new, tools)
         return self.policy.chat.render(prompt, tools)
 
