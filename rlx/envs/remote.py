@@ -104,6 +104,20 @@ class RemoteEpisode:
         return ()
 
 
+def answer_of(number: int, reply: Reply) -> Answer:
+    """A reply of the policy, for the worker: without its tokens."""
+    return Answer(
+        number,
+        reply.content,
+        reply.reasoning,
+        [(call.id, call.name, call.arguments) for call in reply.calls],
+        reply.truncated,
+        reply.request_id,
+        reply.num_prompt_tokens,
+        reply.num_tokens,
+    )
+
+
 def refusal(number: int, error: BaseException) -> Refusal:
     """An error of the policy, for the worker."""
     chain: list[tuple[str, str]] = []
