@@ -8,6 +8,7 @@ from typing import Any
 
 from rlx.envs.marks import PLAYING
 from rlx.envs.wire import Answer, Ask, Link, Refusal
+from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.types import Task, Turn
 
@@ -123,7 +124,7 @@ def refusal(number: int, error: BaseException) -> Refusal:
     chain: list[tuple[str, str]] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < 5:
-        chain.append((type(cause).__name__, str(cause)))
+        chain.append((type(cause).__name__, utf8(str(cause))))
         cause = cause.__cause__
     return Refusal(number, isinstance(error, PromptTooLong), chain)
 
