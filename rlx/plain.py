@@ -143,6 +143,18 @@ def from_json(body: Any) -> Any:
     return _TAGGED[tag][2](body[tag])
 
 
+def utf8(value: Any) -> Any:
+    """A text, or lists and dicts of texts, with `?` for every lone surrogate: half of a pair, which neither UTF-8 nor a tokenizer knows.
+
+    `json.loads` makes one of `"\\ud83d"`, and so does the JSON that a model writes.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [utf8(each) for each in value]
+    return {utf8(key): utf8(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
 def name_of(value: Any) -> str:
     """How an error names a value: by its type and text, or for an array by its dtype and shape."""
     if isinstance(value, np.ndarray):

@@ -68,6 +68,10 @@ def test_a_message_that_a_cause_repeats_is_said_once():
     assert describe(raised(fails)).startswith("ValueError ← OSError: server disconnected; at ")
 
 
+def test_half_of_a_surrogate_pair_is_a_question_mark():
+    assert describe(ValueError("\ud83d is no word; \U0001f600 is")) == "ValueError: ? is no word; \U0001f600 is"
+
+
 def test_a_key_error_a_group_and_a_circle():
     assert describe(KeyError("answer")) == "KeyError: no key 'answer'"
     assert (

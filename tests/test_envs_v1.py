@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +188,13 @@ def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monk
     with pytest.raises(ValueError, match=r"^envs.e") as caught:
         load(**args)
     assert sentence in str(caught.value)
+
+
+def test_half_of_a_surrogate_pair_is_a_question_mark():
+    from rlx.envs.verifiers_v1_client import for_template
+
+    message = SimpleNamespace(role="tool", content="half \ud83d", tool_call_id="a", name="reverse")
+    assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
 
 
 def test_an_unquoted_null_in_yaml_is_the_chat_loop():

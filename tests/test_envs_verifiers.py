@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import signal
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
@@ -162,6 +164,20 @@ def test_a_call_of_an_unknown_tool_is_answered_and_the_episode_goes_on() -> None
     rollout = play(env, Scripted('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "done"))
     assert rollout.status == "ok"
     assert len(rollout.turns) == 2
+
+
+def test_half_of_a_surrogate_pair_of_the_tool_or_of_the_model_is_a_question_mark() -> None:
+    env = load("rlx_test_tool")
+    call = '<tool_call>\n{"name": "reverse", "arguments": {"text": "\\ud83d"}}\n</tool_call>'
+    env.env.tool_map["reverse"] = lambda text: json.loads('"half \\ud83d"')
+    rollout = play(env, Scripted(call, "done"))
+    assert rollout.status == "ok", rollout.error
+    assert rollout.completion[1]["content"] == "half ?"
+    assert rollout.completion[0]["tool_calls"][0]["function"]["arguments"] == '{"text": "?"}'
+    assert msgspec.json.decode(msgspec.json.encode(rollout.completion)) == rollout.completion
+    episode = policy_of(Scripted(call)).episode(task_of(env), 0, 0)
+    reply = asyncio.run(episode.respond([{"role": "user", "content": "x"}], env.tools))
+    assert reply.calls[0].arguments == '{"text": "?"}', "the answer can be sent to a worker"
 
 
 def test_reasoning_gym_environments_of_verifiers_run_and_score() -> None:

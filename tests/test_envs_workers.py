@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -19,9 +20,10 @@ from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 
 from rlx.config.schema import EnvConfig
 from rlx.envs import boot
+from rlx.envs.marks import Mark
 from rlx.envs.pool import WorkerPool, worker_metrics
 from rlx.envs.stacks import environments_line, threads
-from rlx.envs.watch import WorkerError
+from rlx.envs.watch import Verdict, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
@@ -167,6 +169,75 @@ def test_a_replacement_that_cannot_load_ends_the_run_with_the_environments_own_m
 
     with pytest.raises(WorkerError, match="the second process cannot load"):
         play(pool, range(4), meanwhile=kill)
+
+
+def not_for_ever(seconds: float = 8.0) -> Callable[[], None]:
+    """A `tick` for `wait_loaded` that ends the test."""
+    deadline = time.monotonic() + seconds
+
+    def tick() -> None:
+        assert time.monotonic() < deadline, "it still waits"
+
+    return tick
+
+
+def test_a_worker_that_dies_while_loading_is_noticed_although_its_fork_holds_the_link(pool_of: Any) -> None:
+    with pytest.raises(WorkerError, match=r"before it had loaded stand_in: it left with exit code 7"):
+        pool_of(trouble="fork").wait_loaded(not_for_ever())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rlx.envs.pool.LOADING", 0.2)
+    pool = pool_of(trouble="first_slow", bad=[str(tmp_path / "once")])
+
+    async def kill(pool: WorkerPool) -> None:
+        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"envs.e: its worker has not loaded stand_in within 0.2 s"):
+        play(pool, range(2), meanwhile=kill)
+    monkeypatch.setattr("rlx.envs.pool.FIRST_LOAD", 0.1)
+    with pytest.raises(WorkerError, match=r"envs.e: its worker has not loaded stand_in within 0.1 s"):
+        pool_of(trouble="slow").wait_loaded(not_for_ever())
+
+
+def test_requests_that_came_while_a_worker_was_to_be_ended_are_played_when_it_is_spared(pool_of: Any) -> None:
+    pool = pool_of()
+
+    async def spare(pool: WorkerPool) -> None:
+        (worker,) = pool._workers
+        worker.verdict = Verdict("timeout", Mark(play=99, member=0, since=1.0, thread=0), "a step that has ended meanwhile")
+        await asyncio.sleep(0)  # the requests arrive
+        await pool._end(worker, worker.verdict)
+
+    assert [one.status for (one,) in play(pool, range(2), meanwhile=spare)] == ["ok"] * 2
+    assert not pool.replaced
+
+
+def test_a_system_that_refuses_another_process_ends_the_run_with_its_words(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def kill(pool: WorkerPool) -> None:
+        monkeypatch.setattr("rlx.envs.pool.Child", refuse)
+        await asyncio.sleep(0.01)
+        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"envs.e: no other worker can be started: .*Resource temporarily unavailable"):
+        play(pool_of(), range(4), meanwhile=kill)
+
+
+def test_signals_to_all_processes_of_a_job_end_no_worker(pool_of: Any, tmp_path: Path) -> None:
+    async def signals(pool: WorkerPool) -> None:
+        await asyncio.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(pool._workers[0].child.pid, number)
+
+    pool = pool_of(trouble="terminate", bad=[1], closed=str(tmp_path / "closed"))
+    assert [one.status for (one,) in play(pool, range(4), meanwhile=signals)] == ["ok"] * 4
+    assert not pool.replaced
+    assert (tmp_path / "closed").exists(), "its environment was closed"
 
 
 def test_a_defect_of_the_adapter_ends_the_run_with_its_traceback(pool_of: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from policy_stand_in import load, task_of
 
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
-from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
+from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
 from rlx.types import Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -121,6 +122,14 @@ def test_tools_are_offered_and_calls_read() -> None:
     assert endpoint.asked[0]["tools"] == [TOOL]
     assert endpoint.asked[0]["messages"][1].keys() == {"role", "content", "tool_calls"}
     assert endpoint.asked[0]["messages"][2].keys() == {"role", "tool_call_id", "content"}
+
+
+def test_half_of_a_surrogate_pair_in_an_answer_is_a_question_mark() -> None:
+    function = SimpleNamespace(name="f", arguments='{"x": "\ud83d"}')
+    message = SimpleNamespace(content="half \ud83d", tool_calls=[SimpleNamespace(type="function", id="a", function=function)])
+    answer = SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None, id="b")
+    reply = reply_of(answer, "http://x")
+    assert (reply.content, reply.calls[0].arguments) == ("half ?", '{"x": "?"}')
 
 
 def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -37,8 +38,16 @@ class StandInEnvironment:
         if args["trouble"] == "print":
             print("this package cannot live here", flush=True)
             os._exit(7)
-        if args["trouble"] == "first":  # only the first process of the pool can load it
+        if args["trouble"] == "fork":  # the child has the link, too, and outlives this process
+            if os.fork() == 0:
+                time.sleep(60)
+            os._exit(7)
+        if args["trouble"] == "slow":
+            time.sleep(60)
+        if args["trouble"] in ("first", "first_slow"):  # only the first process of the pool can load it
             if os.path.exists(args["bad"][0]):
+                if args["trouble"] == "first_slow":
+                    time.sleep(60)
                 raise RuntimeError("the second process cannot load")
             open(args["bad"][0], "w").close()
         self.name, self.args, self.timeout = name, args, settings.timeout
@@ -93,11 +102,22 @@ class StandInEnvironment:
                 os._exit(3)
             case "leak":
                 KEPT.append(bytearray(b"x" * (80 * 2**20)))
+            case "terminate":  # as multiprocessing ends its processes
+                ready, started = os.pipe()
+                if (child := os.fork()) == 0:
+                    os.write(started, b"x")
+                    time.sleep(60)
+                    os._exit(0)
+                os.read(ready, 1)
+                os.kill(child, signal.SIGTERM)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
             case "bug":
                 raise KeyError("a bug in the adapter")
 
     async def close(self) -> None:
-        """Nothing."""
+        """Leave a file, if the configuration names one."""
+        if "closed" in self.args:
+            open(self.args["closed"], "w").close()
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ def _message(error: BaseException) -> str:
     """The error's own message in one line, shortened."""
     is_key = isinstance(error, KeyError) and len(error.args) == 1  # whose text is the key alone
     text = f"no key {error.args[0]!r}" if is_key else " ".join(str(error).split())
+    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair could be neither sent nor recorded
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 

@@ -15,6 +15,7 @@ so the same tokens for the same weights. Nothing of an unfinished request is use
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -27,24 +28,10 @@ from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.child import Child
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, answer
-from rlx.envs.remote import refusal
-from rlx.envs.rows import PackedRows
+from rlx.envs.remote import answer_of, refusal
+from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Verdict, Worker, WorkerError
-from rlx.envs.wire import (
-    Answer,
-    Ask,
-    CancelPlay,
-    Load,
-    Loaded,
-    LoadFailed,
-    Ping,
-    Play,
-    Played,
-    PlayFailed,
-    Rows,
-    Settings,
-    pack_row,
-)
+from rlx.envs.wire import Ask, CancelPlay, Load, Loaded, LoadFailed, Ping, Play, Played, PlayFailed, Rows, Settings
 from rlx.policy.base import Policy
 from rlx.types import Rollout, Task
 
@@ -53,7 +40,9 @@ log = logging.getLogger(__name__)
 LOOK = 0.2  # seconds between two looks at the workers
 WARN = 10.0  # seconds of one step after which the log names the function
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
-ROW_CACHE = 512  # packed rows kept: the members of a group share theirs
+FIRST_LOAD = 3600.0  # seconds to load the environment at the start: it may fetch its data
+LOADING = 600.0  # seconds for a replacement to load it, or LOADING_TIMES as long as the first load took
+LOADING_TIMES = 3
 TRIES = 3  # replacements in a row that may end before they have loaded; then the run ends
 
 
@@ -85,7 +74,8 @@ class WorkerPool:
         self._logs, self._memory = logs, None if memory_gb is None else memory_gb * 2**30
         self._digest = ""
         self._numbers = itertools.count(1)
-        self._packed: dict[int, tuple[Any, bytes]] = {}  # rows by task index, with what they were packed from
+        self._pack = RowPacker()
+        self._loading = LOADING
         self._waiting: list[Playing] = []  # requests for which no worker is ready
         self._failed_starts = 0  # replacements in a row that ended before they had loaded
         self._broken: WorkerError | None = None
@@ -99,20 +89,26 @@ class WorkerPool:
     def _start(self, place: int) -> Worker:
         name = f"env_{self.name}_{place}"
         worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
-        worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
+        with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
+            worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
         return worker
 
     def wait_loaded(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has loaded the environment. `tick` is called about twenty times a second.
 
-        Raises WorkerError with the environment's own message if one cannot.
+        Raises WorkerError with the environment's own message if one cannot, or if FIRST_LOAD seconds have passed.
         """
         rows: list[bytes] = []
+        began = time.monotonic()
         for worker in self._workers:
             while not worker.loaded:
                 tick()
+                gone = worker.child.process.poll() is not None  # a process that it forked may keep the link open
                 messages = worker.child.link.receive(0.05)
-                if messages is None:
+                if not messages and time.monotonic() - began > FIRST_LOAD:
+                    worker.verdict = self._too_slow(FIRST_LOAD)
+                    worker.child.kill()
+                if messages is None or (not messages and (gone or worker.verdict is not None)):
                     self._raise_not_loaded(worker)
                 for message in messages or ():
                     if isinstance(message, Rows):
@@ -133,6 +129,9 @@ class WorkerPool:
             each.child.reap()
         raise error
 
+    def _too_slow(self, limit: float) -> Verdict:
+        return Verdict("died", None, f"its worker has not loaded {self._config.id} within {limit:g} s")
+
     def _introduced(self, worker: Worker, message: Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
         worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
@@ -141,6 +140,8 @@ class WorkerPool:
                 f"envs.{self.name}: {self._config.id} makes other examples in each process, so a worker cannot score another's; give it a "
                 f"seed in envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0"
             )
+        if not self._digest:
+            self._loading = max(LOADING, LOADING_TIMES * message.seconds)
         self._digest = message.digest
         needs = worker.child.memory()
         if self._memory is not None and needs > self._memory:
@@ -200,13 +201,11 @@ class WorkerPool:
             )
         )
 
-    def _pack(self, task: Task) -> bytes:
-        found = self._packed.get(task.index)
-        if found is None or found[0] is not task.row:
-            found = self._packed[task.index] = (task.row, pack_row(task.row))
-            if len(self._packed) > ROW_CACHE:
-                del self._packed[next(iter(self._packed))]
-        return found[1]
+    def _dispatch_waiting(self) -> None:
+        """A worker is ready: send what waits for one."""
+        waiting, self._waiting = self._waiting, []
+        for playing in waiting:
+            self._dispatch(playing)
 
     def _give_up(self, playing: Playing) -> None:
         playing.forget()
@@ -240,9 +239,7 @@ class WorkerPool:
                 self._break(error)
                 return
             self._failed_starts = 0
-            waiting, self._waiting = self._waiting, []
-            for playing in waiting:
-                self._dispatch(playing)
+            self._dispatch_waiting()
         elif isinstance(message, LoadFailed):
             worker.load_error = message.error
 
@@ -257,27 +254,19 @@ class WorkerPool:
         except Exception as error:
             worker.child.link.send(refusal(ask.number, error))
             return
-        worker.child.link.send(
-            Answer(
-                ask.number,
-                reply.content,
-                reply.reasoning,
-                [(call.id, call.name, call.arguments) for call in reply.calls],
-                reply.truncated,
-                reply.request_id,
-                reply.num_prompt_tokens,
-                reply.num_tokens,
-            )
-        )
+        worker.child.link.send(answer_of(ask.number, reply))
 
     # -- watching
 
     async def _keep_watching(self) -> None:
         while True:
             await asyncio.sleep(LOOK)
-            for worker in list(self._workers):
-                if worker.loaded and worker.verdict is None:
+            for worker in [worker for worker in self._workers if worker.verdict is None]:
+                if worker.loaded:
                     self._look(worker, time.monotonic())
+                elif time.monotonic() - worker.began > self._loading:
+                    worker.verdict = self._too_slow(self._loading)
+                    self._soon(self._end(worker, worker.verdict))
 
     def _look(self, worker: Worker, now: float) -> None:
         """End a worker that a rollout blocks beyond its time, that is silent, or that needs too much memory."""
@@ -315,6 +304,7 @@ class WorkerPool:
             mark = worker.child.marks.step()
             if mark is None or mark.since != verdict.mark.since:  # it went on after all
                 worker.verdict = None
+                self._dispatch_waiting()
                 return
         worker.verdict = Verdict(verdict.cause, verdict.mark, f"{verdict.text}; at {where}" if where else verdict.text)
         worker.child.kill()
@@ -367,8 +357,12 @@ class WorkerPool:
         asyncio.get_running_loop().call_later(CLOSING, worker.child.kill)
 
     def _replace(self, worker: Worker) -> None:
-        """Start another worker in its place."""
-        other = self._start(worker.place)
+        """Start another worker in its place. If the system refuses, no request can be answered."""
+        try:
+            other = self._start(worker.place)
+        except OSError as error:  # no memory, no process, no file left
+            self._break(WorkerError(f"envs.{self.name}: no other worker can be started: {error}"))
+            return
         self._workers.append(other)
         self._serve(other)
 

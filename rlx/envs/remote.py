@@ -8,6 +8,7 @@ from typing import Any
 
 from rlx.envs.marks import PLAYING
 from rlx.envs.wire import Answer, Ask, Link, Refusal
+from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.types import Task, Turn
 
@@ -104,12 +105,26 @@ class RemoteEpisode:
         return ()
 
 
+def answer_of(number: int, reply: Reply) -> Answer:
+    """A reply of the policy, for the worker: without its tokens."""
+    return Answer(
+        number,
+        reply.content,
+        reply.reasoning,
+        [(call.id, call.name, call.arguments) for call in reply.calls],
+        reply.truncated,
+        reply.request_id,
+        reply.num_prompt_tokens,
+        reply.num_tokens,
+    )
+
+
 def refusal(number: int, error: BaseException) -> Refusal:
     """An error of the policy, for the worker."""
     chain: list[tuple[str, str]] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < 5:
-        chain.append((type(cause).__name__, str(cause)))
+        chain.append((type(cause).__name__, utf8(str(cause))))
         cause = cause.__cause__
     return Refusal(number, isinstance(error, PromptTooLong), chain)
 

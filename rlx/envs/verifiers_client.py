@@ -12,6 +12,7 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
 from verifiers.utils.message_utils import normalize_messages
 
+from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 
@@ -118,7 +119,7 @@ def for_template(message: Any) -> Message:
             ]
     elif message.role == "tool":
         out["tool_call_id"] = message.tool_call_id
-    return out
+    return utf8(out)
 
 
 def text_of(content: Any) -> str:

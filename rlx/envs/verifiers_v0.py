@@ -28,6 +28,7 @@ from rlx.envs.together import CLEANUP_GRACE, abandon, together
 from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
+from rlx.plain import utf8
 from rlx.policy.base import Message, Policy
 from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task, Turn
@@ -257,11 +258,11 @@ def _snake(name: str) -> str:
 def _plain(message: Any) -> Message:
     """A verifiers message as a plain dict, for people and files."""
     if isinstance(message, dict):
-        return message
+        return utf8(message)
     try:
         return for_template(message)
     except ValueError:  # it has an image, but no request showed it
-        return message.model_dump(exclude_none=True)
+        return utf8(message.model_dump(exclude_none=True))
 
 
 def _quiet_logger() -> None:

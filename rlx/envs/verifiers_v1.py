@@ -37,6 +37,7 @@ from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
+from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
@@ -259,7 +260,7 @@ class V1Environment:
         error = errors[-1]
         place = _place(error.traceback or "", self.sources)
         at = f"; at {place}" if place else ""
-        text = f"{error.type}: {' '.join(error.message.split())[:400]}{at}"
+        text = utf8(f"{error.type}: {' '.join(error.message.split())[:400]}{at}")
         return _snake(error.type), Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
 
     def _note(self, task: Task, failure: Failure) -> str:

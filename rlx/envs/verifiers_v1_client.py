@@ -29,6 +29,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
 from rlx.envs.errors import describe
+from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 try:  # 0.4
@@ -273,7 +274,7 @@ def for_template(message: Any) -> Message:
         out["tool_call_id"] = message.tool_call_id
         if message.name:
             out["name"] = message.name
-    return out
+    return utf8(out)
 
 
 def loops(agents: Sequence[Any], server: InterceptionServer) -> None:

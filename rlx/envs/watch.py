@@ -27,7 +27,7 @@ class WorkerError(RuntimeError):
 class Verdict:
     """Why a worker is ended."""
 
-    cause: str  # "timeout", "memory" or "retired"
+    cause: str  # "timeout", "memory", "retired" or "died"
     mark: Mark | None  # the rollout at fault, if it is known
     text: str  # for people
 
@@ -38,6 +38,7 @@ class Worker:
 
     child: Child
     place: int  # 0 … number of workers - 1: the name of its log
+    began: float = field(default_factory=time.monotonic)  # monotonic seconds of its start
     loaded: bool = False
     retiring: bool = False  # it gets no new requests
     playing: dict[int, Playing] = field(default_factory=dict)
@@ -88,6 +89,8 @@ class Worker:
         if self.load_error:
             return WorkerError(f"envs.{name} could not be loaded: {self.load_error}")
         said = self.child.last_lines()
+        if self.verdict is not None:  # it was ended because it took too long
+            return WorkerError(f"envs.{name}: {self.verdict.text}\n{said}")
         return WorkerError(f"envs.{name}: its worker ended before it had loaded {env_id}: {how(code)}\n{said}")
 
     def death(self, mark: Mark | None, code: int) -> Verdict:

@@ -105,6 +105,7 @@ class Loaded(Message):
     digest: str  # of a sample of the rows: all workers of an environment must have the same
     tools: list[Any]  # `Environment.tools`
     sources: str  # folder or file of the environment's own code; empty: not known
+    seconds: float  # that loading it took
 
 
 class LoadFailed(Message):

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -61,9 +62,11 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
     link = Link(socket.socket(fileno=int(sock)), ToWorker)
     load = _first(link)
+    began = time.monotonic()
     try:
         env = load_one(load.name, load.config, load.settings)
-        _introduce(link, env, load)
+        _outlive_signals()
+        _introduce(link, env, load, time.monotonic() - began)
     except Exception as error:
         log.exception("loading failed")
         link.send_now(LoadFailed(describe(error, sources_of(load.config.id)), traceback.format_exc()))
@@ -104,8 +107,26 @@ def _first(link: Link) -> Load:
     os._exit(1)
 
 
-def _introduce(link: Link, env: Any, load: Load) -> None:
-    """Send the environment's rows and facts."""
+def _outlive_signals() -> None:
+    """Leave the decision about SIGINT and SIGTERM to the orchestrator: the worker ends when the orchestrator closes the link.
+
+    SLURM sends them to every process of a job. The processes that this one starts keep their own: Python's handlers do not outlive
+    `exec`, and a forked child gets back those from before.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=restore)
+
+
+def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
+    """Send the environment's rows and facts. `seconds`: that loading it took."""
     rows = env.rows
     columns = len(rows) > 0 and isinstance(rows[:1], dict)
     for start in range(0, len(rows) if load.send_rows else 0, CHUNK):
@@ -117,7 +138,7 @@ def _introduce(link: Link, env: Any, load: Load) -> None:
         digest.update(pack_row(rows[place]))
     tools = [dict(tool) for tool in env.tools]
     sources = str(sources_of(load.config.id) or "")
-    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources))
+    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds))
 
 
 class Server:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlx.config.chat_format import family_of
 from rlx.config.schema import ModelConfig
+from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
@@ -160,7 +161,7 @@ class Chat:
             reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
         calls: tuple[Call, ...] = ()
         if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
-            text, calls = read[0], tuple(Call(call_id, name, arguments) for name, arguments, call_id in read[1])
+            text, calls = read[0], tuple(Call(call_id, utf8(name), utf8(arguments)) for name, arguments, call_id in read[1])
         return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:
@@ -175,7 +176,7 @@ class Chat:
         if broken:
             blocks = [self.tokenizer.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw for call in attempts]
             return Reply(content + "".join(blocks), parsed.reasoning_content or None)
-        calls = tuple(Call(call.id or "", call.name, arguments_as_json(call.arguments)) for call in attempts)
+        calls = tuple(Call(call.id or "", utf8(call.name), utf8(arguments_as_json(call.arguments))) for call in attempts)
         return Reply(content, parsed.reasoning_content or None, calls)
 
     def _unmarked(self, text: str) -> str:

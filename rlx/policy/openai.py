@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlx.plain import utf8
 from rlx.policy.asked import raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.endpoint import turn_of
@@ -172,9 +173,9 @@ def reply_of(answer: Any, base_url: str) -> Reply:
     message = choice.message
     calls = [call for call in message.tool_calls or () if call.type == "function" and call.function.name]
     return Reply(
-        content=message.content or "",
-        reasoning=getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None),
-        calls=tuple(Call(call.id, call.function.name, call.function.arguments) for call in calls),
+        content=utf8(message.content or ""),
+        reasoning=utf8(getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)),
+        calls=tuple(Call(call.id, utf8(call.function.name), utf8(call.function.arguments)) for call in calls),
         truncated=choice.finish_reason == "length",
         request_id=answer.id or "",
         num_prompt_tokens=usage.prompt_tokens if usage else 0,
@@ -189,7 +190,7 @@ def text_reply_of(answer: Any, base_url: str) -> Reply:
         raise PolicyError(f"{base_url} gave an answer that is not a completion: {str(answer)[:200]}")
     usage = answer.usage
     return Reply(
-        content=choices[0].text,
+        content=utf8(choices[0].text),
         truncated=choices[0].finish_reason == "length",
         request_id=answer.id or "",
         num_prompt_tokens=usage.prompt_tokens if usage else 0,
