@@ -132,6 +132,7 @@ def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_grows_is_replaced_when_it_has_finished_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     pool = pool_of(gib=0.15, trouble="leak", bad=list(range(40)), turns=2)  # 80 MiB a rollout
 
