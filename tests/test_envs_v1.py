@@ -197,6 +197,17 @@ def test_half_of_a_surrogate_pair_is_a_question_mark():
     assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
 
 
+def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_refused():
+    from verifiers.v1.types import ToolMessage
+
+    from rlx.envs.verifiers_v1_client import for_template, recorded
+
+    message = ToolMessage(tool_call_id="a", content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
+    with pytest.raises(ValueError, match="has images"):
+        for_template(message)
+    assert (recorded(message)["role"], recorded(message)["content"][0]["type"]) == ("tool", "image_url")
+
+
 def test_an_unquoted_null_in_yaml_is_the_chat_loop():
     env = load(left={"harness": {"id": None}})
     assert env.env.config.left.harness.id == "null"

@@ -35,7 +35,7 @@ from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_o
 from rlx.envs.kinds import module_of
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, together
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, for_template, give_clients, loops, offered_tools
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools, recorded
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
@@ -225,7 +225,7 @@ class V1Environment:
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         if len(self.env._agent_specs) > 1:
             metrics |= self._by_agent(played)
-        messages = [for_template(message) for message in trace.messages]
+        messages = [recorded(message) for message in trace.messages]
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         return Rollout(
             task=task,

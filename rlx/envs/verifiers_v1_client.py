@@ -277,6 +277,14 @@ def for_template(message: Any) -> Message:
     return utf8(out)
 
 
+def recorded(message: Any) -> Message:
+    """A v1 message for people and files. It may have an image that no request showed."""
+    try:
+        return for_template(message)
+    except ValueError:
+        return utf8(message.model_dump(exclude_none=True))
+
+
 def loops(agents: Sequence[Any], server: InterceptionServer) -> None:
     """Give the agents whose harness is the chat loop the one of this process."""
     for agent in agents:
