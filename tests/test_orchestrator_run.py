@@ -19,6 +19,7 @@ from rlx.config.schema import Config, EnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
+from rlx.inference.protocol import ServerUnreachable
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
@@ -231,6 +232,19 @@ def test_no_token_is_older_than_the_bound_with_a_slow_trainer_and_uneven_rollout
     assert min(lags) >= 0
     assert max(lags) <= level
     assert (max(lags) > 0) == (level > 0), "the schedule uses the slack it has"
+
+
+class Silent(StandInServers):
+    """Does not answer when its state is asked for."""
+
+    async def stats(self) -> dict[str, float]:
+        raise ServerUnreachable("it is leaving")
+
+
+def test_a_step_without_an_answer_of_the_servers_has_its_inference_record_all_the_same(tmp_path: Path) -> None:
+    paths, _ = play(tmp_path / "run", config_of(max_steps=2), Silent())
+    records = [record for record in map(json.loads, paths.metrics.read_text().splitlines()) if record["source"] == "inference"]
+    assert [(record["step"], record["perf/servers"]) for record in records] == [(0, 0), (1, 0)]
 
 
 def test_rollouts_in_flight_when_weights_arrive_go_on(tmp_path: Path) -> None:
