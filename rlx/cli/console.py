@@ -316,7 +316,7 @@ class Console:
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
-            suggestions.append((f"{python} -m rlx.cli show {shlex.quote(str(root))}", "what the policy wrote at the end"))
+            suggestions.append((f"{python} -m rlx.cli view {shlex.quote(str(root))}", "what the policy wrote, rollout by rollout"))
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
 

@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -87,22 +88,27 @@ class RecordedSource:
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
-        import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
-
         path = self.paths.recorded_of(step)
-
-        def read() -> bytearray:
-            with path.open("rb") as file:
-                try:
-                    return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
-                except zstandard.ZstdError as error:
-                    raise ValueError(f"{path} is damaged: {error}") from error
-
-        batch = _decoded(self.mesh.read(read), step, str(path))
+        batch = _decoded(self.mesh.read(lambda: _decompressed(path)), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
         """Nothing to do: recordings may be replayed."""
+
+
+def read_recorded(path: Path, step: int) -> StepBatch:
+    """The recorded batch of `step`, in one process. Raises FileNotFoundError, or ValueError for a damaged file."""
+    return _decoded(_decompressed(path), step, str(path))
+
+
+def _decompressed(path: Path) -> bytearray:
+    import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
+
+    with path.open("rb") as file:
+        try:
+            return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
