@@ -27,9 +27,10 @@ FLOORS = {
     "runs": 5,
     "launch": 6,
     "view": 6,
+    "report": 6,
     "cli": 7,
 }
-WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
+WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "report", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
