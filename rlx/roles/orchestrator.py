@@ -83,7 +83,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = instantiate(config.advantage)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out)
+        self.collector = collector_of(config, envs, self._left_out, self._away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -93,8 +93,11 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, self._away)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
+
+    def _away(self) -> float:
+        return self.sampler.away
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
@@ -225,8 +228,9 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+    patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
+    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
