@@ -191,6 +191,8 @@ class FakeSource:
                 completion = rng.integers(0, self.vocab_size, rng.integers(*self.completion_tokens, endpoint=True))
                 mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
                 optional: Any = {name: rng.random(len(mask), dtype=np.float32) for name in self.streams}
+                if "ce_weights" in optional:
+                    optional["ce_weights"][0] = 0  # nothing predicts a first token
                 samples.append(
                     TrainingSample(
                         group=group,
