@@ -48,7 +48,10 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int) -> RankBatch:
     assert 0 <= rank < ranks, (rank, ranks)
     packed = [_pack_mini_batch(samples, rank, ranks, tokens) for samples in batch.mini_batches]
     return RankBatch(
-        step=batch.step, mini_batches=tuple(mini_batch for mini_batch, _ in packed), num_tokens=sum(total for _, total in packed)
+        step=batch.step,
+        mini_batches=tuple(mini_batch for mini_batch, _ in packed),
+        num_tokens=sum(total for _, total in packed),
+        sampled=any((sample.versions >= 0).any() for samples in batch.mini_batches for sample in samples),
     )
 
 
