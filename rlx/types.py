@@ -121,7 +121,7 @@ class TrainingSample:
     inference_logprobs: Float  # [L] 0 where loss_mask is False
     advantages: Float  # [L] 0 where loss_mask is False
     temperature: Float  # [L] of the request that sampled the token; 1 where loss_mask is False
-    versions: Int  # [L] policy version of each sampled token, -1 where loss_mask is False
+    versions: Int  # [L] policy version of each sampled token; -1 where loss_mask is False, and for tokens that no policy sampled
     policy_weights: Float | None = None  # [L]
     ce_weights: Float | None = None  # [L]
     ref_kl_weights: Float | None = None  # [L]
@@ -255,6 +255,7 @@ class RankBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     num_tokens: int  # tokens of all trained samples, over all ranks
+    sampled: bool = True  # a policy version sampled trained tokens; False: supervised data, which has no versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
