@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from policy_stand_in import InTurn, StandIn, load, policy_of, task_of, tiny_chat
+from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
 
 from rlx.policy.base import Call, Reply
 from rlx.policy.transcript import Exchange, TranscribedPolicy, Transcript, transcripts_of
@@ -140,3 +140,27 @@ def test_calls_and_reasoning_stand_in_the_transcript():
     (one,) = transcripts_of([Exchange(messages=(user("2+2?"),), tools=(), reply=reply)])
     assert one.completion[0] == reply.message
     assert one.completion[0]["reasoning_content"] == "2+2"
+
+
+def test_of_several_agents_only_the_one_that_trains_is_transcribed():
+    """A v1 taskset with two players and a host (`tests/packages`): the members of the group of one task have the same agent."""
+    from rlx.config.schema import EnvConfig
+    from rlx.envs.verifiers_v1 import load_environment
+
+    env = load_environment("e", EnvConfig(id="rlx_test_v1", num_tasks=8), dict(SAMPLING), 30.0)
+    env.policy = TranscribedPolicy(policy_of(StandIn(tiny_chat(), answer=lambda text: "7", error=0.0), context_length=2000))
+    agents = {env.trained_agent(task_of(env, index)): index for index in range(8)}
+    assert set(agents) == {"left", "right"}
+
+    async def main() -> list[Rollout]:
+        try:
+            return [(await env.play(task_of(env, index), [0], 0))[0] for index in agents.values()]
+        finally:
+            await env.close()
+
+    for rollout in asyncio.run(main()):
+        assert rollout.status == "ok"
+        transcripts = env.policy.take(rollout.task, 0)
+        answers = [m for one in transcripts for m in one.completion if m["role"] == "assistant"]
+        assert len(answers) == len(rollout.turns) > 0
+        assert not any("HOST" in message["content"] for one in transcripts for message in one.prompt)
