@@ -16,6 +16,7 @@ COMMANDS = {  # in the order of the help text
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
+    "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",
