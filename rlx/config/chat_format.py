@@ -6,7 +6,6 @@ The package is imported inside the functions, because that takes half a second.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar
 
 from rlx.config.schema import ModelConfig
 
@@ -30,7 +29,7 @@ def arguments_of(template: str) -> set[str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
         def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
