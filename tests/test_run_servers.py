@@ -32,7 +32,8 @@ ON_POLICY = ("max_async_level=0", "orchestrator.batch_size=64", "model.dtype=flo
 def check(job: MainJob, steps: int) -> None:
     """Every step was trained, on tokens that the servers sampled from the policy that they say."""
     trained, played = job.metrics("trainer"), job.metrics("orchestrator")
-    assert [record["step"] for record in trained] == [record["step"] for record in played] == list(range(steps)), job.text()
+    assert [record["step"] for record in trained] == list(range(steps)), job.text()
+    assert [record["step"] for record in played][:steps] == list(range(steps))
     assert max(record["mismatch/kl"] for record in trained) < 1e-6, "in float32, and at lag 0"
     for step in range(steps):
         for rollout in job.rollouts(step):

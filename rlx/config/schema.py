@@ -98,6 +98,10 @@ class ModelConfig:
         "or `auto`: the family of the exact hub name, if the package knows it and `model.chat_template` is not set",
     )
     chat_template: str | None = key(None, "file with the chat template (Jinja) to use instead of the tokenizer's own; null: its own")
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; one that it does not read is refused",
+    )
     tool_call_parser: str = key(
         "auto",
         "how tool calls are read from answers, if the chat template writes conversations; vLLM's names. "

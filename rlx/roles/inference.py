@@ -106,7 +106,7 @@ async def serve(config: Config, replica: int, model: Path, sock: socket.socket, 
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
-    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template))
+    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template, config.model.chat_template_kwargs))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
