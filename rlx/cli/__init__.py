@@ -16,6 +16,8 @@ COMMANDS = {  # in the order of the help text
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
+    "view": "rlx.cli.view",
+    "report": "rlx.cli.report",
     "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
