@@ -77,7 +77,7 @@ class Rollout:
     stop: str  # the environment's stop condition, or the failure's cause
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
-    timing: dict[str, float] = field(default_factory=dict)  # seconds
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
