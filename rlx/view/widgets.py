@@ -19,7 +19,7 @@ from textual.strip import Strip
 
 from rlx.runs.rollouts import Table
 from rlx.view.chosen import COLUMNS, cells
-from rlx.view.flow import printable
+from rlx.view.lines import printable
 
 WIDEST = 24  # cells of a text column
 TEXT_COLUMNS = {"set", "env", "stop", "error"}
@@ -55,7 +55,7 @@ class RolloutList(ScrollView, can_focus=True):
     def show(self, table: Table, rows: NDArray[np.int64], keep: tuple[Any, int] | None = None) -> None:
         """Display rows. `keep`: path and line of a rollout that the cursor should stay on."""
         self.table, self.rows = table, rows
-        self._widths = _widths(table)
+        self._widths = _widths(table, self.sorted_by)
         self.virtual_size = Size(sum(self._widths) + 2 * (sum(map(bool, self._widths)) - 1), len(rows) + 1)
         place = 0
         if keep is not None and len(rows):
@@ -107,7 +107,7 @@ class RolloutList(ScrollView, can_focus=True):
         return Strip([Segment("  ".join(parts), style)]).crop_extend(left, left + width, style)
 
 
-def _widths(table: Table) -> list[int]:
+def _widths(table: Table, sorted_by: str = "") -> list[int]:
     """Cells of each column, from the extremes of the whole table. 0 hides a column that says the same everywhere."""
     if not len(table):
         return [len(name) + 2 for name in COLUMNS]
@@ -125,7 +125,7 @@ def _widths(table: Table) -> list[int]:
             longest = max(cell_len(table.names[code]) for code in np.unique(c[column])) + (6 if name == "stop" else 0)
         else:
             longest = max(cell_len(cells(table, row)[place]) for row in examples[name])
-        widths.append(min(WIDEST, max(longest, len(name) + 2)))
+        widths.append(min(WIDEST, max(longest, len(name) + (2 if name == sorted_by else 0))))
     if len(np.unique(c["set"])) == 1:
         widths[COLUMNS.index("set")] = 0
     return widths
