@@ -104,6 +104,7 @@ class ListScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one("#preview").can_focus = False
+        self.list.asked_for_filter = self.action_filter
         self.list.focus()
         self.set_interval(LOOK, self.action_look)
         self._load()

@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.events import Resize
+from textual.events import Key, Resize
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
@@ -45,6 +45,7 @@ class RolloutList(ScrollView, can_focus=True):
         super().__init__(**options)
         self.table, self.rows = Table([]), np.empty(0, dtype=np.int64)
         self.cursor, self.sorted_by, self.descending = 0, "", False
+        self.asked_for_filter: Callable[[], None] = lambda: None
         self._widths = _widths(self.table)
 
     @property
@@ -71,6 +72,18 @@ class RolloutList(ScrollView, can_focus=True):
             return None
         c = self.table.columns
         return self.table.sources[c["source"][self.row]].path, int(c["line"][self.row])
+
+    def on_key(self, event: Key) -> None:
+        """Open the filter's box at once and pass on to it what follows: keys typed quickly, or pasted, are already on their way here."""
+        focused = self.screen.focused
+        if focused is self and event.key == "slash":
+            event.stop().prevent_default()
+            self.asked_for_filter()
+        elif focused is not None and focused is not self:
+            event.stop().prevent_default()
+            meant = Key(event.key, event.character)
+            meant._set_forwarded()
+            focused.post_message(meant)
 
     def action_move(self, by: int) -> None:
         self.action_go(min(max(self.cursor + by, 0), len(self.rows) - 1))
