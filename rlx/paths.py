@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "plan.txt"
 
     @property
+    def report(self) -> Path:
+        """The page that `rlx report` makes, of this run or of the sweep in this directory."""
+        return self.root / "report.html"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 

@@ -112,6 +112,18 @@ CASES = {
     ),
     "terms_are_a_section": Case("loss.kl=0.1"),
     "teacher_not_named": Case("loss=opd"),
+    "loss_of_an_environment_unknown": Case("env=[sums,reverse_text] envs.sums.loss=gpso envs.reverse_text.advantage=none_of_them"),
+    "loss_of_an_environment_argument": Case("envs.reverse_text.loss=gspo envs.reverse_text.loss.eps_hgih=0.3"),
+    "loss_of_an_environment_out_of_range": Case("envs.reverse_text.loss=cispo envs.reverse_text.loss.eps_high=-1"),
+    "loss_of_an_environment_corrects": Case(
+        "env=[sums,reverse_text] envs.sums.loss=gspo envs.sums.loss.correction=mis sampling.top_p=0.9 loss=sft"
+    ),
+    "kl_target_of_one_of_two": Case("env=[sums,reverse_text] envs.sums.loss=sft loss.kl.beta=0.1 loss.kl.target_kl=0.01"),
+    "teacher_is_the_policy": Case("loss=opd teacher.base_url=[http://host:8000/v1] inference.base_url=[http://host:8000]"),
+    "teacher_for_nobody": Case("teacher.base_url=[http://host:8000]"),
+    "teacher_without_address": Case("loss=opd teacher.base_url=[host:8000]"),
+    "teacher_at_another_temperature": Case("loss=opd teacher.base_url=[http://host:8000] sampling.temperature=0.7"),
+    "two_teachers": Case("loss=opd teacher.base_url=[http://host:8000] ref.name=a/teacher"),
     "teacher_that_follows": Case("ref.name=a/teacher ref.sync_interval=10"),
     "nothing_follows": Case("ref.sync_interval=10"),
     "thinking_interleaved": Case("model=qwen3_0_6b model.name=me/qwen3-tuned orchestrator.trajectory_strategy=interleaved"),

@@ -27,7 +27,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.history import History
 from rlx.runs.rewind import trim_metrics
-from rlx.runs.status import Status
+from rlx.runs.status import Restart, Status
 
 DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "rollouts/failed_no_answer": 0.0}
 
@@ -151,6 +151,22 @@ def test_a_stall_is_shown_once_and_its_end_too(run, capsys):
     assert "waiting for trainer" in rendered(console)
     paths.stall_of(0, 1).write_text(f"{head}\nprogress again, after 412 s\n{STACKS}\n== trainer\n")
     assert said() == "progress again, after 412 s\n"
+
+
+def test_a_server_that_died_and_starts_again_is_said_at_once_and_counted_at_the_end(run, capsys):
+    console = Console(run, Config(max_steps=10))
+    capsys.readouterr()
+    died = [Restart(name=f"inference_{number}", reason="killed by SIGKILL", log=f"logs/{number}.log", time=0.0) for number in (0, 1, 0)]
+    for restarts in (died[:1], died):
+        Status(max_steps=10, restarts=restarts).write(RunPaths(run))
+        console._looked = 0.0
+        console.update()
+    said = capsys.readouterr().out
+    assert said.count("killed by SIGKILL; it starts again") == 3
+    assert f"(its log: {run}/logs/1.log)" in said
+    assert "started again: inference_0 2 ×, inference_1 1 ×" in rendered(console)
+    Status(max_steps=10, restarts=died, state="completed").write(RunPaths(run))
+    assert "  restarted inference_0 2 ×, inference_1 1 ×; the last: killed by SIGKILL, logs/0.log" in Console(run, Config()).summary(0)
 
 
 def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(run):

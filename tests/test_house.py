@@ -27,9 +27,10 @@ FLOORS = {
     "runs": 5,
     "launch": 6,
     "view": 6,
+    "report": 6,
     "cli": 7,
 }
-WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
+WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "report", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
@@ -38,6 +39,7 @@ OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/kernels/logprob.py": "triton",
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",
+    "rlx/data/rows.py": "datasets",  # for Parquet and the hub; a JSONL file needs none
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
 ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it

@@ -17,6 +17,8 @@ COMMANDS = {  # in the order of the help text
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
+    "report": "rlx.cli.report",
+    "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",

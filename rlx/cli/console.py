@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlx.launch.stall import STACKS
 from rlx.rollout.failures import in_words
 from rlx.runs.history import History
 from rlx.runs.run import Run
+from rlx.runs.status import Restart
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STAGES = {  # source -> metric -> displayed name
@@ -99,6 +101,7 @@ class Console:
         self._earlier = {name: beat["time"] for name, beat in read_heartbeats(self.paths).items()}  # of an attempt that has ended, or old
         self._ages = Ages()
         self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
+        self._restarts: list[Restart] = []
         self._phases: dict[str, str] = {}
         self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
@@ -134,10 +137,11 @@ class Console:
         link = self.paths.latest_logs
         attempt = os.readlink(link) if link.is_symlink() else None
         if attempt != self._attempt:
-            self._attempt, self._phases, self._printed_step, self._stall = attempt, {}, 0, ""
+            self._attempt, self._phases, self._printed_step, self._stall, self._restarts = attempt, {}, 0, "", []
         if time.monotonic() - self._looked >= LINE_INTERVAL:
             self._looked = time.monotonic()
             self._look_for_stalls()
+            self._look_for_restarts()
 
     def _look_for_stalls(self) -> None:
         """Read the newest account of a stall, and print what is new in it."""
@@ -148,6 +152,14 @@ class Console:
             self._stall = text
             if self._live is None:
                 print(f"{new}\n(stacks: {files[-1]})" if new == text else new, flush=True)
+
+    def _look_for_restarts(self) -> None:
+        """Print which processes died and were started again since the last look."""
+        status = self.run.status
+        restarts = [] if status is None else status.restarts
+        for one in restarts[len(self._restarts) :] if self._live is None else ():
+            print(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})", flush=True)
+        self._restarts = restarts
 
     # live, on a terminal
 
@@ -179,6 +191,8 @@ class Console:
         rows.append(now)
         if self._stall:
             rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
+        if self._restarts:
+            rows.append(Text("started again: " + self._restarted(), style="yellow"))
         title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 
@@ -270,6 +284,9 @@ class Console:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
         drops = self._drops()
         lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        if status is not None and status.restarts:
+            self._restarts = status.restarts
+            lines.append(f"  restarted {self._restarted()}")
         if self.paths.failures.exists():
             failures = in_words(json.loads(self.paths.failures.read_text()))
             lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
@@ -296,6 +313,12 @@ class Console:
             value, step = best
             lines.append(f"  best      {self.cfg.ckpt.keep_best} {value:.3f}: {self.paths.checkpoint_of(step)}")
         return lines
+
+    def _restarted(self) -> str:
+        """Which processes died and were started again, how often, and how the last of them died."""
+        counts = Counter(one.name for one in self._restarts)
+        last = self._restarts[-1]
+        return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
 
     def _drops(self) -> dict[str, float]:
         records = self.history.records["orchestrator"]

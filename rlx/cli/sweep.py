@@ -49,7 +49,7 @@ def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
     """Compose, check and plan all runs. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
-    from rlx.config.targets import must_be_built
+    from rlx.config.targets import all_nodes_of, must_be_built
     from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
@@ -62,7 +62,7 @@ def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
         try:
             composed = compose(line.argv)
             cfg = replace(composed.cfg, run=RunConfig(name=line.name, dir=str(directory / line.name)))
-            nodes = (cfg.loss, cfg.advantage, cfg.optim)
+            nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             needed = cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)
             if needed and not cfg.dry_run and nodes not in built:
                 check_built(cfg)

@@ -28,6 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
@@ -68,7 +69,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         known = [each for each in groups.options("") if each not in (SCHEMA, VARIABLES) and not each.startswith("_")]
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
-    overrides = list(request.overrides)
+    overrides = as_presets(list(request.overrides))
     problems += groups.problems(overrides, variables)
     if problems:
         raise ConfigError(problems)
@@ -99,6 +100,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     variables = [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values)
     off = _sections_off(root, variables, values, origins)
+    fill_in(cfg, repository, groups, origins)
     unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
     for key in _of_other_commands(root, data, origins):

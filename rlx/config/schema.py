@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
+from rlx.config.objectives import kl_of, losses_of
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
@@ -29,7 +30,9 @@ from rlx.config.schema_rollout import (
     OrchestratorConfig,
     RewardConfig,
     SamplingConfig,
+    TrainedEnvConfig,
 )
+from rlx.config.schema_teacher import TeacherConfig
 
 __all__ = [
     "MISSING",
@@ -46,7 +49,9 @@ __all__ = [
     "RewardConfig",
     "SamplingConfig",
     "SlurmConfig",
+    "TeacherConfig",
     "TensorboardConfig",
+    "TrainedEnvConfig",
     "WandbConfig",
 ]
 
@@ -93,6 +98,10 @@ class ModelConfig:
         "or `auto`: the family of the exact hub name, if the package knows it and `model.chat_template` is not set",
     )
     chat_template: str | None = key(None, "file with the chat template (Jinja) to use instead of the tokenizer's own; null: its own")
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; one that it does not read is refused",
+    )
     tool_call_parser: str = key(
         "auto",
         "how tool calls are read from answers, if the chat template writes conversations; vLLM's names. "
@@ -177,8 +186,19 @@ class InferenceConfig:
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
     kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, in GiB", above=0)
     enforce_eager: bool | None = key(None, "run without CUDA graphs; null: eager on CPU, graphs on GPU")
-    startup_timeout: float = key(600.0, "seconds for a server to start; making or downloading its model does not count", above=0)
-    request_timeout: float = key(600.0, "seconds for one request", above=0)
+    startup_timeout: float = key(
+        600.0,
+        "seconds for a server to start; making or downloading its model does not count. Also how long the run waits for a lone server that "
+        "has left to answer again",
+        above=0,
+    )
+    max_restarts: int = key(
+        3,
+        "how often each server that the run started is started again if it dies after it has served, in one attempt; it serves again once "
+        "it has the run's version. 0: its death ends the run",
+        low=0,
+    )
+    request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")
 
 
@@ -260,6 +280,12 @@ class LossTerms:
     dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
     kl: KlTerms = section(KlTerms)
     entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
+    ce_coef: float = key(
+        0.0,
+        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
+        "their mean over the whole batch; 0 is off",
+        low=0,
+    )
     mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
@@ -296,8 +322,9 @@ class Config:
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
+    teacher: TeacherConfig = section(TeacherConfig)
     reward: RewardConfig = section(RewardConfig)
-    envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
+    envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")
     sampling: SamplingConfig = section(SamplingConfig)
     eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
@@ -348,13 +375,7 @@ class Config:
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer loads a reference model."""
-        return self.ref.name is not None or bool(self.kl_terms.get("beta"))
-
-    @property
-    def kl_terms(self) -> dict[str, Any]:
-        """The keys set in `loss.kl`; empty when it is not a section, which the check of `loss` reports."""
-        kl = self.loss.get("kl")
-        return kl if isinstance(kl, dict) else {}
+        return self.ref.name is not None or any(kl_of(node).get("beta") for node in losses_of(self).values())
 
     @property
     def num_updates(self) -> int:

@@ -55,6 +55,18 @@ class EnvConfig:
 
 
 @dataclass
+class TrainedEnvConfig(EnvConfig):
+    """One environment of the mix: an environment, and how its rollouts are trained."""
+
+    loss: dict[str, Any] = key(
+        {},
+        "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
+        "empty: the run's",
+    )
+    advantage: dict[str, Any] = key({}, "its own advantage, given alike; empty: the one that its own `loss` preset chooses, or the run's")
+
+
+@dataclass
 class EvalSampling(EnvSampling):
     """Sampling parameters of evaluations; None takes the environment's value in training."""
 

@@ -87,7 +87,7 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
             context_length=min(config.seq_len, config.max_model_len) if name in config.envs else config.max_model_len,
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
-            exact=name in config.envs and needs_exact_sampling(config, sampling_of(config, configs[name])),
+            exact=name in config.envs and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
             label=label,
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class PolicyClient(Client):
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self.requests: dict[str, list[str]] = {}  # ids of the answered requests of each trace, by the trace's id
+        self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
         self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
 
@@ -78,7 +78,7 @@ class PolicyClient(Client):
         except Exception as error:
             self.failures[trace] = error
             raise errors.ProviderError(describe(error), status_code=502) from error
-        self.requests.setdefault(trace, []).append(reply.request_id)
+        _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
         return response_of(reply)
 
     async def close(self) -> None:
@@ -102,6 +102,25 @@ class PolicyEndpoint(TrainClientConfig):
     def client(self) -> PolicyClient:
         """The client of the episode."""
         return self._client
+
+
+def _when_committed(turn: Any, note: Callable[[], None]) -> None:
+    """Call `note` when the answer of a `PendingTurn` enters the trace; at once for `None`.
+
+    The server discards an answer that arrives after the trace was stopped or concluded, for example that of a parallel request. The
+    program never sees it, and nothing scores it.
+    """
+    if turn is None:
+        note()
+        return
+    commit = turn.commit
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        node = commit(*args, **kwargs)
+        note()
+        return node
+
+    object.__setattr__(turn, "commit", noting)  # it is a frozen dataclass, made for this one request
 
 
 def give_clients(server: InterceptionServer) -> None:

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import uvloop
 
-from rlx.advantages.base import GroupScores, Remembers
+from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
-from rlx.config.load import instantiate, load_run
+from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
@@ -43,7 +43,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -81,9 +81,9 @@ class Orchestrator:
         self.heartbeat = heartbeat
         self.tracker = tracker
         self.envs = envs
-        self.advantage = instantiate(config.advantage)
+        self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out)
+        self.collector = collector_of(config, envs, self._left_out, self._away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -93,8 +93,11 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, self._away)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
+
+    def _away(self) -> float:
+        return self.sampler.away
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
@@ -108,14 +111,13 @@ class Orchestrator:
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
         self.collector.restore(state.collector)
-        if isinstance(self.advantage, Remembers) and state.advantage is not None:
+        if state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
         log.info("resuming after %d steps, from %s", start.step, start.checkpoint)
 
     def _state(self) -> OrchestratorState:
         """The orchestrator's state for a checkpoint."""
-        advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
-        return OrchestratorState(collector=self.collector.state(), advantage=advantage)
+        return OrchestratorState(collector=self.collector.state(), advantage=self.advantage.state_dict())
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
@@ -159,8 +161,7 @@ class Orchestrator:
             self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
             scores = self._scores(rollouts)
             groups = make_groups(rollouts, scores, self.advantage)
-            if isinstance(self.advantage, Remembers):
-                self.advantage.update(scores)
+            self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
@@ -225,8 +226,9 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+    patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
+    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)

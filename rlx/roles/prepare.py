@@ -38,9 +38,19 @@ from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.envs.answers import Conversation
+    from rlx.policy.chat import Chat
+    from rlx.types import TrainingSample
 
 log = logging.getLogger("rlx.prepare")
-CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py", "policy/chat.py")
+CODE = (
+    "models/tiny.py",
+    "data/demonstrations.py",
+    "data/masks.py",
+    "data/supervised.py",
+    "train/warm_start.py",
+    "envs/answers.py",
+    "policy/chat.py",
+)
 """Files under `rlx/`; a change in one of them gives another model."""
 SAY_EVERY = 10  # optimizer steps between two log lines
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
@@ -87,6 +97,7 @@ def recipe(config: Config) -> dict[str, Any]:
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
         "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
             for name, env in config.envs.items()
@@ -143,7 +154,7 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
     heartbeat.beat("loading environments")
     examples = examples_of(config)
     heartbeat.beat("importing torch")
-    from rlx.data.demonstrations import demonstrate
+    from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat
     from rlx.policy.templates import read_template, refusal
@@ -157,11 +168,15 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
         raise ValueError(text)
     demonstrations = []
     for name, conversations in examples.items():
-        said = [d for c in conversations for d in demonstrate(name, c.prompt, c.played, chat, c.tools)]
-        short = [d for d in said if len(d) <= config.model.context_length]
+        try:
+            said = samples_of(name, conversations, chat)
+        except RowError as error:
+            raise ValueError(f"envs.{name}: a demonstration cannot be trained on: {error}") from error
+        short = [sample for sample in said if len(sample.token_ids) <= config.model.context_length]
         if not short:
+            shortest = min(len(sample.token_ids) for sample in said)
             raise ValueError(
-                f"envs.{name}: the shortest of {len(said)} demonstrations has {min(map(len, said))} tokens, more than "
+                f"envs.{name}: the shortest of {len(said)} demonstrations has {shortest} tokens, more than "
                 f"model.context_length={config.model.context_length}; raise model.context_length"
             )
         log.info("%s: %d demonstrations; skipped %d that are too long", name, len(short), len(said) - len(short))
@@ -183,6 +198,15 @@ def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbea
         write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
         os.replace(unfinished, folder)
     log.info("the warm start is done: %s", folder)
+
+
+def samples_of(env: str, conversations: Sequence[Conversation], chat: Chat) -> list[TrainingSample]:
+    """The samples of an environment's conversations, marked as `rlx sft` marks its rows. Raises RowError."""
+    from rlx.data.conversations import Conversation as Messages
+    from rlx.data.masks import mark, to_sample
+
+    said = [Messages(messages=[*c.prompt, *c.played], first=len(c.prompt), tools=c.tools) for c in conversations]
+    return [to_sample(part, env=env) for conversation in said for part in mark(conversation, chat)]
 
 
 def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:

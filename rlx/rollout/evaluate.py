@@ -31,6 +31,7 @@ from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.batch import means
+from rlx.rollout.groups import play_through
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
@@ -67,12 +68,20 @@ class Evaluation:
 class Evaluations:
     """All evaluations of a run. Without `eval.interval` it has nothing to do."""
 
-    def __init__(self, config: Config, paths: RunPaths, envs: Mapping[str, Environment], first_step: int, busy: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        paths: RunPaths,
+        envs: Mapping[str, Environment],
+        first_step: int,
+        busy: Callable[[], int],
+        away: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
-        `busy`: rollouts of training in flight.
+        `busy`: rollouts of training in flight. `away`: see `play_through`.
         """
-        self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
+        self.config, self.paths, self.busy, self.away, self.first_step = config, paths, busy, away, first_step
         self.specs: dict[str, EvalEnvConfig] = evaluated(config)
         self.envs = {name: envs[PREFIX + name] for name in self.specs}
         if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
@@ -214,7 +223,7 @@ class Evaluations:
         self._in_flight.append(entry)
         try:
             for attempt in range(self.config.orchestrator.max_retries + 1):
-                rollouts = await env.play(job.task, job.members, attempt)
+                rollouts = await play_through(env, job.task, job.members, attempt, self.away)
                 for rollout in rollouts:
                     check_version(rollout, now.version)
                 if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):

@@ -285,7 +285,7 @@ def _is_free(paths: RunPaths) -> bool:
         return True
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
     described = {paths.config.name, paths.overrides.name, paths.plan.name}
-    return entries - {paths.sbatch.name, paths.explained.name} in (set(), described)
+    return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
