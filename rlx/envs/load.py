@@ -88,6 +88,7 @@ def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
             exact=name in config.envs and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
+            learn=frozenset(config.envs[name].learn) if name in config.envs else frozenset(),
             label=label,
         )
 

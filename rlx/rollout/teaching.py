@@ -38,7 +38,7 @@ class Teaching:
         if not envs:
             yield cls()
             return
-        keys = {"model": t.model, "api_key": t.api_key, "batch_size": t.batch_size, "max_concurrent": t.max_concurrent}
+        keys: dict[str, Any] = {"model": t.model, "api_key": t.api_key, "batch_size": t.batch_size, "max_concurrent": t.max_concurrent}
         async with Teacher(t.base_url, **keys, timeout=t.timeout, deadline=t.deadline) as teacher:
             check = asyncio.ensure_future(teacher.check(tokenizer, config.seq_len))
             while not check.done():
