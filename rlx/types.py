@@ -59,6 +59,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
+    answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

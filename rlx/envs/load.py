@@ -89,6 +89,7 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
             exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
+            learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
             label=label,
         )
 

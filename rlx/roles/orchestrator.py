@@ -52,6 +52,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
@@ -73,6 +74,7 @@ class Orchestrator:
         fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
@@ -80,6 +82,7 @@ class Orchestrator:
         self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
+        self.teaching = teaching or Teaching()
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
@@ -163,8 +166,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
+            batch, taught = await self.teaching.score(batch)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -205,7 +209,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
-            phase = self.evaluations.instead_of(phase)
+            phase = self.evaluations.instead_of(self.teaching.phase or phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -232,7 +236,8 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
+        async with Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching:
+            await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
 
 
 def main() -> int:

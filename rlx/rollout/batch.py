@@ -69,6 +69,7 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
                 mask_overlong=bool(loss_of(config, group.task.env).get("mask_overlong", False)),
+                learn=config.envs[group.task.env].learn,
             )
         mini_batches.append(tuple(samples))
     return StepBatch(step=step, mini_batches=tuple(mini_batches))
