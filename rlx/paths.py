@@ -145,6 +145,15 @@ class RunPaths:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
     @property
+    def finished(self) -> Path:
+        """Every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)."""
+        return self.rollouts / "finished.jsonl"
+
+    def synthesized(self, kind: str) -> Path:
+        """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
+        return self.root / "data" / f"train.{kind}"
+
+    @property
     def evaluations(self) -> Path:
         """Results of evaluations, in verifiers' layout."""
         return self.root / "eval"

@@ -182,7 +182,7 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
+    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in (*MAY_CHANGE, *cfg.may_change)]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
