@@ -92,7 +92,7 @@ class ListScreen(Screen[None]):
         steps = f"step={options['step']} " if "step" in options else ""
         self.filter = steps + options.get("filter", "")
         self.by, self.descending = options.get("sort", "-step").removeprefix("-"), options.get("sort", "-step").startswith("-")
-        self.reading = ""
+        self.reading = "reading …"
         self.wrong = ""  # what is wrong with the filter that was typed
 
     def compose(self) -> ComposeResult:
@@ -104,6 +104,7 @@ class ListScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one("#preview").can_focus = False
+        self.list.asked_for_filter = self.action_filter
         self.list.focus()
         self.set_interval(LOOK, self.action_look)
         self._load()
@@ -211,7 +212,7 @@ class ListScreen(Screen[None]):
         box = self.query_one("#filter", Input)
         box.display, box.value = True, self.filter.strip()
         box.cursor_position = len(box.value)
-        box.focus()
+        self.set_focus(box)  # at once: keys that follow are text
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         before, self.filter = self.filter, event.value
@@ -228,7 +229,7 @@ class ListScreen(Screen[None]):
 
     def _close_filter(self) -> None:
         self.query_one("#filter").display = False
-        self.list.focus()
+        self.set_focus(self.list)
 
 
 class ViewApp(App[int]):
@@ -241,6 +242,7 @@ class ViewApp(App[int]):
     #list { height: 1fr; scrollbar-size-horizontal: 0; }
     #preview { height: 40%; border-top: solid ansi_default; }
     LongText { overflow-x: hidden; scrollbar-size-vertical: 1; }
+    #list, LongText { scrollbar-background: ansi_default; scrollbar-color: ansi_blue; scrollbar-corner-color: ansi_default; }
     #filter { display: none; height: 1; border: none; padding: 0; }
     #document, #help { height: 1fr; }
     #legend { height: auto; max-height: 3; }

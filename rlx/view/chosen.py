@@ -13,6 +13,7 @@ from rlx.config.errors import ConfigError
 from rlx.plan.explain import table as aligned
 from rlx.runs.rollouts import Rollouts, Table
 from rlx.runs.selection import select, sort
+from rlx.view.lines import printable
 
 COLUMNS = ("step", "set", "env", "example", "reward", "advantage", "tokens", "turns", "version", "stop", "error")
 """The columns of a list, in their order."""
@@ -95,4 +96,4 @@ def summary(table: Table, rows: NDArray[np.int64]) -> str:
 
 def as_list(table: Table, rows: Iterable[int]) -> list[str]:
     """The rows as aligned lines."""
-    return aligned(COLUMNS, [cells(table, int(row)) for row in rows])
+    return aligned(COLUMNS, [[printable(text) for text in cells(table, int(row))] for row in rows])

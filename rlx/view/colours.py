@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from rich.style import Style
 
 # From light yellow to dark brown: brightness falls with every step.
-_RAMP = (("#fff3bf", "black"), ("#fed976", "black"), ("#fd9a3e", "black"), ("#d9480f", "white"), ("#7f2704", "white"))
+_RAMP = (("#fff3bf", "#000000"), ("#fed976", "#000000"), ("#fd9a3e", "#000000"), ("#d9480f", "#ffffff"), ("#7f2704", "#ffffff"))
 # Neighbours differ in brightness, and no two differ only between red and green.
 _KINDS = (
-    ("#f0e442", "black"),
-    ("#0072b2", "white"),
-    ("#e69f00", "black"),
-    ("#004d40", "white"),
-    ("#56b4e9", "black"),
-    ("#882255", "white"),
+    ("#f0e442", "#000000"),
+    ("#0072b2", "#ffffff"),
+    ("#e69f00", "#000000"),
+    ("#004d40", "#ffffff"),
+    ("#56b4e9", "#000000"),
+    ("#882255", "#ffffff"),
 )
-_BELOW, _ABOVE = (("#0072b2", "white"), ("#e69f00", "black"))  # the two sides of zero
+_BELOW, _ABOVE = (("#0072b2", "#ffffff"), ("#e69f00", "#000000"))  # the two sides of zero
 _ATTRIBUTES = ("underline", "bold", "bold underline", "reverse", "bold reverse")
 PLAIN = Style.null()
 

@@ -14,13 +14,13 @@ from rich.style import Style
 
 from rlx.runs.tokens import Tokens
 from rlx.view.colours import ENTROPY, MISMATCH, PLAIN, SURPRISE, has_colours, legend, of_kind, of_sign, on_scale
-from rlx.view.flow import Piece, flow, printable, words
-from rlx.view.lines import conversation, facts, more_facts
+from rlx.view.flow import Piece, flow, words
+from rlx.view.lines import conversation, facts, more_facts, printable
 
 Lines = list[list[Segment]]
 
 BOLD, DIM, ITALIC = Style(bold=True), Style(dim=True), Style(italic=True)
-_ROLE = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+_ROLE = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "cyan"}
 QUANTITIES = ("log-probability", "entropy", "mismatch", "version", "advantage", "none")
 
 

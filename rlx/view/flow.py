@@ -9,17 +9,10 @@ from rich.cells import cell_len, chop_cells
 from rich.segment import Segment
 from rich.style import Style
 
+from rlx.view.lines import printable
+
 Piece = tuple[str, Style]
 _WORDS = re.compile(r"\n|[^\S\n]+|[^\s]+")
-# Control characters of a policy's text must not reach the terminal: an escape sequence could do anything.
-_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"} | dict.fromkeys(range(128, 160), "�")
-_BIDI = {ord(char): "�" for char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
-_PRINTABLE = {**_CONTROL, **_BIDI, ord("\t"): "    "}
-
-
-def printable(text: str) -> str:
-    """The text without characters that steer a terminal; line breaks stay."""
-    return text.translate(_PRINTABLE)
 
 
 def words(text: str, style: Style) -> list[Piece]:

@@ -7,6 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# Control characters of a policy's text must not reach the terminal: an escape sequence could do anything.
+_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"} | dict.fromkeys(range(128, 160), "�")
+_BIDI = {ord(char): "�" for char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+_PRINTABLE = {**_CONTROL, **_BIDI, ord("\t"): "    "}
+
+
+def printable(text: str) -> str:
+    """The text without characters that steer a terminal; line breaks stay."""
+    return text.translate(_PRINTABLE)
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -124,4 +134,4 @@ def plain(record: Mapping[str, Any]) -> str:
     where = f"step {record['step']}   " if record.get("step", -1) >= 0 else ""
     more = "".join(f"\n  {name}: {value}" for name, value in more_facts(record))
     said = [f"  {message.head}: {message.text}" if message.role else f"  {message.text}" for message in conversation(record)]
-    return "\n".join([where + facts(record) + more, *said])
+    return printable("\n".join([where + facts(record) + more, *said]))

@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.events import Resize
+from textual.events import Key, Resize
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
@@ -19,7 +19,7 @@ from textual.strip import Strip
 
 from rlx.runs.rollouts import Table
 from rlx.view.chosen import COLUMNS, cells
-from rlx.view.flow import printable
+from rlx.view.lines import printable
 
 WIDEST = 24  # cells of a text column
 TEXT_COLUMNS = {"set", "env", "stop", "error"}
@@ -45,6 +45,7 @@ class RolloutList(ScrollView, can_focus=True):
         super().__init__(**options)
         self.table, self.rows = Table([]), np.empty(0, dtype=np.int64)
         self.cursor, self.sorted_by, self.descending = 0, "", False
+        self.asked_for_filter: Callable[[], None] = lambda: None
         self._widths = _widths(self.table)
 
     @property
@@ -55,7 +56,7 @@ class RolloutList(ScrollView, can_focus=True):
     def show(self, table: Table, rows: NDArray[np.int64], keep: tuple[Any, int] | None = None) -> None:
         """Display rows. `keep`: path and line of a rollout that the cursor should stay on."""
         self.table, self.rows = table, rows
-        self._widths = _widths(table)
+        self._widths = _widths(table, self.sorted_by)
         self.virtual_size = Size(sum(self._widths) + 2 * (sum(map(bool, self._widths)) - 1), len(rows) + 1)
         place = 0
         if keep is not None and len(rows):
@@ -71,6 +72,18 @@ class RolloutList(ScrollView, can_focus=True):
             return None
         c = self.table.columns
         return self.table.sources[c["source"][self.row]].path, int(c["line"][self.row])
+
+    def on_key(self, event: Key) -> None:
+        """Open the filter's box at once and pass on to it what follows: keys typed quickly, or pasted, are already on their way here."""
+        focused = self.screen.focused
+        if focused is self and event.key == "slash":
+            event.stop().prevent_default()
+            self.asked_for_filter()
+        elif focused is not None and focused is not self:
+            event.stop().prevent_default()
+            meant = Key(event.key, event.character)
+            meant._set_forwarded()
+            focused.post_message(meant)
 
     def action_move(self, by: int) -> None:
         self.action_go(min(max(self.cursor + by, 0), len(self.rows) - 1))
@@ -107,7 +120,7 @@ class RolloutList(ScrollView, can_focus=True):
         return Strip([Segment("  ".join(parts), style)]).crop_extend(left, left + width, style)
 
 
-def _widths(table: Table) -> list[int]:
+def _widths(table: Table, sorted_by: str = "") -> list[int]:
     """Cells of each column, from the extremes of the whole table. 0 hides a column that says the same everywhere."""
     if not len(table):
         return [len(name) + 2 for name in COLUMNS]
@@ -125,7 +138,7 @@ def _widths(table: Table) -> list[int]:
             longest = max(cell_len(table.names[code]) for code in np.unique(c[column])) + (6 if name == "stop" else 0)
         else:
             longest = max(cell_len(cells(table, row)[place]) for row in examples[name])
-        widths.append(min(WIDEST, max(longest, len(name) + 2)))
+        widths.append(min(WIDEST, max(longest, len(name) + (2 if name == sorted_by else 0))))
     if len(np.unique(c["set"])) == 1:
         widths[COLUMNS.index("set")] = 0
     return widths
