@@ -112,7 +112,10 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
 
 
 def read_results(file: Path) -> list[list[Outcome]]:
-    """The rollouts of each example [N][n] in a `results.jsonl` of rlx. Rewards by function and metrics are together in `metrics`."""
+    """The rollouts of each example [N][n] in a `results.jsonl` of rlx.
+
+    Rewards by function and metrics are together in `metrics`; `place` is not in the file and means nothing.
+    """
     examples: dict[int, list[Outcome]] = {}
     for line in file.read_bytes().splitlines():
         found = msgspec.json.decode(line)
@@ -120,6 +123,7 @@ def read_results(file: Path) -> list[list[Outcome]]:
         failed = not found["is_completed"]
         outcome = Outcome(
             example_id=found["example_id"],
+            place=len(examples),
             rollout=found["rollout"],
             prompt=found["prompt"],
             completion=found["completion"],
