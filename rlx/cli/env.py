@@ -137,7 +137,7 @@ def _info(chosen: argparse.Namespace) -> int:
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
     about = describe(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
-    return 1 if about.problem else 0
+    return 1 if about.problem or about.needs else 0
 
 
 def _python_with(env_id: str) -> str | None:

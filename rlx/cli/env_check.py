@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -88,6 +90,8 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
         chosen.append(f"envs.custom.id={name}")
     keys = {word.partition("=")[0].lstrip("+") for word in given}
     defaults = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in keys]
+    if not keys & {"run.name", "run.dir", "dry_run"}:
+        defaults.append(f"run.name=check-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{secrets.token_hex(3)}")
     split = [] if f"envs.{env}.split" in keys or "env.split" in keys else [f"envs.{env}.split=train"]
     return env, [*chosen, *split, *defaults, *given]
 
