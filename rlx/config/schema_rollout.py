@@ -196,4 +196,6 @@ class OrchestratorConfig:
         choices=("interleaved", "branching"),
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
-    save_batches: bool = key(True, "keep the batches that are trained on in `recorded/`, compressed, for `replay=`")
+    save_batches: bool = key(
+        True, "keep the batches that are trained on, and the trainer's entropy of every token, in `recorded/`, for `replay=` and `rlx view`"
+    )
