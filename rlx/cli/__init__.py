@@ -14,6 +14,7 @@ from pathlib import Path
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
     "runs": "rlx.cli.runs",
+    "watch": "rlx.cli.watch",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
