@@ -132,6 +132,10 @@ class RunPaths:
     def recorded_of(self, step: int) -> Path:
         return self.recorded / f"step_{step:06d}.batch.zst"
 
+    def scores_of(self, step: int, rank: int) -> Path:
+        """What a trainer rank computed for the tokens of a recorded batch (`rlx.data.scores`)."""
+        return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
+
     @property
     def failures(self) -> Path:
         """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""

@@ -16,6 +16,7 @@ COMMANDS = {  # in the order of the help text
     "eval": "rlx.cli.eval",
     "synthesize": "rlx.cli.synthesize",
     "runs": "rlx.cli.runs",
+    "watch": "rlx.cli.watch",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
