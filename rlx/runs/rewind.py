@@ -81,6 +81,9 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     for folder in paths.evaluations.glob("*/step_*"):
         if int(folder.name.removeprefix("step_")) >= done:
             shutil.rmtree(folder)
+    for folder in paths.replays.glob("step_*--*"):
+        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
+            shutil.rmtree(folder)
     for file in (*paths.batches.glob("*"), *paths.endpoints.glob("*.json"), *paths.heartbeats.glob("*.json")):
         file.unlink()
     for file in (paths.preempt, paths.preempted):
