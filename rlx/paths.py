@@ -137,6 +137,15 @@ class RunPaths:
         return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
 
     @property
+    def replays(self) -> Path:
+        """Steps that were trained again under another objective (`rlx replay`)."""
+        return self.root / "replays"
+
+    def replay_of(self, step: int, label: str) -> Path:
+        """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
+        return self.replays / f"step_{step}--{label}"
+
+    @property
     def failures(self) -> Path:
         """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
         return self.root / "failures.json"

@@ -186,6 +186,14 @@ def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:
     assert "not like for like" in page
 
 
+def test_runs_whose_configuration_is_not_readable_are_not_lumped_together(tmp_path: Path) -> None:
+    for path in sorted(sweep(tmp_path / "sweep").iterdir()):
+        (path / "config.yaml").write_text("from: another version")
+    found = arrange([gather(Run(path)) for path in sorted((tmp_path / "sweep").iterdir())])
+    assert [len(setting.runs) for setting in found.settings] == [2, 2, 2, 2]
+    assert found.settings[0].label == "loss=grpo, optim.lr=0.0001 (configuration not readable)"
+
+
 def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make(tmp_path / "folder" / name, [0.5] * 6, seed=3)

@@ -21,6 +21,7 @@ COMMANDS = {  # in the order of the help text
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
     "report": "rlx.cli.report",
+    "replay": "rlx.cli.replay",
     "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
