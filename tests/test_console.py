@@ -294,16 +294,17 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
     from rlx.rollout.record import write_rollouts
 
     console = finished(run, max_steps=2)
-    assert not any(" show " in command for command in next_commands(console))
+    assert not any(" view " in command for command in next_commands(console))
     write_rollouts(console.paths.rollouts_of(1), [], [])
-    (look,) = [command for command in next_commands(console) if " show " in command]
+    (look,) = [command for command in next_commands(console) if " view " in command]
     _, option, name, command, path = shlex.split(look)
-    assert (option, name, command, path) == ("-m", "rlx.cli", "show", str(console.paths.root))
-    assert main([command, path]) == 0
-    assert main([command, path, "step=7"]) == 2
-    assert "only of steps 1 … 1" in capsys.readouterr().err
-    assert main([command, path + ".absent"]) == 2
-    assert "there is no directory" in capsys.readouterr().err
+    assert (option, name, command, path) == ("-m", "rlx.cli", "view", str(console.paths.root))
+    for command in ("view", "show"):
+        assert main([command, path]) == 0
+        assert main([command, path, "step=7"]) == 2
+        assert "only of steps 1 … 1" in capsys.readouterr().err
+        assert main([command, path + ".absent"]) == 2
+        assert "there is no directory" in capsys.readouterr().err
 
 
 def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys):
@@ -322,8 +323,8 @@ def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys
     path.write_bytes(zstandard.compress("\n".join(json.dumps(each) for each in (record, failed, record)).encode()))
     assert show([str(path), "count=2"]) == 0
     assert capsys.readouterr().out == (
-        "math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
-        "math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
+        "step 0   math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
+        "step 0   math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
     )
     assert show([]) == 2
 

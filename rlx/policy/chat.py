@@ -96,6 +96,19 @@ class Chat:
         """Token ids [L] of the conversation as it stands, without the head of a next answer."""
         return self._render(list(messages), tools, answer=False)
 
+    @property
+    def closing(self) -> int:
+        """How many stop tokens follow that of the last answer in a transcript, to end the whole conversation (Phi)."""
+        return self._closing
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The ids as text, special tokens included, without any tidying of spaces."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The text as ids, without tokens that begin or end a sequence."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
     def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
         """The conversation as text. Raises PolicyError if the template refuses the messages."""
         return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import uvloop
 
-from rlx.advantages.base import GroupScores, Remembers
+from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
-from rlx.config.load import instantiate, load_run
+from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
@@ -43,7 +43,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -52,6 +52,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
@@ -73,6 +74,7 @@ class Orchestrator:
         fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
@@ -80,8 +82,9 @@ class Orchestrator:
         self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
+        self.teaching = teaching or Teaching()
         self.envs = envs
-        self.advantage = instantiate(config.advantage)
+        self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
         self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
@@ -108,14 +111,13 @@ class Orchestrator:
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
         self.collector.restore(state.collector)
-        if isinstance(self.advantage, Remembers) and state.advantage is not None:
+        if state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
         log.info("resuming after %d steps, from %s", start.step, start.checkpoint)
 
     def _state(self) -> OrchestratorState:
         """The orchestrator's state for a checkpoint."""
-        advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
-        return OrchestratorState(collector=self.collector.state(), advantage=advantage)
+        return OrchestratorState(collector=self.collector.state(), advantage=self.advantage.state_dict())
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
@@ -162,11 +164,11 @@ class Orchestrator:
             self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
             scores = self._scores(rollouts)
             groups = make_groups(rollouts, scores, self.advantage)
-            if isinstance(self.advantage, Remembers):
-                self.advantage.update(scores)
+            self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
+            batch, taught = await self.teaching.score(batch)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -207,7 +209,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
-            phase = self.evaluations.instead_of(phase)
+            phase = self.evaluations.instead_of(self.teaching.phase or phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -234,7 +236,8 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
+        async with Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching:
+            await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
 
 
 def main() -> int:
