@@ -78,7 +78,7 @@ class Rollout:
     stop: str  # the environment's stop condition, or the failure's cause
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
-    timing: dict[str, float] = field(default_factory=dict)  # seconds
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
@@ -122,7 +122,7 @@ class TrainingSample:
     inference_logprobs: Float  # [L] 0 where loss_mask is False
     advantages: Float  # [L] 0 where loss_mask is False
     temperature: Float  # [L] of the request that sampled the token; 1 where loss_mask is False
-    versions: Int  # [L] policy version of each sampled token, -1 where loss_mask is False
+    versions: Int  # [L] policy version of each sampled token; -1 where loss_mask is False, and for tokens that no policy sampled
     policy_weights: Float | None = None  # [L]
     ce_weights: Float | None = None  # [L]
     ref_kl_weights: Float | None = None  # [L]
@@ -256,6 +256,7 @@ class RankBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     num_tokens: int  # tokens of all trained samples, over all ranks
+    sampled: bool = True  # a policy version sampled trained tokens; False: supervised data, which has no versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

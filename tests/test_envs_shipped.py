@@ -20,7 +20,8 @@ import verifiers as vf
 from policy_stand_in import load, play_texts, tiny_chat
 
 from rlx.config.load import compose
-from rlx.data.demonstrations import demonstrate
+from rlx.data.conversations import Conversation
+from rlx.data.masks import mark
 from rlx.envs.answers import conversations
 from rlx.envs.base import sampling_of
 
@@ -235,6 +236,10 @@ def text_of(message: dict[str, Any]) -> str:
     )
 
 
+def marked(said):
+    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), tiny_chat())
+
+
 @pytest.mark.parametrize(
     ("id", "arguments"), TAUGHT, ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values()))
 )
@@ -246,8 +251,8 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
         assert (rollout.status, rollout.reward) == ("ok", 1.0)
         theirs = [message["content"] for message in rollout.completion if message["role"] != "assistant"]
         assert theirs == [message["content"] for message in said.played if message["role"] != "assistant"]
-        (whole,) = demonstrate("e", said.prompt, said.played, tiny_chat(), said.tools)
-        assert whole.token_ids == (*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids), "what the policy will see"
+        (whole,) = marked(said)
+        assert whole.token_ids == [*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids], "what the policy will see"
     wrong = conversations(env, list(env.rows), teacher_error=1.0, seed=1)
     rewards = [
         play_texts(env, *(text_of(m) for m in said.played if m["role"] == "assistant"), index=i).reward for i, said in enumerate(wrong)
@@ -258,13 +263,13 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
 @pytest.mark.parametrize("experiment", ["word_guess_tiny", "tool_math_tiny", "alphabet_sort_tiny", "sums_tiny"])
 def test_what_the_tiny_model_learns_fits_into_its_lengths(experiment: str) -> None:
     cfg = compose([f"experiment={experiment}"], {}).cfg
-    ((name, config),) = cfg.envs.items()
+    (config,) = cfg.envs.values()
     env = load(config.id, **config.args, num_examples=64)
     limit = sampling_of(cfg, config)["max_tokens"]
     for said in conversations(env, list(env.rows), teacher_error=0.5, seed=1):
-        (whole,) = demonstrate(name, said.prompt, said.played, tiny_chat(), said.tools)
+        (whole,) = marked(said)
         assert len(whole) <= cfg.seq_len
-        assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.spoken).split()) <= limit
+        assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.trained).split()) <= limit
 
 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)

@@ -52,8 +52,12 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Calla
     """
     assert 0 <= rank < ranks, (rank, ranks)
     packed = [_pack_mini_batch(samples, rank, ranks, tokens, loss_of) for samples in batch.mini_batches]
+    everything = [sample for samples in batch.mini_batches for sample in samples]
     return RankBatch(
-        step=batch.step, mini_batches=tuple(mini_batch for mini_batch, _ in packed), num_tokens=sum(total for _, total in packed)
+        step=batch.step,
+        mini_batches=tuple(mini_batch for mini_batch, _ in packed),
+        num_tokens=sum(total for _, total in packed),
+        sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
     )
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
 from rlx.envs import boot
+from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, die_with, kill_all
@@ -39,7 +40,7 @@ SCHEMA = 3  # changes when the meaning of a kept answer changes
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
-def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
+def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]:
     """What the environments of each configuration are, by name. Loads each different environment once.
 
     A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer.
@@ -67,7 +68,7 @@ def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
 
 
-def _too_long(cfg: Config, known: Mapping[Identity, Probed]) -> Iterator[str]:
+def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
     """Environments whose prompts fill the context of the tiny model, which has a token for each character."""
     if cfg.model.warm_start is None:
         return
@@ -86,8 +87,10 @@ def lines_of(environments: Mapping[str, Probed]) -> list[str]:
     return [f"{name}: {probed}" for name, probed in environments.items()]
 
 
-def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
-    return environments(cfg) if cfg.launcher.check_envs and cfg.replay is None else {}
+def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
+    if not isinstance(cfg, PlayRoot) or (isinstance(cfg, Config) and cfg.replay is not None):
+        return {}
+    return environments(cfg) if cfg.launcher.check_envs else {}
 
 
 def identity(env: EnvConfig) -> Identity:
@@ -156,7 +159,17 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     return found
 
 
-def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
+def describe(env: EnvConfig) -> About:
+    """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
+    python = identity(env)[0]
+    entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}
+    answers, _, ending = _run(python, [entry], "about")
+    if "0" in answers:
+        return from_json(answers["0"]["about"])
+    return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
+
+
+def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
 
     Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
@@ -170,7 +183,7 @@ def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], st
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                [python, boot.__file__, "probe"],
+                [python, boot.__file__, module],
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

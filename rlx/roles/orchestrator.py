@@ -57,7 +57,7 @@ from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import LEFT, Preempted, first_failure
+from rlx.waiting import LEFT, Preempted, at_most, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -86,7 +86,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -96,7 +96,7 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -121,15 +121,19 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
-        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
-        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
+        explain_with(explainer(lambda: [*self.collector.waiting(), *self.evaluations.waiting()], self.envs, loop))
+        limit = None  # seconds for each part of the end
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
+        except asyncio.CancelledError:
+            limit = 0.4 * self.config.launcher.grace  # we were told to stop, and the tracker needs some time, too
+            raise
         finally:
-            await asyncio.gather(self.collector.close(), self.evaluations.close())
-            await asyncio.gather(*(env.close() for env in self.envs.values()))
+            await at_most(limit, self.collector.close(), self.evaluations.close())
+            await at_most(limit, *(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
 
@@ -154,8 +158,7 @@ class Orchestrator:
     async def _train(self) -> None:
         clock = StepClock(self.collector)
         for step in range(self.first_step, self.config.max_steps):
-            self.step = step
-            rollouts = await self.collector.collect()
+            self.step, rollouts = step, await self.collector.collect()
             clock.collected()
             filtered = self.collector.filtered
             self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
@@ -227,8 +230,9 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+    patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
+    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)

@@ -28,6 +28,8 @@ from rlx.train.reference import Reference
 from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
 IN_TOKENS = {"teacher_logprobs": "teacher_logp"}  # streams with another name in `TokenBatch`
+OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
+"""Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,9 @@ class PolicyTrainer:
         for _ in range(iterations):
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
-                metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
-                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # else the mismatch includes updates
+                step = batch.step if batch.sampled else None
+                metrics = self.train_minibatch(mini_batch, step=step, before=scores, fresh=not records)
+                if self.warning is None and not records and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
                     self.warning = self.losses.warning(metrics)
                 (records if mini_batch.trains else empty).append(metrics)
         values = merge_metrics(records or empty)
@@ -150,7 +153,8 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches. The metrics are those of the global batch, equal on every rank.
 
-        `step` is the policy version being trained, for the age of tokens; None (supervised data has no versions) omits the age.
+        `step` is the policy version being trained, for the age of tokens. None: supervised data, which no policy sampled; its metrics have
+        the perplexity, but neither ages nor ratios nor the mismatch with an engine.
         `before` holds scores by micro-batch if they are already computed. `fresh`: no optimizer step was taken since version `step`.
         Without a trainable token on any rank nothing changes, not even the optimizer's momentum or the KL controller.
         Raises ValueError for counts that differ from the mini-batch's, and NotFiniteError for a NaN or infinite loss or gradient, both
@@ -160,6 +164,8 @@ class PolicyTrainer:
         where = f"optimizer step {self.updates}"
         stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
         metrics = self._reduce(stats, mini_batch)
+        if step is None:
+            metrics = _of_supervised(metrics)
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
         computed = time.perf_counter()
@@ -206,6 +212,8 @@ class PolicyTrainer:
             if step is not None:
                 versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
                 _add_lag(more, step - versions, mini_batch.num_loss_tokens)
+            else:
+                more.sums["loss/nll"] = -logp.detach().double().sum() / max(mini_batch.num_loss_tokens, 1)
             loss.backward()
             stats.add(more)
         return stats
@@ -275,6 +283,17 @@ def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:
     stats.maxima["off_policy/lag_max"] = (
         lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
     )
+
+
+def _of_supervised(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of data that no policy sampled: without comparisons to a sampling policy, and with the perplexity."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith(OF_SAMPLED)}
+    return kept | {"loss/perplexity": perplexity(metrics["loss/nll"])}
+
+
+def perplexity(nll: float) -> float:
+    """exp of the mean negative log-probability of a token, in nats; at most e^690, so that it stays a number."""
+    return math.exp(min(nll, 690.0))
 
 
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
