@@ -20,7 +20,7 @@ from rlx.cli import main
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.report.chart import Chart, Line, draw, number, thin, ticks
 from rlx.report.gather import gather
 from rlx.report.settings import arrange, factors

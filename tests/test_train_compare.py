@@ -25,7 +25,7 @@ from rlx.losses.gspo import gspo
 from rlx.metrics import MetricsWriter
 from rlx.models.tiny import build_model, build_tokenizer, save
 from rlx.paths import COMPLETE, RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.rollout.record import record_batch
 from rlx.runs.claim import create
 from rlx.train.compare import _measure, cosine

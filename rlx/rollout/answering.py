@@ -70,7 +70,7 @@ async def _endpoint(config: PlayWithModel, envs: Mapping[str, Local], beat: Call
     for name, env in envs.items():
         env.policy = policies[name] = OpenAIPolicy(
             client.base_url,
-            os.environ.get(client.api_key_var) or "none",
+            (os.environ.get(client.api_key_var) if client.api_key_var else None) or "none",
             config.model.name,
             seed=config.seed,
             sampling=sampling_of(config, config.envs[name]),

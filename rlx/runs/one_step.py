@@ -48,6 +48,8 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
     recorded = run.config
     if recorded is None:
         raise ConfigError(f"{run.root} has no config.yaml, so nothing is known of its objective.\n  fix: name another run")
+    if not isinstance(recorded, Config):
+        raise ConfigError(f"{run.root} is no training run, so it has no recorded batches.\n  fix: name a directory of rlx train")
     flags, lines = _split(overrides)
     if not lines:
         raise ConfigError("give another objective to compare with, such as loss=gspo or loss.eps_high=0.3.")
