@@ -143,7 +143,12 @@ async def connect_endpoint(
         envs[name].policy = policy
         policies.append(policy)
     beat(f"asking {client.base_url} for {config.model.name}")
-    await check(policies[0], tools=any(env.tools for env in envs.values()))
+    try:
+        await check(policies[0], tools=any(env.tools for env in envs.values()))
+    except PolicyError as error:
+        if policies[0].refused is None:
+            raise
+        raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     return ApiModel(policies)
 
 
