@@ -19,7 +19,7 @@ from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.runs.claim import RunLock, create
 from rlx.runs.rewind import rewind, trim_metrics
 from rlx.runs.status import Status

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig
 from rlx.heartbeat import Ages, read_heartbeats
 from rlx.launch.children import Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
@@ -46,13 +46,14 @@ class Limits:
     heartbeat_timeout: float  # seconds without a heartbeat after which a process counts as hung
     last_lines: int  # log lines shown of the process that failed
     max_steps: int  # copied into the status
+    counted: str = "trainer"  # source of the metric records that are the steps of the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
     stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
 
     @classmethod
-    def of(cls, cfg: Config) -> Limits:
+    def of(cls, cfg: CommandConfig) -> Limits:
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
-        return cls(max_steps=cfg.max_steps, **{name: getattr(cfg.launcher, name) for name in shared})
+        return cls(max_steps=cfg.total_steps, counted=cfg.counted, **{name: getattr(cfg.launcher, name) for name in shared})
 
 
 class Supervisor:
@@ -90,6 +91,7 @@ class Supervisor:
         self.ages = Ages()
         self.stalls = StallDoctor(paths, self.status.attempt, limits.stall_timeout, lambda text: self._say(*text.splitlines()))
         self.metrics_offset = 0
+        self.counted: set[int] = set()  # steps of the records that are not the trainer's
         self.looked = 0.0
 
     def run(self, received: Sequence[int] = ()) -> int:
@@ -272,8 +274,11 @@ class Supervisor:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):
             self.metrics_offset = offset
             self.status.state = "running"
-            if record["source"] == "trainer":
+            if record["source"] == self.limits.counted == "trainer":
                 self.status.step = max(self.status.step, record["step"] + 1)
+            elif record["source"] == self.limits.counted:
+                self.counted.add(record["step"])  # each record is one
+                self.status.step = len(self.counted)
 
     # -- reporting
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import rlx
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig
 from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
 
@@ -30,7 +30,7 @@ DIFF = "uncommitted.diff"
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
-def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> None:
+def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False) -> None:
     """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
 
     `again`: this is a later attempt; its facts are appended under `later_attempts`.
