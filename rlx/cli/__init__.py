@@ -13,6 +13,7 @@ from pathlib import Path
 
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
+    "sft": "rlx.cli.sft",
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",

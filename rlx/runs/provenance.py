@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import rlx
+from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
@@ -64,7 +65,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     if again:
         return
-    write_text(paths.reproduce, reproduce_script(source["commit"], list(secrets_of(cfg))))
+    write_text(paths.reproduce, reproduce_script(source["commit"], list(secrets_of(cfg)), root_of(cfg).command))
     paths.reproduce.chmod(0o755)
 
 
@@ -121,7 +122,7 @@ def machine(*, gpus: bool) -> dict[str, Any]:
     return found
 
 
-def reproduce_script(commit: str | None, secrets: Sequence[str] = ()) -> str:
+def reproduce_script(commit: str | None, secrets: Sequence[str] = (), command: str = "train") -> str:
     """The text of `reproduce.sh`, which runs the saved configuration again in a new directory.
 
     The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON select that directory, another checkout and another interpreter.
@@ -146,7 +147,7 @@ new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
 # Hydra needs a backslash before a quote inside quotes.
 quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
-PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli train \\
+PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli {command} \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
 

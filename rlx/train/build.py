@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.schema import LossTerms, OptimTerms, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.models.load import load_policy
@@ -18,7 +18,7 @@ from rlx.train.step import PolicyTrainer
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
+def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
     """Load the model from `source` (a folder or a hub name) and build its trainer.
 
     `working` is entered around each load, which may take minutes, with the name of the phase.
@@ -48,7 +48,7 @@ def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], Abstrac
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)
     return PolicyTrainer(
         model,
-        Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
+        Objective(instantiate(loss), loss_terms, max_length=cfg.longest_answer),
         instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
