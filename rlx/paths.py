@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "plan.txt"
 
     @property
+    def report(self) -> Path:
+        """The page that `rlx report` makes, of this run or of the sweep in this directory."""
+        return self.root / "report.html"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 
@@ -138,6 +143,15 @@ class RunPaths:
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
+
+    @property
+    def finished(self) -> Path:
+        """Every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)."""
+        return self.rollouts / "finished.jsonl"
+
+    def synthesized(self, kind: str) -> Path:
+        """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
+        return self.root / "data" / f"train.{kind}"
 
     @property
     def evaluations(self) -> Path:

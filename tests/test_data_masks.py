@@ -173,7 +173,9 @@ def found(parts: list[Marked]) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("roles", [{"assistant"}, {"assistant", "user"}, {"assistant", "tool", "system"}], ids=",".join)
+@pytest.mark.parametrize(
+    "roles", [{"assistant"}, {"assistant", "user"}, {"assistant", "tool", "system"}], ids=lambda s: ",".join(sorted(s))
+)
 def test_random_conversations_are_marked_as_the_texts_say(family: str, roles: set[str]) -> None:
     template, end, writes, tools, thinks = FAMILIES[family]
     tokenizer = small_tokenizer(template, end)

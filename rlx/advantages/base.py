@@ -9,7 +9,7 @@ To add one, write such a function or class, and a YAML in `conf/advantage/` whos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,10 @@ class GroupScores:
     lengths: Sequence[NDArray]  # [G] sampled tokens of each rollout, over all turns
     longest_turns: Sequence[NDArray]  # [G] sampled tokens of each rollout's longest turn, which sampling.max_tokens bounds
     envs: Sequence[str]  # environment of each group
+
+    def pick(self, places: Sequence[int]) -> GroupScores:
+        """The groups at these places."""
+        return GroupScores(**{f.name: [getattr(self, f.name)[place] for place in places] for f in fields(self)})
 
 
 Advantage = Callable[[GroupScores], Sequence[NDArray]]

@@ -14,9 +14,13 @@ from pathlib import Path
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
     "sft": "rlx.cli.sft",
+    "synthesize": "rlx.cli.synthesize",
     "runs": "rlx.cli.runs",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
+    "view": "rlx.cli.view",
+    "report": "rlx.cli.report",
+    "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",
     "orchestrator": "rlx.cli.orchestrator",

@@ -17,6 +17,7 @@ from rlx.config import inherited
 from rlx.config.inherited import Inherited
 from rlx.config.schema import CommandConfig, Config, SftRoot
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.tree import type_at
 
 T = TypeVar("T")
@@ -46,7 +47,8 @@ class Root(Generic[T]):
 TRAIN = Root("train", Config)
 EVAL = Root("eval", EvalRoot, inherited.of_model)
 SFT = Root("sft", SftRoot)
-ROOTS: tuple[Root, ...] = (TRAIN, SFT, EVAL)  # a new command adds its root here
+SYNTHESIZE = Root("synthesize", SynthesizeRoot, inherited.of_model)
+ROOTS: tuple[Root, ...] = (TRAIN, SFT, EVAL, SYNTHESIZE)  # a new command adds its root here
 
 
 def root_of(cfg: CommandConfig | type) -> Root:

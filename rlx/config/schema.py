@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
+from rlx.config.objectives import kl_of, losses_of
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_base import CommandConfig, PlayRoot
@@ -41,8 +42,10 @@ from rlx.config.schema_rollout import (
     RewardConfig,
     SamplingConfig,
     ScoredEnvConfig,
+    TrainedEnvConfig,
 )
 from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
+from rlx.config.schema_teacher import TeacherConfig
 
 __all__ = [
     "MISSING",
@@ -70,7 +73,9 @@ __all__ = [
     "SamplingConfig",
     "ScoredEnvConfig",
     "SlurmConfig",
+    "TeacherConfig",
     "TensorboardConfig",
+    "TrainedEnvConfig",
     "UpdateConfig",
     "ValConfig",
     "WandbConfig",
@@ -157,6 +162,12 @@ class LossTerms:
     dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
     kl: KlTerms = section(KlTerms)
     entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
+    ce_coef: float = key(
+        0.0,
+        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
+        "their mean over the whole batch; 0 is off",
+        low=0,
+    )
     mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
@@ -212,6 +223,11 @@ class TrainingRoot(CommandConfig):
         raise NotImplementedError
 
     @property
+    def objectives(self) -> dict[str, dict[str, Any]]:
+        """Every objective that the configuration names, by its key."""
+        return {"loss": self.loss}
+
+    @property
     def longest_answer(self) -> int:
         """The most trained tokens of a turn: L_max of `loss.aggregate=fixed_length`."""
         return self.seq_len
@@ -232,13 +248,7 @@ class TrainingRoot(CommandConfig):
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer loads a reference model."""
-        return self.ref.name is not None or bool(self.kl_terms.get("beta"))
-
-    @property
-    def kl_terms(self) -> dict[str, Any]:
-        """The keys set in `loss.kl`; empty when it is not a section, which the check of `loss` reports."""
-        kl = self.loss.get("kl")
-        return kl if isinstance(kl, dict) else {}
+        return self.ref.name is not None or any(kl_of(node).get("beta") for node in self.objectives.values())
 
     @property
     def num_updates(self) -> int:
@@ -267,8 +277,9 @@ class Config(TrainingRoot, PlayRoot):
 
     max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
     replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
-    envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
+    envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
+    teacher: TeacherConfig = section(TeacherConfig)
     reward: RewardConfig = section(RewardConfig)
     eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
@@ -290,6 +301,10 @@ class Config(TrainingRoot, PlayRoot):
     @property
     def samples_per_update(self) -> int:
         return -(-self.orchestrator.batch_size // self.trainer.num_minibatches)
+
+    @property
+    def objectives(self) -> dict[str, dict[str, Any]]:
+        return losses_of(self)
 
     @property
     def longest_answer(self) -> int:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -94,18 +95,8 @@ class RecordedSource:
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
-        import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
-
         path = self.paths.recorded_of(step)
-
-        def read() -> bytearray:
-            with path.open("rb") as file:
-                try:
-                    return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
-                except zstandard.ZstdError as error:
-                    raise ValueError(f"{path} is damaged: {error}") from error
-
-        batch = _decoded(self.mesh.read(read), step, str(path))
+        batch = _decoded(self.mesh.read(lambda: _decompressed(path)), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
@@ -114,6 +105,21 @@ class RecordedSource:
     def report(self, step: int) -> dict[str, float]:
         """Nothing: the recording run has the orchestrator's records."""
         return {}
+
+
+def read_recorded(path: Path, step: int) -> StepBatch:
+    """The recorded batch of `step`, in one process. Raises FileNotFoundError, or ValueError for a damaged file."""
+    return _decoded(_decompressed(path), step, str(path))
+
+
+def _decompressed(path: Path) -> bytearray:
+    import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
+
+    with path.open("rb") as file:
+        try:
+            return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
@@ -168,6 +174,8 @@ class FakeSource:
                 completion = rng.integers(0, self.vocab_size, rng.integers(*self.completion_tokens, endpoint=True))
                 mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
                 optional: Any = {name: rng.random(len(mask), dtype=np.float32) for name in self.streams}
+                if "ce_weights" in optional:
+                    optional["ce_weights"][0] = 0  # nothing predicts a first token
                 samples.append(
                     TrainingSample(
                         group=group,

@@ -13,6 +13,7 @@ from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
@@ -280,8 +281,26 @@ def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
     return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
 
 
+def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
+    rows = [
+        [
+            name,
+            f"{env.num_examples or cfg.num_examples or 'all'} examples × {env.rollouts_per_example or cfg.rollouts_per_example} rollouts",
+        ]
+        for name, env in cfg.envs.items()
+    ]
+    if cfg.weights_dir:
+        rows.insert(0, ["weights", f"{'the initial model' if cfg.step == 0 else f'step_{cfg.step}'}, of {cfg.weights_dir}"])
+    rows.append(["new tokens", f"at most {max(e.sampling.max_tokens or cfg.sampling.max_tokens for e in cfg.envs.values()):,} per turn"])
+    parts: Sections = [("the synthesis", table(["quantity", "value"], rows)[1:])]
+    if cfg.client.base_url:
+        return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
+    return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
+
+
 SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here
     Config: _of_training,
     SftRoot: _of_sft,
     EvalRoot: _of_eval,
+    SynthesizeRoot: _of_synthesis,
 }

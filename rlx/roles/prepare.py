@@ -97,6 +97,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
         "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
             for name, env in envs_of(config).items()

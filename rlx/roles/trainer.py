@@ -158,7 +158,7 @@ class Trainer:
         from rlx.data.packing import pack
 
         ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
-        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens)
+        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens, loss_of=self.step_trainer.losses.loss_of)
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)
 

@@ -9,7 +9,7 @@ Call the writer in a thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,10 @@ class Outcome:
     stop: str
     error: str | None
     is_truncated: bool
-    timing: dict[str, float]
+    timing: dict[str, float]  # seconds: total, generation (waiting for the policy), scoring
     num_prompt_tokens: int  # over all turns
     num_tokens: int  # sampled, over all turns
+    turns: list[tuple[int, int]] = field(default_factory=list)  # of each turn: prompt tokens, sampled tokens
 
     @property
     def failed(self) -> bool:
@@ -71,6 +72,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
         timing=rollout.timing,
         num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns),
         num_tokens=rollout.num_completion_tokens,
+        turns=[(len(turn.prompt_ids), len(turn.completion_ids)) for turn in rollout.turns],
     )
 
 

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, finish
-from rlx.losses.mismatch import too_tight
+from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
@@ -26,13 +27,14 @@ from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_l
 from rlx.train.reference import Reference
 from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
+IN_TOKENS = {"teacher_logprobs": "teacher_logp"}  # streams with another name in `TokenBatch`
 OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
 """Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """A micro-batch on the device: the model's inputs, and the tensors of its N trainable tokens."""
+    """A micro-batch on the device: the model's inputs, and the tensors of its N tokens that a loss reads."""
 
     layout: Layout
     index: Tensor  # [N] int64 into the computed tokens
@@ -42,8 +44,12 @@ class _Inputs:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64
     rollout_lengths: Tensor  # [R] int64
+    sampled_lengths: Tensor  # [R] int64 sampled tokens of each rollout
     group_lengths: Tensor  # [R] int64
+    objectives: Tensor  # [R] int64
     versions: Tensor  # [N] int64
+    streams: dict[str, Tensor]  # [N] each, by the names in `TokenBatch`
+    sampled: Tensor | None  # bool [N]; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ class PolicyTrainer:
     def __init__(
         self,
         model: PolicyModel,
-        objective: Objective,
+        objective: Objective | LossMix,
         optimizer: torch.optim.Optimizer,
         *,
         schedule: SchedulerConfig | None = None,
@@ -73,7 +79,7 @@ class PolicyTrainer:
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
-        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.model, self.losses, self.optimizer = model, LossMix.of(objective), optimizer
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
@@ -112,8 +118,8 @@ class PolicyTrainer:
                 step = batch.step if batch.sampled else None
                 metrics = self.train_minibatch(mini_batch, step=step, before=scores, fresh=not records)
                 if self.warning is None and not records and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
-                    self.warning = too_tight(self.objective.function, self.objective.terms, metrics)
-                (records if mini_batch.num_loss_tokens else empty).append(metrics)
+                    self.warning = self.losses.warning(metrics)
+                (records if mini_batch.trains else empty).append(metrics)
         values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
         return values
@@ -134,7 +140,7 @@ class PolicyTrainer:
 
         Without `recompute` there is only one optimizer step, and its own forward gives the old log-probabilities.
         """
-        recompute = recompute and self.objective.terms.proximal == "recompute"
+        recompute = recompute and self.losses.recomputes
         scores = []
         for micro_batch in mini_batch.micro_batches:
             self.before_micro_batch()
@@ -169,11 +175,11 @@ class PolicyTrainer:
         metrics["optim/grad_norm"] = clip_gradients(self.parameters, self.max_norm, where)
         lr = learning_rate(self.updates, self.peak_lr, self.schedule, self.total_updates)
         metrics["optim/lr"] = set_learning_rate(self.optimizer, lr / self.peak_lr if self.peak_lr else 0.0)
-        if mini_batch.num_loss_tokens:
+        if mini_batch.trains:
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.objective.after_update(metrics, changed=bool(mini_batch.num_loss_tokens))
+        self.losses.after_update(metrics, changed=mini_batch.trains)
         metrics["time/forward_backward"] = computed - started
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
@@ -188,12 +194,9 @@ class PolicyTrainer:
             self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
-            old = scores.old_logp
-            if old is None:
-                old = logp.detach() if self.objective.terms.proximal == "recompute" else inputs.inference_logp
             tokens = TokenBatch(
                 logp=logp,
-                old_logp=old,
+                old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,
                 inference_logp=inputs.inference_logp,
                 entropy=entropy,
                 advantages=inputs.advantages,
@@ -201,13 +204,17 @@ class PolicyTrainer:
                 rollout_lengths=inputs.rollout_lengths,
                 group_lengths=inputs.group_lengths,
                 ref_logp=scores.ref_logp,
+                sampled=inputs.sampled,
+                objectives=inputs.objectives,
+                **inputs.streams,
             )
             if step is not None:
-                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.rollout_lengths
+                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
                 tokens = replace(tokens, on_policy=newest & fresh)
-            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences, mini_batch.num_groups)
+            loss, more = self.losses(tokens, mini_batch.counts)
             if step is not None:
-                _add_lag(more, step - inputs.versions, mini_batch.num_loss_tokens)
+                versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
+                _add_lag(more, step - versions, mini_batch.num_loss_tokens)
             else:
                 more.sums["loss/nll"] = -logp.detach().double().sum() / max(mini_batch.num_loss_tokens, 1)
             loss.backward()
@@ -224,10 +231,16 @@ class PolicyTrainer:
     def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
         m, device = micro_batch, self.device
         self._refuse_what_nobody_uses(m)
-        layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, model.layout_kind(device), device)
+        scored = m.scored
+        layout = build_layout(m.token_ids, m.cu_seqlens, scored, model.layout_kind(device), device)
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array[m.loss_mask]).to(device=device, dtype=dtype)
+            return torch.from_numpy(array[scored]).to(device=device, dtype=dtype)
+
+        def by_rollout(array) -> Tensor:
+            return torch.from_numpy(array).to(device=device, dtype=torch.int64)
+
+        streams = {name: getattr(m, name) for name in STREAMS if getattr(m, name) is not None}
 
         return _Inputs(
             layout=layout,
@@ -237,16 +250,20 @@ class PolicyTrainer:
             inference_logp=trainable(m.inference_logprobs, torch.float32),
             advantages=trainable(m.advantages, torch.float32),
             rollout_ids=trainable(m.rollout_ids, torch.int64),
-            rollout_lengths=torch.from_numpy(m.rollout_lengths).to(device=device, dtype=torch.int64),
-            group_lengths=torch.from_numpy(m.group_lengths).to(device=device, dtype=torch.int64),
+            rollout_lengths=by_rollout(np.bincount(m.rollout_ids[scored], minlength=len(m.rollout_lengths))),
+            sampled_lengths=by_rollout(m.rollout_lengths),
+            group_lengths=by_rollout(m.group_lengths),
+            objectives=by_rollout(m.objectives),
             versions=trainable(m.versions, torch.int64),
+            streams={IN_TOKENS.get(name, name): trainable(array, torch.float32) for name, array in streams.items()},
+            sampled=None if m.ce_weights is None else trainable(m.loss_mask, torch.bool),
         )
 
     def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
         """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
         for name in STREAMS:
-            if getattr(micro_batch, name) is not None and name not in self.objective.streams:
-                uses = ", ".join(sorted(self.objective.streams)) or "none"
+            if getattr(micro_batch, name) is not None and name not in self.losses.streams:
+                uses = ", ".join(sorted(self.losses.streams)) or "none"
                 raise ValueError(
                     f"the batch has the stream `{name}`, but this objective consumes {uses}; leave the stream out, or use another loss"
                 )

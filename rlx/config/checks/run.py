@@ -151,7 +151,8 @@ def _divisors(number: int) -> str:
     return "hardware.tensor_parallel=" + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-@rule("hardware")
+@rule("hardware", "inference.base_url")
+@rule("hardware", "data")  # of a command without servers
 def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if h.device != "cuda":
@@ -182,7 +183,8 @@ def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("hardware", "launcher", "dry_run")
+@rule("hardware", "launcher", "inference.base_url", "dry_run")
+@rule("hardware", "launcher", "data", "dry_run")
 def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine
