@@ -158,6 +158,11 @@ class RunPaths:
         return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
 
     @property
+    def progress(self) -> Path:
+        """How far a command that plays has come (`Scored.progress`), rewritten twice a second."""
+        return self.root / "progress.json"
+
+    @property
     def weights(self) -> Path:
         return self.root / "weights"
 

@@ -29,6 +29,7 @@ class Outcome:
     """What is kept of a rollout in an evaluation: everything but its tokens. One line of `results.jsonl`."""
 
     example_id: int
+    place: int  # of the example in the data set
     rollout: int  # its number among the rollouts of the example
     prompt: Any
     completion: Any
@@ -56,6 +57,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
     row = rollout.task.row
     return Outcome(
         example_id=rollout.task.example_id,
+        place=rollout.task.index,
         rollout=rollout.member,
         prompt=rollout.prompt,
         completion=rollout.completion,
