@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "plan.txt"
 
     @property
+    def report(self) -> Path:
+        """The page that `rlx report` makes, of this run or of the sweep in this directory."""
+        return self.root / "report.html"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 
@@ -127,6 +132,19 @@ class RunPaths:
     def recorded_of(self, step: int) -> Path:
         return self.recorded / f"step_{step:06d}.batch.zst"
 
+    def scores_of(self, step: int, rank: int) -> Path:
+        """What a trainer rank computed for the tokens of a recorded batch (`rlx.data.scores`)."""
+        return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
+
+    @property
+    def replays(self) -> Path:
+        """Steps that were trained again under another objective (`rlx replay`)."""
+        return self.root / "replays"
+
+    def replay_of(self, step: int, label: str) -> Path:
+        """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
+        return self.replays / f"step_{step}--{label}"
+
     @property
     def failures(self) -> Path:
         """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
@@ -138,6 +156,15 @@ class RunPaths:
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
+
+    @property
+    def finished(self) -> Path:
+        """Every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)."""
+        return self.rollouts / "finished.jsonl"
+
+    def synthesized(self, kind: str) -> Path:
+        """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
+        return self.root / "data" / f"train.{kind}"
 
     @property
     def evaluations(self) -> Path:

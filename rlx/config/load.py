@@ -20,10 +20,10 @@ from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
-from rlx.config.schema import CommandConfig, Config, PlayRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
-from rlx.config.targets import check_targets, instantiate, nodes_of
+from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
-    targets = [] if problems else [getattr(cfg, name)["_target_"] for name in nodes_of(cfg)]
+    targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
     if any(target.partition(".")[0] not in READABLE for target in targets):
         problems = check(cfg, tree.origins)
     if problems:
@@ -132,6 +132,14 @@ def load_play(run_dir: str | os.PathLike[str]) -> PlayRoot:
     cfg = load_command(run_dir)
     if not isinstance(cfg, PlayRoot):
         raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which plays no environments.")
+    return cfg
+
+
+def load_training(run_dir: str | os.PathLike[str]) -> TrainingRoot:
+    """Like `load_command`, for a command that trains. Raises ConfigError for any other."""
+    cfg = load_command(run_dir)
+    if not isinstance(cfg, TrainingRoot):
+        raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which trains nothing.")
     return cfg
 
 

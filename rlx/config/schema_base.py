@@ -9,6 +9,7 @@ launches or reads run directories takes a `CommandConfig`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.schema_launch import LauncherConfig, SlurmConfig
@@ -19,6 +20,9 @@ from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
 @dataclass
 class CommandConfig:
     """The keys of every command that has a run directory and starts processes. The derived values are those of a command without them."""
+
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Keys that may change when a run of this command resumes in its own directory, beside those of every command (`rlx.runs.claim`)."""
 
     seed: int = key(0, "seed of sampling, order and initialisation")
     seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)
@@ -57,6 +61,11 @@ class CommandConfig:
         return 0
 
     @property
+    def max_restarts(self) -> int:
+        """How often each service may be started again."""
+        return 0
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
@@ -79,6 +88,11 @@ class PlayRoot(CommandConfig):
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
+
+    @property
+    def max_restarts(self) -> int:
+        """How often each server may be started again."""
+        return self.inference.max_restarts
 
     @property
     def concurrency(self) -> int:

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlx.config.schema import CommandConfig, Config
+from rlx.config.schema import CommandConfig, Config, SftRoot
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.eval import plan_eval
 from rlx.plan.rl import plan_training
 from rlx.plan.specs import Specs
+from rlx.plan.synthesize import plan_synthesis
 from rlx.types import ProcessSpec
 
 PLANS: dict[type, Callable[[Any, Specs], Iterator[ProcessSpec]]] = {  # a new command adds its plan here
     Config: plan_training,
+    SftRoot: plan_training,
     EvalRoot: plan_eval,
+    SynthesizeRoot: plan_synthesis,
 }
 
 

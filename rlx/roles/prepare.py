@@ -21,15 +21,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
-from rlx.config.load import load_play
-from rlx.config.schema import Config, PlayRoot
+from rlx.config.load import load_command
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
@@ -38,9 +38,19 @@ from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.envs.answers import Conversation
+    from rlx.policy.chat import Chat
+    from rlx.types import TrainingSample
 
 log = logging.getLogger("rlx.prepare")
-CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py", "policy/chat.py")
+CODE = (
+    "models/tiny.py",
+    "data/demonstrations.py",
+    "data/masks.py",
+    "data/supervised.py",
+    "train/warm_start.py",
+    "envs/answers.py",
+    "policy/chat.py",
+)
 """Files under `rlx/`; a change in one of them gives another model."""
 SAY_EVERY = 10  # optimizer steps between two log lines
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
@@ -58,7 +68,7 @@ def main() -> int:
     if paths.initial_model.exists() and (Path(paths.initial_model.read_text().strip()) / COMPLETE).exists():
         log.info("an earlier attempt has prepared %s", paths.initial_model.read_text().strip())
         return 0
-    config = load_play(paths.root)
+    config = load_command(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
     answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
@@ -67,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def find_or_make(config: PlayRoot, heartbeat: Heartbeat) -> Path:
+def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
     """The folder of the warm-started model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
@@ -80,19 +90,25 @@ def find_or_make(config: PlayRoot, heartbeat: Heartbeat) -> Path:
     return folder
 
 
-def recipe(config: PlayRoot) -> dict[str, Any]:
+def recipe(config: CommandConfig) -> dict[str, Any]:
     """Everything that determines what the model learns, as values for JSON."""
     assert config.model.warm_start is not None, "the plan has this role only for models with a warm start"
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
         "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
-            for name, env in config.envs.items()
+            for name, env in envs_of(config).items()
         },
         "code": digest([Path(rlx.__path__[0]) / name for name in CODE]),
     }
+
+
+def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
+    """The environments whose examples the model learns first; none in a run that plays none."""
+    return config.envs if isinstance(config, PlayRoot) else {}
 
 
 def model_folder(name: str, what: dict[str, Any]) -> Path:
@@ -133,17 +149,17 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
         yield
 
 
-def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
+def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
     """Train the model and move its complete folder into the cache. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
     assert config.model.warm_start is not None
-    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(config.envs))
+    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(envs_of(config)))
 
     heartbeat.beat("loading environments")
     examples = examples_of(config)
     heartbeat.beat("importing torch")
-    from rlx.data.demonstrations import demonstrate
+    from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat
     from rlx.policy.templates import read_template, refusal
@@ -157,11 +173,15 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
         raise ValueError(text)
     demonstrations = []
     for name, conversations in examples.items():
-        said = [d for c in conversations for d in demonstrate(name, c.prompt, c.played, chat, c.tools)]
-        short = [d for d in said if len(d) <= config.model.context_length]
+        try:
+            said = samples_of(name, conversations, chat)
+        except RowError as error:
+            raise ValueError(f"envs.{name}: a demonstration cannot be trained on: {error}") from error
+        short = [sample for sample in said if len(sample.token_ids) <= config.model.context_length]
         if not short:
+            shortest = min(len(sample.token_ids) for sample in said)
             raise ValueError(
-                f"envs.{name}: the shortest of {len(said)} demonstrations has {min(map(len, said))} tokens, more than "
+                f"envs.{name}: the shortest of {len(said)} demonstrations has {shortest} tokens, more than "
                 f"model.context_length={config.model.context_length}; raise model.context_length"
             )
         log.info("%s: %d demonstrations; skipped %d that are too long", name, len(short), len(said) - len(short))
@@ -176,7 +196,10 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
             log.info(phase)
         heartbeat.beat(phase, step)
 
-    model = warm_start(settings, demonstrations, config.model.context_length, report)
+    if demonstrations:
+        model = warm_start(settings, demonstrations, config.model.context_length, report)
+    else:
+        model = tiny.build_model(settings, config.model.context_length)  # of `rlx sft`: its own rows train it
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
         unfinished = Path(name) / "model"
         tiny.save(model, tokenizer, unfinished)
@@ -185,32 +208,43 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
     log.info("the warm start is done: %s", folder)
 
 
+def samples_of(env: str, conversations: Sequence[Conversation], chat: Chat) -> list[TrainingSample]:
+    """The samples of an environment's conversations, marked as `rlx sft` marks its rows. Raises RowError."""
+    from rlx.data.conversations import Conversation as Messages
+    from rlx.data.masks import mark, to_sample
+
+    said = [Messages(messages=[*c.prompt, *c.played], first=len(c.prompt), tools=c.tools) for c in conversations]
+    return [to_sample(part, env=env) for conversation in said for part in mark(conversation, chat)]
+
+
 def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     """The functions that the conversations of an environment offer, each once."""
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
 
 
-def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
+def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
+    if not isinstance(config, PlayRoot):
+        return {}
     from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import conversations
+    from rlx.envs.answers import answer_text, conversations
     from rlx.envs.kinds import kind_of
     from rlx.envs.load import load_one, settings_of
 
     settings = config.model.warm_start
     assert settings is not None
-    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in config.envs.items()})
+    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in envs_of(config).items()})
     found = {}
-    for name, env in config.envs.items():
+    for name, env in envs_of(config).items():
         if counts[name] == 0:
             continue
-        if kind_of(env.id) == "v1":
-            raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
-                "taskset; choose a model that is trained already"
-            )
         trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
         environment = load_one(name, trained, settings_of(config, env))
+        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
+            raise ValueError(
+                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
+                "`answer` with a text; choose a model that is trained already"
+            )
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found

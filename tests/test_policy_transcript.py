@@ -1,0 +1,166 @@
+"""`rlx.policy.transcript`: transcripts hold what the policy was asked and answered, each answer once, in all kinds of environments."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
+
+from rlx.policy.base import Call, Reply
+from rlx.policy.transcript import Exchange, TranscribedPolicy, Transcript, transcripts_of
+from rlx.types import Rollout
+
+CALL = '<tool_call>\n{"name": "reverse", "arguments": {"text": "WORD"}}\n</tool_call>'
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def exchange(messages: list[dict[str, Any]], answer: str, tools: tuple = (), truncated: bool = False) -> Exchange:
+    return Exchange(messages=tuple(messages), tools=tools, reply=Reply(answer, truncated=truncated))
+
+
+def play(env: Any, *texts: str) -> tuple[Rollout, list[Transcript]]:
+    env.policy = TranscribedPolicy(policy_of(InTurn(*texts) if texts else StandIn(tiny_chat(), error=0.5), context_length=8192))
+    task = task_of(env)
+    (rollout,) = asyncio.run(env.play(task, [0], 0))
+    transcripts = env.policy.take(task, 0)
+    assert env.policy.take(task, 0) == [], "a transcript is taken once"
+    return rollout, transcripts
+
+
+def check_as_asked(rollout: Rollout, transcripts: list[Transcript]) -> None:
+    """Each answer stands in one completion, and the messages before it are the prompt whose tokens the policy got."""
+    chat = tiny_chat()
+    asked = []
+    for one in transcripts:
+        for place, message in enumerate(one.completion):
+            if message["role"] == "assistant":
+                before = [*one.prompt, *one.completion[:place]]
+                asked.append((chat.render(before, list(one.tools) or None), message["content"]))
+    turns = [(turn.prompt_ids.tolist(), chat.parse(turn, None).content) for turn in rollout.turns]
+    assert sorted(ids for ids, _ in asked) == sorted(ids for ids, _ in turns)
+
+
+def test_one_turn():
+    rollout, (one,) = play(load("rlx_test_single"), "abc")
+    assert [message["role"] for message in one.prompt] == ["system", "user"]
+    assert one.completion == [assistant("abc")]
+    assert (one.tools, one.truncated) == ((), False)
+    check_as_asked(rollout, [one])
+
+
+def test_turns_that_extend_each_other_are_one_transcript():
+    rollout, (one,) = play(load("rlx_test_multi"), "a", "b", "c")
+    assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant", "user", "assistant"]
+    check_as_asked(rollout, [one])
+
+
+def test_tool_calls_and_results():
+    env = load("rlx_test_tool")
+    word = env.rows[0]["question"]
+    rollout, (one,) = play(env, CALL.replace("WORD", word), word[::-1])
+    call, result, answer = one.completion
+    assert call["tool_calls"][0]["function"]["name"] == "reverse"
+    assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", word[::-1], call["tool_calls"][0]["id"])
+    assert answer == assistant(word[::-1])
+    assert [tool["function"]["name"] for tool in one.tools] == ["reverse"]
+    check_as_asked(rollout, [one])
+
+
+def test_a_rewritten_history_gives_transcripts_of_what_was_asked():
+    rollout, transcripts = play(load("rlx_test_rewrite"), "ab", "cd", "ef")
+    assert [[message["content"] for message in one.completion] for one in transcripts] == [["ab"], ["cd"], ["ef"]]
+    assert transcripts[1].prompt[-2:] == [assistant("AB"), user("again")], "the capitals are the environment's: context, never an answer"
+    check_as_asked(rollout, transcripts)
+
+
+def test_what_is_asked_beside_the_trajectory_is_no_transcript():
+    rollout, transcripts = play(load("rlx_test_beside"))
+    assert len(transcripts) == len(rollout.turns) == 1
+    check_as_asked(rollout, transcripts)
+
+
+def test_a_raw_text_prompt_stays_text():
+    messages = [{"role": "text", "content": "once upon"}]
+    assert transcripts_of([exchange(messages, " a time")]) == [Transcript(prompt="once upon", completion=" a time")]
+
+
+def test_the_second_attempt_replaces_the_first():
+    env = load("rlx_test_single")
+    env.policy = TranscribedPolicy(policy_of(InTurn("first", "second")))
+    task = task_of(env)
+    for attempt in (0, 1):
+        asyncio.run(env.play(task, [0], attempt))
+    assert [one.completion for one in env.policy.take(task, 0)] == [[assistant("second")]]
+
+
+def test_examples_in_the_prompt_are_context():
+    shown = [user("2+2?"), assistant("4"), user("3+4?")]
+    (one,) = transcripts_of([exchange(shown, "7")])
+    assert (one.prompt, one.completion) == (shown, [assistant("7")])
+
+
+@pytest.mark.parametrize(
+    ("second", "tools"),
+    [
+        ([user("a"), assistant("B"), user("c")], ()),  # the answer was changed
+        ([user("a"), assistant("b"), user("c")], ({"type": "function", "function": {"name": "add"}},)),  # other tools
+        ([user("a"), assistant("b"), user("c"), assistant("d"), user("e")], ()),  # the environment said something as the assistant
+        ([user("a")], ()),  # asked again
+    ],
+)
+def test_a_prompt_that_does_not_continue_an_answer_begins_a_transcript(second: list, tools: tuple):
+    first, other = transcripts_of([exchange([user("a")], "b"), exchange(second, "x", tools)])
+    assert first == Transcript(prompt=[user("a")], completion=[assistant("b")])
+    assert other == Transcript(prompt=second, completion=[assistant("x")], tools=tools)
+
+
+def test_a_return_to_an_earlier_conversation_continues_the_longest_that_fits():
+    talk = [user("a"), assistant("b"), user("c")]
+    found = transcripts_of([exchange([user("a")], "b"), exchange([user("x")], "y"), exchange(talk, "d"), exchange(talk, "e")])
+    assert [[m["content"] for m in one.completion] for one in found] == [["b", "c", "d"], ["y"], ["e"]]
+    assert found[2].prompt == talk
+
+
+def test_one_cut_answer_marks_the_transcript():
+    found = transcripts_of([exchange([user("a")], "b", truncated=True), exchange([user("a"), assistant("b"), user("c")], "d")])
+    assert [one.truncated for one in found] == [True]
+
+
+def test_calls_and_reasoning_stand_in_the_transcript():
+    reply = Reply("so", reasoning="2+2", calls=(Call("a", "add", '{"x": 2}'),))
+    (one,) = transcripts_of([Exchange(messages=(user("2+2?"),), tools=(), reply=reply)])
+    assert one.completion[0] == reply.message
+    assert one.completion[0]["reasoning_content"] == "2+2"
+
+
+def test_of_several_agents_only_the_one_that_trains_is_transcribed():
+    """A v1 taskset with two players and a host (`tests/packages`): the members of the group of one task have the same agent."""
+    from rlx.config.schema import EnvConfig
+    from rlx.envs.verifiers_v1 import load_environment
+
+    env = load_environment("e", EnvConfig(id="rlx_test_v1", num_tasks=8), dict(SAMPLING), 30.0)
+    env.policy = TranscribedPolicy(policy_of(StandIn(tiny_chat(), answer=lambda text: "7", error=0.0), context_length=2000))
+    agents = {env.trained_agent(task_of(env, index)): index for index in range(8)}
+    assert set(agents) == {"left", "right"}
+
+    async def main() -> list[Rollout]:
+        try:
+            return [(await env.play(task_of(env, index), [0], 0))[0] for index in agents.values()]
+        finally:
+            await env.close()
+
+    for rollout in asyncio.run(main()):
+        assert rollout.status == "ok"
+        transcripts = env.policy.take(rollout.task, 0)
+        answers = [m for one in transcripts for m in one.completion if m["role"] == "assistant"]
+        assert len(answers) == len(rollout.turns) > 0
+        assert not any("HOST" in message["content"] for one in transcripts for message in one.prompt)

@@ -1,0 +1,89 @@
+"""The files of `rlx synthesize`: what is read back is what was written, in both formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.policy.transcript import Transcript
+from rlx.rollout.selection import Candidate
+from rlx.rollout.synthesized import COLUMNS, read_rows, rows_of, write_rows
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}}
+CALLED = [
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "2+2",
+        "tool_calls": [{"type": "function", "id": "a", "function": {"name": "add", "arguments": '{"x": null}'}}],
+    },
+    {"role": "tool", "tool_call_id": "a", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "It is 4.\u2028"},
+]
+FACTS = {"sums": {"env_id": "rlx-sums", "model": "tiny", "seed": 3, "sampling": '{"temperature": 1.0}', "run": "mine"}}
+
+
+def candidate(*transcripts: Transcript, **facts: Any) -> Candidate:
+    about = {"example_id": 7, "rewards": '{"right": 1.0}', "stop": "done", "num_tokens": 12, "policy_version": 0}
+    keys = {"env": "sums", "index": 2, "member": 1, "reward": 1.0, "failed": False, "truncated": False, "about": about}
+    return Candidate(**{**keys, **facts}, transcripts=transcripts)
+
+
+def rows() -> list[dict[str, Any]]:
+    plain = Transcript(prompt=[{"role": "user", "content": "1+1?"}], completion=[{"role": "assistant", "content": "2"}])
+    called = Transcript(prompt=[{"role": "user", "content": "2+2?"}], completion=CALLED, tools=(TOOL,))
+    return list(rows_of([candidate(plain), candidate(called, plain, member=2)], FACTS))
+
+
+def test_a_row_says_where_it_comes_from():
+    first, second, third = rows()
+    assert list(first) == ["prompt", "completion", *COLUMNS]
+    assert (first["env"], first["env_id"], first["example_id"], first["index"], first["member"]) == ("sums", "rlx-sums", 7, 2, 1)
+    assert (first["reward"], json.loads(first["rewards"]), first["run"], first["seed"]) == (1.0, {"right": 1.0}, "mine", 3)
+    assert (first["tools"], json.loads(second["tools"])) == (None, [TOOL])
+    assert [row["part"] for row in (first, second, third)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_what_is_read_is_what_was_written(tmp_path: Path, kind: str):
+    path = tmp_path / f"train.{kind}"
+    write_rows(path, rows(), kind)
+    assert read_rows(path) == rows()
+    before = path.read_bytes()
+    if kind == "jsonl":
+        assert len(path.read_text(encoding="utf-8").splitlines()) == len(rows())
+    write_rows(path, rows(), kind)
+    assert path.read_bytes() == before, "the same rows are the same bytes"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_raw_text_is_prompt_and_completion(tmp_path: Path, kind: str):
+    path = tmp_path / f"train.{kind}"
+    said = list(rows_of([candidate(Transcript(prompt="once upon", completion=" a time"))], FACTS))
+    write_rows(path, said, kind)
+    assert [(row["prompt"], row["completion"]) for row in read_rows(path)] == [("once upon", " a time")]
+
+
+def test_parquet_refuses_raw_text_beside_conversations(tmp_path: Path):
+    raw = rows_of([candidate(Transcript(prompt="once upon", completion=" a time"), env="story")], {"story": {}})
+    with pytest.raises(ValueError, match=r"prompts of story are raw text, those of sums conversations.*format=jsonl"):
+        write_rows(tmp_path / "train.parquet", [*rows(), *raw], "parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_huggingfaces_reader_reads_both_alike(tmp_path: Path):
+    import datasets
+
+    found = []
+    for kind in ("parquet", "jsonl"):
+        write_rows(tmp_path / kind / f"train.{kind}", rows(), kind)
+        loader = "parquet" if kind == "parquet" else "json"
+        data = datasets.load_dataset(
+            loader, data_files=str(tmp_path / kind / f"train.{kind}"), split="train", cache_dir=str(tmp_path / "c")
+        )
+        found.append([[message["content"] for message in row["completion"]] for row in data])
+    assert found[0] == found[1] == [["2"], ["", "4", "It is 4.\u2028"], ["2"]]
