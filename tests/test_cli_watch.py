@@ -127,6 +127,7 @@ def _until(pane: str, text: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)
