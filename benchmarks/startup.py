@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     python = sys.executable
     own = "import rlx.losses.grpo; "  # imports torch too
-    plan = "from rlx.config.load import compose; from rlx.plan.rl import make_plan; c = compose({}); make_plan(c.cfg, 'none')"
+    plan = "from rlx.config.load import compose; from rlx.plan.make import make_plan; c = compose({}); make_plan(c.cfg, 'none')"
     print("| what | median s | range | goal |\n| --- | --- | --- | --- |")
     row("`python -c pass`", [timed([python, "-c", "pass"]) for _ in range(args.runs)])
     row("import of the command line", [timed([python, "-c", "import rlx.cli"]) for _ in range(args.runs)], "≤ 0.3")

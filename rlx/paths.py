@@ -137,6 +137,15 @@ class RunPaths:
         return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
 
     @property
+    def replays(self) -> Path:
+        """Steps that were trained again under another objective (`rlx replay`)."""
+        return self.root / "replays"
+
+    def replay_of(self, step: int, label: str) -> Path:
+        """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
+        return self.replays / f"step_{step}--{label}"
+
+    @property
     def failures(self) -> Path:
         """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
         return self.root / "failures.json"
@@ -149,6 +158,15 @@ class RunPaths:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
     @property
+    def finished(self) -> Path:
+        """Every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)."""
+        return self.rollouts / "finished.jsonl"
+
+    def synthesized(self, kind: str) -> Path:
+        """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
+        return self.root / "data" / f"train.{kind}"
+
+    @property
     def evaluations(self) -> Path:
         """Results of evaluations, in verifiers' layout."""
         return self.root / "eval"
@@ -156,6 +174,11 @@ class RunPaths:
     def evaluation_of(self, name: str, model: str, version: int) -> Path:
         """The results of one environment at a policy version."""
         return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
+
+    @property
+    def progress(self) -> Path:
+        """How far a command that plays has come (`Scored.progress`), rewritten twice a second."""
+        return self.root / "progress.json"
 
     @property
     def weights(self) -> Path:

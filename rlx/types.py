@@ -59,6 +59,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
+    answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class Rollout:
     stop: str  # the environment's stop condition, or the failure's cause
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
-    timing: dict[str, float] = field(default_factory=dict)  # seconds
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
+    agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property

@@ -13,7 +13,7 @@ from rlx.cli import main
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.runs.claim import create
 
 

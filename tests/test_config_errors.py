@@ -119,6 +119,9 @@ CASES = {
         "env=[sums,reverse_text] envs.sums.loss=gspo envs.sums.loss.correction=mis sampling.top_p=0.9 loss=sft"
     ),
     "kl_target_of_one_of_two": Case("env=[sums,reverse_text] envs.sums.loss=sft loss.kl.beta=0.1 loss.kl.target_kl=0.01"),
+    "role_that_is_none": Case("loss.ce_coef=0.1 envs.reverse_text.learn.asistant=1 envs.reverse_text.learn.tool=0"),
+    "learning_without_cross_entropy": Case("envs.reverse_text.learn.user=1"),
+    "cross_entropy_on_nothing": Case("loss.ce_coef=0.1"),
     "teacher_is_the_policy": Case("loss=opd teacher.base_url=[http://host:8000/v1] inference.base_url=[http://host:8000]"),
     "teacher_for_nobody": Case("teacher.base_url=[http://host:8000]"),
     "teacher_without_address": Case("loss=opd teacher.base_url=[host:8000]"),

@@ -15,12 +15,12 @@ from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
 from rlx.config.targets import must_be_built
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.train.nodes import check_built
 
 GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
-NEEDED = {("env", "custom"): ["env.id=rlx_sums"], ("loss", "opd"): ["ref.name=a/teacher"]}
+NEEDED = {("env", "custom"): ["env.id=rlx_sums"], ("loss", "opd"): ["ref.name=a/teacher"], ("model", "endpoint"): ["model.name=x"]}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 
 

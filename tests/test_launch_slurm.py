@@ -16,8 +16,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.launch import slurm
 from rlx.paths import RunPaths
+from rlx.plan.make import make_plan
 from rlx.plan.record import read_plan
-from rlx.plan.rl import make_plan
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change

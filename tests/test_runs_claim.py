@@ -18,7 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
 from rlx.paths import RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.runs import claim
 from rlx.runs.claim import RunLock, create, join, looks_like_run, settle, write_description
 from rlx.runs.status import Status

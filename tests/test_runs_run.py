@@ -21,7 +21,7 @@ from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.runs.claim import create
 from rlx.runs.run import Run, find
 from rlx.runs.status import Status

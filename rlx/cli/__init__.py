@@ -13,12 +13,15 @@ from pathlib import Path
 
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
+    "eval": "rlx.cli.eval",
+    "synthesize": "rlx.cli.synthesize",
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
     "report": "rlx.cli.report",
+    "replay": "rlx.cli.replay",
     "env": "rlx.cli.env",
     "prepare": "rlx.cli.prepare",
     "inference": "rlx.cli.inference",

@@ -1,32 +1,18 @@
-"""Displays a run: a live summary on a terminal, plain lines elsewhere, and a closing summary.
-
-Reads only the run directory (status, heartbeats, metrics), so it can watch any run.
-"""
+"""Displays a run of `rlx train`: steps, reward, lag, speed, and what took the time."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rlx.checkpoints.best import best_of
+from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as
 from rlx.config.schema import Config
-from rlx.heartbeat import Ages, in_phase, read_heartbeats
-from rlx.launch.stall import STACKS
 from rlx.rollout.failures import in_words
-from rlx.runs.history import History
-from rlx.runs.run import Run
-from rlx.runs.status import Restart
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 STAGES = {  # source -> metric -> displayed name
     "trainer": {
         "time/wait_batch": "wait for batch",
@@ -40,168 +26,33 @@ STAGES = {  # source -> metric -> displayed name
         "time/update_weights": "update servers",
     },
 }
-# Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
-OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
-LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
 
 
-def sparkline(values: list[float], width: int = 30) -> str:
-    """A curve as one line of block characters. If there are more than `width` values, each character is the mean of several."""
-    if not values:
-        return ""
-    if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[min(7, int((v - low) / span * 8))] for v in values)
+class Console(Display):
+    """Displays a run of `rlx train`."""
 
-
-def clock(seconds: float) -> str:
-    """`0:07`, `12:34` or `1:02:03`."""
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
-
-
-def count(value: float) -> str:
-    """`950`, `9.1k` or `2.3M`."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def started_as(executable: str, script: str) -> str:
-    """The command that starts this program again from this directory: `python train.py`, `rlx train`, or with paths where needed."""
-    if Path(script).suffix != ".py":  # installed as a command
-        return f"{_short(script)} train"
-    of_package = Path(script).name == "__main__.py"
-    return f"{_short(executable)} {'-m rlx.cli train' if of_package else shlex.quote(script)}"
-
-
-def _short(program: str) -> str:
-    """The shortest name that finds a program from here."""
-    name, here = Path(program).name, os.getcwd() + os.sep
-    for short in (name, "python"):
-        if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
-            return short
-    return shlex.quote(program.removeprefix(here))
-
-
-class Console:
-    """Displays one run. Call `update` a few times a second and `close` once."""
-
-    def __init__(self, run_dir: Path | str, cfg: Config, argv: Sequence[str] = ()) -> None:
-        """`argv`: the command's arguments, for the suggested commands at the end."""
-        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, list(argv)
-        self.paths = self.run.paths
-        self.history = History(self.paths)
-        self.started = time.time()
-        self._earlier = {name: beat["time"] for name, beat in read_heartbeats(self.paths).items()}  # of an attempt that has ended, or old
-        self._ages = Ages()
-        self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
-        self._restarts: list[Restart] = []
-        self._phases: dict[str, str] = {}
-        self._printed_step, self._printed_at = 0, 0.0
-        self._attempt: str | None = None  # target of the link logs/latest
-        self._live: Any = None
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            self._live = Live(auto_refresh=False, transient=True)
-            self._live.start()
-        else:
-            print(f"run {self.paths.root}", flush=True)
-
-    def update(self) -> None:
-        """Read new data and display it."""
-        self._look()
-        if self._live is not None:
-            self._live.update(self._panel(), refresh=True)
-        else:
-            self._lines()
-
-    def close(self, exit_code: int) -> None:
-        """Display the closing summary."""
-        self._look()
-        if self._live is not None:
-            self._live.stop()
-        else:
-            self._lines(final=True)
-        print(self.summary(exit_code), flush=True)
-
-    def _look(self) -> None:
-        """Read new data. A new attempt (after a requeue) resets the display, because the old attempt's phases no longer apply."""
-        self.history.read()
-        link = self.paths.latest_logs
-        attempt = os.readlink(link) if link.is_symlink() else None
-        if attempt != self._attempt:
-            self._attempt, self._phases, self._printed_step, self._stall, self._restarts = attempt, {}, 0, "", []
-        if time.monotonic() - self._looked >= LINE_INTERVAL:
-            self._looked = time.monotonic()
-            self._look_for_stalls()
-            self._look_for_restarts()
-
-    def _look_for_stalls(self) -> None:
-        """Read the newest account of a stall, and print what is new in it."""
-        files = sorted(self.paths.latest_logs.glob("stall_*.txt"), key=lambda file: (len(file.name), file.name))
-        text = files[-1].read_text().partition(STACKS)[0].strip() if files else ""
-        if text != self._stall:
-            new = text.removeprefix(self._stall).strip()
-            self._stall = text
-            if self._live is None:
-                print(f"{new}\n(stacks: {files[-1]})" if new == text else new, flush=True)
-
-    def _look_for_restarts(self) -> None:
-        """Print which processes died and were started again since the last look."""
-        status = self.run.status
-        restarts = [] if status is None else status.restarts
-        for one in restarts[len(self._restarts) :] if self._live is None else ():
-            print(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})", flush=True)
-        self._restarts = restarts
+    cfg: Config
 
     # live, on a terminal
 
-    def _panel(self) -> Any:
-        from rich.console import Group
-        from rich.panel import Panel
+    def _head(self) -> list[Any]:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         steps, total = self.history.steps, self.cfg.max_steps
-        rows: list[Any] = []
-        if self.history.begun:
-            pace = self.history.steps_per_second()
-            head = Table.grid(padding=(0, 2))
-            eta = f"ETA {clock((total - steps) / pace)}" if pace else ""
-            head.add_row(
-                f"step [bold]{steps}[/]/{total}",
-                ProgressBar(total=total, completed=steps, width=30),
-                f"{pace:.2f} steps/s" if pace else "",
-                eta,
-            )
-            rows += [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
-        now = Table.grid(padding=(0, 2))
-        beats = self._beats()
-        ages = self._ages.look(beats, time.monotonic())
-        for name, beat in beats.items():
-            now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(in_phase(beat, ages[name])), style="dim"))
-        rows.append(now)
-        if self._stall:
-            rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
-        if self._restarts:
-            rows.append(Text("started again: " + self._restarted(), style="yellow"))
-        title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
-        return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
-
-    def _beats(self) -> dict[str, dict]:
-        """Heartbeats of unfinished processes. Skips files that are as they were before this console: an earlier attempt wrote them."""
-        beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] != self._earlier.get(name)}
-        if self.paths.initial_model.exists():
-            beats.pop("prepare", None)
-        return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
+        if not self.history.begun:
+            return []
+        pace = self.history.steps_per_second()
+        head = Table.grid(padding=(0, 2))
+        eta = f"ETA {clock((total - steps) / pace)}" if pace else ""
+        head.add_row(
+            f"step [bold]{steps}[/]/{total}",
+            ProgressBar(total=total, completed=steps, width=30),
+            f"{pace:.2f} steps/s" if pace else "",
+            eta,
+        )
+        return [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
 
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""
@@ -241,11 +92,7 @@ class Console:
     def _lines(self, final: bool = False) -> None:
         steps = self.history.steps
         if steps <= self.history.first:
-            for name, beat in self._beats().items():
-                kind = beat["phase"].split(" ")[0]  # `warm start 12/250` and `warm start 13/250` are one phase
-                if self._phases.get(name) != kind:
-                    self._phases[name] = kind
-                    print(f"[{clock(time.time() - self.started)}] {name}: {beat['phase']}", flush=True)
+            self._new_phases()
             return
         now = time.time()
         if steps > self._printed_step and (final or steps == self.cfg.max_steps or now - self._printed_at >= LINE_INTERVAL):
@@ -314,12 +161,6 @@ class Console:
             lines.append(f"  best      {self.cfg.ckpt.keep_best} {value:.3f}: {self.paths.checkpoint_of(step)}")
         return lines
 
-    def _restarted(self) -> str:
-        """Which processes died and were started again, how often, and how the last of them died."""
-        counts = Counter(one.name for one in self._restarts)
-        last = self._restarts[-1]
-        return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
-
     def _drops(self) -> dict[str, float]:
         records = self.history.records["orchestrator"]
         if not records:
@@ -332,7 +173,7 @@ class Console:
         root = self.paths.root
         if exit_code != 0:
             return [f"  look at   {self.paths.latest_logs}/"]
-        train, python = started_as(sys.executable, sys.argv[0]), _short(sys.executable)
+        train, python = started_as(sys.executable, sys.argv[0]), short_name(sys.executable)
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
         suggestions = [
             (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),

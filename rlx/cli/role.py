@@ -35,12 +35,12 @@ One run in four terminals:
 
 def run(role: str, argv: list[str]) -> int:
     """Become the role. Returns only if there is nothing to do."""
+    from rlx.cli.start import check_nodes
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
-    from rlx.config.targets import must_be_built
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.environment import MissingGPU, environment_of
-    from rlx.plan.rl import make_plan
+    from rlx.plan.make import make_plan
     from rlx.process import SUPERVISOR
     from rlx.runs.claim import join, settle
 
@@ -52,10 +52,7 @@ def run(role: str, argv: list[str]) -> int:
     spec = next((spec for spec in plan if (spec.role, spec.replica) == (role, replica)), None)
     if spec is None and (role != "prepare" or cfg.replay is not None):
         raise ConfigError(_absent(role, replica, cfg, plan))
-    if not cfg.dry_run and must_be_built(cfg, composed.origins):
-        from rlx.train.nodes import check_built
-
-        check_built(cfg)
+    check_nodes(cfg, composed)
     environments = lines_of(environments_of([cfg])[0]) if role in ("orchestrator", "prepare") else []
     if cfg.dry_run:
         from rlx.plan.explain import explain

@@ -12,26 +12,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlx.cli import train
+from rlx.cli.start import check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rlx.cli.start import Command
     from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element
 
 MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 
-def run(argv: list[str]) -> int:
-    """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
+def run(argv: list[str], command: Command | None = None) -> int:
+    """Run or submit the sweep of a command line; `command`: `rlx train` by default.
+
+    Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed.
+    """
     from rlx.config.sweeps import expand
 
-    sweep = expand(argv)
+    command = command or train.command()
+    sweep = expand(argv, None, command.root)
     directory = folder(sweep)
     if sweep.sweeper is not None:
         from rlx.cli.sweeper import optimise
 
+        if command.root.command != "train":
+            raise ConfigError(
+                f"hydra/sweeper={sweep.sweeper} proposes runs by the rewards of earlier ones, which `rlx {command.root.command}` does not "
+                "return.\n  fix: -m with the values themselves"
+            )
         return optimise(sweep, directory)
-    elements = checked(sweep.elements, directory)
+    elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
@@ -45,27 +57,26 @@ def folder(sweep: Sweep) -> Path:
     return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
 
 
-def checked(lines: Sequence[Line], directory: Path) -> list[Element]:
-    """Compose, check and plan all runs. Raises one ConfigError with the problems of all of them."""
+def checked(lines: Sequence[Line], directory: Path, command: Command | None = None) -> list[Element]:
+    """Compose, check and plan all runs of a command, `rlx train` by default. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
-    from rlx.config.targets import all_nodes_of, must_be_built
+    from rlx.config.targets import all_nodes_of
     from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
-    from rlx.train.nodes import check_built
 
+    command = command or train.command()
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
     built: list[tuple[object, ...]] = []
     for line in lines:
         try:
-            composed = compose(line.argv)
-            cfg = replace(composed.cfg, run=RunConfig(name=line.name, dir=str(directory / line.name)))
+            composed = compose(line.argv, None, command.root)
+            cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
-            needed = cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)
-            if needed and not cfg.dry_run and nodes not in built:
-                check_built(cfg)
+            if nodes not in built:
+                check_nodes(cfg, composed)
                 built.append(nodes)
             elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
         except ConfigError as error:

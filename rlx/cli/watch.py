@@ -52,14 +52,17 @@ def run(argv: list[str]) -> int:
 
 def watch(run: Run) -> int:
     """Display a run until it ends. Returns its exit code; 1 if its processes are gone."""
-    from rlx.cli.console import Console
-    from rlx.cli.train import failure
+    import importlib
+
+    from rlx.cli.start import failure
     from rlx.config.errors import ConfigError
+    from rlx.config.roots import root_of
 
     cfg, status = run.config, run.status
     if cfg is None or status is None:
         raise ConfigError(f"{run.root} has not been started (a dry run?).\n  fix: name a run that has; rlx runs lists them")
-    console = Console(run.root, cfg, run.overrides)
+    command = importlib.import_module(f"rlx.cli.{root_of(cfg).command}").command()
+    console = command.display(run.root, cfg, run.overrides)
     console.started = status.started
     jobs, asked = _jobs(run), time.monotonic()
     while (state := run.state(jobs)) not in ENDED:

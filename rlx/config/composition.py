@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from hydra import version
@@ -32,14 +32,19 @@ from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
+from rlx.config.inherited import Inherited
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
-from rlx.config.roots import TRAIN, Root, elsewhere, has_key
+from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
 from rlx.config.sources import is_shipped, label, search_path
-from rlx.config.tree import Origins, Problem, optional_sections
+from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
+INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
+
+
+OURS = (VARIABLES, INHERITED, *(each.schema_name for each in ROOTS))
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
     unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
+    may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
+    chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN) -> Tree:
@@ -61,22 +68,57 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
 
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
+    tree = _compose(argv, environ, root, ())
+    found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
+    if not found:
+        return tree
+    refused = [
+        f"{group}={tree.choices.get(group)} has no effect: {why}.\nRemove it."
+        for each in found
+        for group, why in each.refuses.items()
+        if group in tree.chosen
+    ]
+    if refused:
+        raise ConfigError(refused)
+    again = _compose(argv, environ, root, found)
+    for each in found:
+        again.notes += _differing(each, again)
+    return again
+
+
+def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
+    """A note for every inherited value that the user has replaced."""
+    for key in _flatten(inherited.values, "") if inherited.values else ():
+        there: Any = inherited.values
+        here: Any = tree.data
+        for part in key.split("."):
+            there, here = there[part], here.get(part) if isinstance(here, dict) else None
+        if here != there and not key.startswith("envs.") and tree.origins.find(key) != inherited.origin:
+            yield f"{tree.origins.show(key, here)}; {inherited.origin} has {show(there)}"
+
+
+def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited]) -> Tree:
     request = read_request(argv, environ, root)
     loader = make_loader([directory for _, directory in request.directories])
     groups = Groups(loader.get_sources(), root)
     name = request.config_name
-    if name not in groups.options(""):
-        known = [each for each in groups.options("") if each not in (SCHEMA, VARIABLES) and not each.startswith("_")]
+    of_others = {each.command for each in ROOTS if each.command != root.command}
+    if name not in groups.options("") or name in of_others:
+        known = [each for each in groups.options("") if each not in OURS and each not in of_others and not each.startswith("_")]
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
     overrides = as_presets(list(request.overrides))
+    chosen = [o.key_or_group for o in overrides if groups.is_choice(o)] + [v.key for v in variables if v.is_group]
+    chosen += ["env"] if any(o.key_or_group == "env.id" for o in overrides) else []
+    overrides += parse([f"{group}={option}" for each in inherited for group, option in each.groups.items() if group not in chosen])
     problems += groups.problems(overrides, variables)
     if problems:
         raise ConfigError(problems)
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
-    _store_nodes(root, variables)
+    _store_nodes(root, variables, inherited)
     repository = CachingConfigRepository(loader.repository)  # copies the store, so it must come after _store_nodes
+    _refuse_other_command(repository, name, root)
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
     if problems := _wrong_in_files(repository, groups, [name, *chosen_files]):
@@ -98,16 +140,16 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     sweep = cfg.pop("hydra", None)  # for sweeps only; not part of a run's configuration
     hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
     variables = [v for v in variables if not v.is_group]
-    origins = _find_origins(repository, defaults, variables, values)
+    origins = _find_origins(repository, defaults, variables, values, inherited)
     off = _sections_off(root, variables, values, origins)
     fill_in(cfg, repository, groups, origins)
     unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
-    for key in _of_other_commands(root, data, origins):
-        del data[key]
+    _drop_of_other_commands(root, data, origins)
+    may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra)
+    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
 
 
 def make_loader(directories: list[str]) -> ConfigLoaderImpl:
@@ -134,8 +176,22 @@ def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
     return _SweepLoader(path)
 
 
-def _store_nodes(root: Root, variables: list[Variable]) -> None:
-    """Put the schema and the values of environment variables where defaults lists find them."""
+def _refuse_other_command(repository: CachingConfigRepository, name: str, root: Root) -> None:
+    """Raise ConfigError if the primary file is a run's `config.yaml` of another command."""
+    loaded = repository.load_config(name)
+    defaults = loaded.defaults_list if loaded is not None else None
+    listed = [getattr(default, "path", None) for default in defaults or []]
+    named = root_named(listed)
+    is_a_runs = listed == [SCHEMA, "_self_"]  # a `config.yaml` of `rlx train`
+    if loaded is not None and any(each in OURS for each in listed) and named is not root and (named is not TRAIN or is_a_runs):
+        raise ConfigError(
+            f"{label(loaded, name)} is the configuration of `rlx {named.command}`, not of `rlx {root.command}`.\n"
+            f"Use rlx {named.command} with the same arguments."
+        )
+
+
+def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inherited]) -> None:
+    """Put the schema, inherited values and the values of environment variables where defaults lists find them."""
     node: dict[str, Any] = {}
     for variable in variables:
         value = read_variable(variable)
@@ -155,7 +211,12 @@ def _store_nodes(root: Root, variables: list[Variable]) -> None:
                 )
         section[last] = value
     store = ConfigStore.instance()
-    store.store(name=SCHEMA, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
+    for schema in {SCHEMA, root.schema_name}:
+        store.store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
+    values: dict[str, Any] = {}
+    for each in inherited:
+        _merge(values, each.values)
+    store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
 
 
@@ -203,14 +264,33 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
     return {group: "+".join(options) for group, options in chosen.items()}
 
 
-def _of_other_commands(root: Root, data: dict[str, Any], origins: Origins) -> list[str]:
-    """The keys that group files set for other commands: `model=tiny` sets a learning rate for every command that uses the model."""
-    lacking = [key for key in data if not has_key(root.schema, key) and elsewhere(root.schema, key) is not None]
-    return [key for key in lacking if all(known in origins.of_groups for known in origins.of_key if known.partition(".")[0] == key)]
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def _drop_of_other_commands(root: Root, data: dict[str, Any], origins: Origins, prefix: str = "") -> None:
+    """Remove the keys that group files set for other commands: `model=tiny` sets a learning rate for every command that uses the model."""
+    for name in list(data):
+        key = f"{prefix}{name}"
+        if has_key(root.schema, key):
+            if isinstance(data[name], dict) and is_dataclass(split_optional(type_at(root.schema, key))[0]):
+                _drop_of_other_commands(root, data[name], origins, f"{key}.")
+        elif elsewhere(root.schema, key) is not None:
+            set_by = [known for known in origins.of_key if known == key or known.startswith(f"{key}.")]
+            if set_by and all(known in origins.of_groups for known in set_by):
+                del data[name]
 
 
 def _find_origins(
-    repository: CachingConfigRepository, defaults: list[ResultDefault], variables: list[Variable], values: list[Override]
+    repository: CachingConfigRepository,
+    defaults: list[ResultDefault],
+    variables: list[Variable],
+    values: list[Override],
+    inherited: Sequence[Inherited],
 ) -> Origins:
     """Walk the defaults list in order and record what set each key last."""
     origins = Origins()
@@ -219,7 +299,12 @@ def _find_origins(
         if path == VARIABLES:
             for variable in variables:
                 origins.note(_flatten(read_variable(variable), variable.key), variable.name)
-        elif path is not None and path != SCHEMA:
+        elif path == INHERITED:
+            for each in inherited:
+                keys = list(_flatten(each.values, "")) if each.values else []
+                origins.note(keys, each.origin)
+                origins.in_files.update(keys)
+        elif path is not None and path not in OURS:
             loaded = repository.load_config(path)
             assert loaded is not None  # the defaults list only holds files that were found
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))

@@ -7,27 +7,42 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from rlx.config.schema import Config, EvalEnvConfig, EvalSampling
+from rlx.config.schema import Config, EvalEnvConfig, EvalSampling, PlayRoot, ScoredEnvConfig
+from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_rollout import EnvConfig
 
 PREFIX = "eval_"
 """An environment is evaluated under its name with this prefix, so that its seeds and requests differ from those of training."""
 
 
-def evaluated(cfg: Config) -> dict[str, EvalEnvConfig]:
+def evaluated(cfg: Config | EvalRoot) -> dict[str, ScoredEnvConfig]:
     """The environments to evaluate on, by name; empty if there are no evaluations.
 
     An entry without `id` takes what it does not set from `envs`. Sampling parameters come from the entry, `eval.sampling`, the environment
     in `envs` and `sampling`, in this order. Raises KeyError for an entry without `id` that `envs` does not have (a rule reports it).
     """
+    if isinstance(cfg, EvalRoot):
+        return {name: _completed(cfg, env) for name, env in cfg.envs.items()}
     if cfg.eval.interval is None:
         return {}
     return {name: _filled(cfg, name, entry) for name, entry in (cfg.eval.envs or {name: EvalEnvConfig() for name in cfg.envs}).items()}
 
 
-def environments(cfg: Config) -> dict[str, EnvConfig]:
-    """All environments that a run loads: those of the mix, and those to evaluate on under their names with the prefix."""
-    return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
+def environments(cfg: PlayRoot) -> dict[str, EnvConfig]:
+    """All environments that a command loads. In training: those of the mix, and those to evaluate on under their names with the prefix."""
+    if isinstance(cfg, Config):
+        return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
+    return dict(evaluated(cfg)) if isinstance(cfg, EvalRoot) else dict(cfg.envs)
+
+
+def played(cfg: PlayRoot) -> dict[str, EnvConfig]:
+    """All environments that a command loads, by the names under which they are played: seeds follow from these names.
+
+    `rlx eval` plays under the names of evaluations beside training, so both play the same rollouts of the same weights.
+    """
+    if isinstance(cfg, EvalRoot):
+        return {PREFIX + name: env for name, env in evaluated(cfg).items()}
+    return environments(cfg)
 
 
 def section_of(name: str) -> str:
@@ -40,6 +55,18 @@ def is_due(cfg: Config, version: int) -> bool:
     if cfg.eval.interval is None:
         return False
     return cfg.eval.eval_base if version == 0 else version % cfg.eval.interval == 0 or version == cfg.max_steps
+
+
+def _completed(cfg: EvalRoot, env: ScoredEnvConfig) -> ScoredEnvConfig:
+    """An environment of `rlx eval` with what it takes from the top level."""
+    own = {f.name: getattr(env.sampling, f.name) for f in fields(EvalSampling)}
+    sampling = EvalSampling(**{name: getattr(cfg.sampling, name) if value is None else value for name, value in own.items()})
+    return replace(
+        env,
+        num_examples=env.num_examples or cfg.num_examples,
+        rollouts_per_example=env.rollouts_per_example or cfg.rollouts_per_example,
+        sampling=sampling,
+    )
 
 
 def _filled(cfg: Config, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:

@@ -18,9 +18,9 @@ import yaml
 
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
-from rlx.config.roots import TRAIN, Root, where_else
+from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
 from rlx.config.targets import all_nodes_of, check_targets, instantiate
@@ -34,10 +34,10 @@ T = TypeVar("T")
 __all__ = ["Composed", "checked", "compose", "instantiate", "load_run", "to_yaml"]
 
 HEADER = """\
-# The whole configuration of a run, with every value resolved.
+# The whole configuration of a run of `rlx {command}`, with every value resolved.
 # To run it again, use the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=NEW
 defaults:
-  - rlx_schema
+  - {schema}
   - _self_
 """
 
@@ -114,13 +114,38 @@ def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN, *, secrets: bo
     `secrets`: whether to read the run's secrets, which only its owner can. Without them `<secret>` stands for each, which is enough
     to look at a run. Raises ConfigError when the file does not exist, is not a configuration of this version, or lacks a secret.
     """
+    path, data = _read(run_dir)
+    its = root_named(data.pop("defaults", None))
+    if its is not root and its.schema is not root.schema:
+        raise ConfigError(f"{run_dir} is a directory of `rlx {its.command}`, not of `rlx {root.command}`.\n  fix: use rlx {its.command}")
+    return _build(path, data, root, secrets)
+
+
+def load_command(run_dir: str | os.PathLike[str], *, secrets: bool = True) -> CommandConfig:
+    """Like `load_run`, for a directory of any command: its `config.yaml` says which one."""
+    path, data = _read(run_dir)
+    return _build(path, data, root_named(data.pop("defaults", None)), secrets)
+
+
+def load_play(run_dir: str | os.PathLike[str]) -> PlayRoot:
+    """Like `load_command`, for a command that plays environments. Raises ConfigError for any other."""
+    cfg = load_command(run_dir)
+    if not isinstance(cfg, PlayRoot):
+        raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which plays no environments.")
+    return cfg
+
+
+def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: {run_dir} is no run directory.")
     data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
-    data.pop("defaults", None)
+    return path, data
+
+
+def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
     if secrets:
         _fill_secrets(data, path.with_name(FILE))
     builder = Builder(root.schema)
@@ -146,4 +171,7 @@ def _fill_secrets(data: dict[str, Any], file: Path) -> None:
 
 def to_yaml(cfg: Any) -> str:
     """A configuration as the text of a `config.yaml`, with `<secret>` in place of its secrets."""
-    return HEADER + yaml.safe_dump(dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000)
+    root = root_of(cfg)
+    return HEADER.format(command=root.command, schema=root.schema_name) + yaml.safe_dump(
+        dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000
+    )

@@ -3,17 +3,29 @@
 A root consists of those sections of `schema.py` that its command needs. Composition, types, rules between keys, environment variables
 and open nodes work with any root. Rules are skipped if they read a key that the root lacks. Values for another command are skipped, too:
 group files (`model=tiny` sets `optim.lr`) and variables (`RLX_MAX_STEPS`) may hold some. A key that no root has is an error everywhere.
+
+A run's `config.yaml` names its root by the schema at the head of its defaults list (`Root.schema_name`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from rlx.config.schema import Config
+from rlx.config import inherited
+from rlx.config.inherited import Inherited
+from rlx.config.schema import CommandConfig, Config
+from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.tree import type_at
 
 T = TypeVar("T")
+PREFIX = "rlx_schema"
+
+
+def _nothing(data: Mapping[str, Any], chosen: Sequence[str]) -> Sequence[Inherited]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -22,10 +34,35 @@ class Root(Generic[T]):
 
     command: str  # `train` starts from conf/train.yaml
     schema: type[T]  # every key, with its type, default and meaning
+    inherits: Callable[[Mapping[str, Any], Sequence[str]], Sequence[Inherited]] = field(default=_nothing, compare=False)
+    """Values that other places give to a composed tree: the run whose weights are used, a named endpoint. They are weaker than variables,
+    the user's file and the command line. Called with the tree and the groups that the user has chosen."""
+
+    @property
+    def schema_name(self) -> str:
+        """Its name in the defaults list of a run's `config.yaml`: `rlx_schema` for `train`, `rlx_schema_eval` for `eval`."""
+        return PREFIX if self.command == "train" else f"{PREFIX}_{self.command}"
 
 
 TRAIN = Root("train", Config)
-ROOTS: tuple[Root, ...] = (TRAIN,)  # a new command adds its root here
+EVAL = Root("eval", EvalRoot, inherited.of_model)
+SYNTHESIZE = Root("synthesize", SynthesizeRoot, inherited.of_model)
+ROOTS: tuple[Root, ...] = (TRAIN, EVAL, SYNTHESIZE)  # a new command adds its root here
+
+
+def root_of(cfg: CommandConfig | type) -> Root:
+    """The root of a configuration or of its class. Raises KeyError if it has none."""
+    cls = cfg if isinstance(cfg, type) else type(cfg)
+    for root in ROOTS:
+        if root.schema is cls:
+            return root
+    raise KeyError(cls.__name__)
+
+
+def root_named(defaults: object) -> Root:
+    """The root that the defaults list of a `config.yaml` names; `train` if it names none."""
+    names = {root.schema_name: root for root in ROOTS}
+    return next((names[each] for each in (defaults if isinstance(defaults, list) else ()) if each in names), TRAIN)
 
 
 def has_key(cls: type, key: str) -> bool:

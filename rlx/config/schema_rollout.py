@@ -63,6 +63,11 @@ class TrainedEnvConfig(EnvConfig):
         "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
         "empty: the run's",
     )
+    learn: dict[str, float] = key(
+        {},
+        "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "
+        "needs `ce_coef` in its loss",
+    )
     advantage: dict[str, Any] = key({}, "its own advantage, given alike; empty: the one that its own `loss` preset chooses, or the run's")
 
 
@@ -74,28 +79,41 @@ class EvalSampling(EnvSampling):
 
 
 @dataclass
-class EvalEnvConfig(EnvConfig):
-    """One environment of an evaluation. Without an `id` it is the environment of the same name in `envs`, with what is set here."""
+class ScoredEnvConfig(EnvConfig):
+    """One environment of `rlx eval`."""
 
-    id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
     split: str = key("eval", "which data set of the environment to use", choices=("train", "eval"))
-    num_examples: int | None = key(None, "how many of its first examples to evaluate on; null: `eval.num_examples`", low=1)
-    rollouts_per_example: int | None = key(None, "rollouts of each example; null: `eval.rollouts_per_example`", low=1)
+    num_examples: int | None = key(None, "how many of its first examples to evaluate on; null: the evaluation's `num_examples`", low=1)
+    rollouts_per_example: int | None = key(None, "rollouts of each example; null: the evaluation's `rollouts_per_example`", low=1)
     sampling: EvalSampling = section(EvalSampling)
 
 
 @dataclass
-class EvalConfig:
+class EvalEnvConfig(ScoredEnvConfig):
+    """One environment of an evaluation beside training. Without an `id` it is that of the same name in `envs`, with what is set here."""
+
+    id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
+
+
+@dataclass
+class EvalTerms:
+    """What `rlx eval` and the evaluations beside training have in common."""
+
+    num_examples: int | None = key(128, "how many of the first examples of an environment to evaluate on; null: all", low=1)
+    rollouts_per_example: int = key(1, "rollouts of each example: n of avg@n, and the largest k of pass@k", low=1)
+    eval_base: bool = key(True, "also evaluate version 0, the initial model")
+    pass_threshold: float = key(0.5, "a rollout passes, for pass@k, if its reward is at least this")
+
+
+@dataclass
+class EvalConfig(EvalTerms):
     """Evaluations beside training, each at one policy version. `rlx.config.evaluated` says what is evaluated."""
 
     interval: int | None = key(
         None, "evaluate every policy version that is a multiple of this, and the last one; null: no evaluation", low=1
     )
     envs: dict[str, EvalEnvConfig] = key({}, "the environments to evaluate on, by name; empty: all of `envs`, on their evaluation data")
-    num_examples: int | None = key(128, "how many of the first examples of an environment to evaluate on; null: all", low=1)
-    rollouts_per_example: int = key(1, "rollouts of each example: n of avg@n, and the largest k of pass@k", low=1)
     sampling: EvalSampling = section(EvalSampling)
-    eval_base: bool = key(True, "also evaluate version 0, the initial model")
     share: float = key(
         0.25,
         "rollouts of an evaluation in flight, as a share of what the servers decode together (`inference.max_num_seqs` each); more while "
@@ -103,7 +121,6 @@ class EvalConfig:
         above=0,
         high=1,
     )
-    pass_threshold: float = key(0.5, "a rollout passes, for pass@k, if its reward is at least this")
 
 
 @dataclass
@@ -150,16 +167,9 @@ class BufferConfig:
 
 
 @dataclass
-class OrchestratorConfig:
-    batch_size: int = key(
-        MISSING, "rollouts per step, a whole number of groups; the mean over steps, if environments have groups of different sizes", low=1
-    )
-    rollouts_per_example: int = key(MISSING, "rollouts per prompt: the group size G", low=1)
-    difficulty_filter: DifficultyFilter = section(DifficultyFilter)
-    buffer: BufferConfig = section(BufferConfig)
-    oversampling_factor: float = key(
-        1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
-    )
+class PlayConfig:
+    """How rollouts are played. In training the rest of this section decides what becomes of them (`OrchestratorConfig`)."""
+
     max_concurrent: int | None = key(
         None,
         "maximum number of rollouts in flight; null: begins with `inference.max_num_seqs` for each server, then follows the engines' "
@@ -194,6 +204,19 @@ class OrchestratorConfig:
         "interleaved",
         "`interleaved`: turns that extend each other become one sample; `branching`: one sample per turn",
         choices=("interleaved", "branching"),
+    )
+
+
+@dataclass
+class OrchestratorConfig(PlayConfig):
+    batch_size: int = key(
+        MISSING, "rollouts per step, a whole number of groups; the mean over steps, if environments have groups of different sizes", low=1
+    )
+    rollouts_per_example: int = key(MISSING, "rollouts per prompt: the group size G", low=1)
+    difficulty_filter: DifficultyFilter = section(DifficultyFilter)
+    buffer: BufferConfig = section(BufferConfig)
+    oversampling_factor: float = key(
+        1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
     save_batches: bool = key(

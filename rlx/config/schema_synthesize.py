@@ -1,15 +1,19 @@
-"""The keys that only `rlx synthesize` has: which rollouts become training data, and how they are written."""
+"""The keys of `rlx synthesize`: which rollouts are played, which become training data, and how it is written."""
 
+# ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from rlx.config.keys import key
+from rlx.config.keys import key, section
+from rlx.config.schema_eval import PlayWithModel
+from rlx.config.schema_rollout import EnvConfig, EvalSampling
 
 
 @dataclass
 class SelectionConfig:
-    """Which rollouts are kept, applied in the order of the keys."""
+    """Which rollouts are kept: the rules in their order, except that `prefer` decides between rollouts for those after it."""
 
     drop_failed: bool = key(True, "drop rollouts that failed; false: keep what was said before the failure, with reward 0")
     drop_truncated: bool = key(True, "drop rollouts that a length limit cut, because their last answer has no end")
@@ -29,3 +33,39 @@ class SelectionConfig:
     )
     per_example: int | None = key(None, "keep at most this many rollouts of an example; null: all that are left", low=1)
     exactly: bool = key(False, "drop examples of which fewer than `per_example` rollouts are left, so that all have equally many")
+
+
+@dataclass
+class SynthesizedEnvConfig(EnvConfig):
+    """One environment of `rlx synthesize`."""
+
+    num_examples: int | None = key(None, "how many of its first examples to play; null: the command's `num_examples`", low=1)
+    rollouts_per_example: int | None = key(None, "rollouts of each example; null: the command's `rollouts_per_example`", low=1)
+    sampling: EvalSampling = section(EvalSampling)
+
+
+@dataclass
+class SynthesizeRoot(SelectionConfig, PlayWithModel):
+    """The keys of `rlx synthesize`."""
+
+    may_change: ClassVar[tuple[str, ...]] = (
+        *(field.name for field in fields(SelectionConfig)),
+        *("num_examples", "rollouts_per_example", "format", "play"),
+    )
+
+    envs: dict[str, SynthesizedEnvConfig] = key({}, "the environments to play, by name")  # type: ignore[assignment]
+    num_examples: int | None = key(200, "how many of the first examples of an environment to play; null: all", low=1)
+    rollouts_per_example: int = key(4, "rollouts of each example", low=1)
+    step: int | None = key(None, "which `step_N` of `weights_dir` to play with; null: the newest that is complete", low=0)
+    format: str = key("parquet", "the file to write: `parquet` or `jsonl`", choices=("parquet", "jsonl"))
+    play: bool = key(
+        True, "play what is missing; false: only choose again from the finished rollouts of the run, with resume=latest; starts no server"
+    )
+
+    @property
+    def num_servers(self) -> int:
+        return super().num_servers if self.play else 0
+
+    @property
+    def counted(self) -> str:
+        return "synthesis"  # no step, and no record in `metrics.jsonl`: a heartbeat has the progress

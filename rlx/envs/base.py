@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import EnvConfig, PlayRoot
 from rlx.policy.base import Policy
 from rlx.types import Rollout, Task
 
@@ -43,7 +43,7 @@ class Local(Environment, Protocol):
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
 
 
-def sampling_of(config: Config, env: EnvConfig) -> dict[str, Any]:
+def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
     own = {field.name: getattr(env.sampling, field.name) for field in fields(env.sampling)}
     return {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}

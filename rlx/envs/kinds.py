@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -82,6 +83,16 @@ def loader_of(env_id: str) -> Loader:
 def module_of(env_id: str) -> str:
     """The module of an environment: `owner/my-env@0.1.0` is `my_env`."""
     return env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
+
+
+@functools.cache
+def version_of(env_id: str) -> str | None:
+    """The version of the installed package that has the environment; None if it is no package (a file on the path)."""
+    module = module_of(env_id)
+    for name in (module.replace("_", "-"), *importlib.metadata.packages_distributions().get(module, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.config.evaluated import environments
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.evaluated import played
+from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 
@@ -32,25 +32,25 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     return loader_of(config.id)(name, config, settings.sampling, settings.timeout, settings.concurrency)
 
 
-def workers_of(config: Config, env: EnvConfig) -> int:
+def workers_of(config: PlayRoot, env: EnvConfig) -> int:
     """How many processes play an environment; 0: the orchestrator plays it itself."""
     return config.orchestrator.env_workers if env.workers is None else env.workers
 
 
-def settings_of(config: Config, env: EnvConfig) -> Settings:
+def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
     """What the environment needs to know of the run."""
     timeout = config.orchestrator.rollout_timeout if env.rollout_timeout is None else env.rollout_timeout
     return Settings(sampling_of(config, env), timeout, config.concurrency)
 
 
-def load_environments(config: Config, beat: Callable[[str], None], logs: Path | None = None) -> dict[str, Local]:
+def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path | None = None) -> dict[str, Local]:
     """The environments of the mix and of evaluations by name. Call it on the main thread. They can be played after `give_policy`.
 
     Workers start first, and load while this process does other work; `wait_loaded` waits for them. `logs`: folder of their log files.
     """
     from rlx.envs.pool import WorkerPool
 
-    bound, configs = config.orchestrator.env_worker_memory_gb, environments(config)
+    bound, configs = config.orchestrator.env_worker_memory_gb, played(config)
     pools: dict[str, Local] = {
         name: WorkerPool(name, env, settings_of(config, env), workers, logs=logs, memory_gb=bound)
         for name, env in configs.items()
@@ -74,25 +74,27 @@ def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
             env.wait_loaded(lambda phase=phase: beat(phase))  # type: ignore[misc]
 
 
-def give_policy(envs: Mapping[str, Local], config: Config, chat: Chat, generator: Generator) -> None:
+def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generator: Generator) -> None:
     """Give the environments the run's policy, which samples with `generator`."""
     from rlx.config.checks.objective import needs_exact_sampling
     from rlx.policy.tokens import TokenPolicy
 
-    label, configs = uuid.uuid4().hex[:6] + "-", environments(config)
+    label, configs = uuid.uuid4().hex[:6] + "-", played(config)
+    trained = config.envs if isinstance(config, Config) else ()
     for name, env in envs.items():
         env.policy = TokenPolicy(
             generator=generator,
             chat=chat,
-            context_length=min(config.seq_len, config.max_model_len) if name in config.envs else config.max_model_len,
+            context_length=min(config.seq_len, config.max_model_len) if name in trained else config.max_model_len,
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
-            exact=name in config.envs and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
+            exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
+            learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
             label=label,
         )
 
 
-def check_chat(envs: Mapping[str, Environment], config: Config, chat: Chat) -> None:
+def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:
     """Raise ValueError if the model's chat format loses the tools of an environment, the model's calls, or their results."""
     from rlx.policy.templates import refusal
 
@@ -100,7 +102,7 @@ def check_chat(envs: Mapping[str, Environment], config: Config, chat: Chat) -> N
         raise ValueError(text)
 
 
-def load_tokenizer(config: Config, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
+def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
     """The chat format of the initial model. Waits until that model exists."""
     from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
     from rlx.policy.chat import load_chat

@@ -171,7 +171,7 @@ class V1Environment:
         except asyncio.CancelledError:
             await abandon(playing)
             raise
-        timing = {"total": time.monotonic() - started}
+        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
 
         def failed(status: Status, stop: str, error: str) -> Rollout:
             return Rollout(
@@ -202,6 +202,7 @@ class V1Environment:
     ) -> Rollout:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
         agent = self.trained_agent(task)
+        timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         traces = [trace for trace in played.traces if trace.agent.name == agent and trace.agent.trainable]
         traces.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
         if not played.ok:
@@ -241,6 +242,7 @@ class V1Environment:
             error=None if math.isfinite(reward) else f"the reward is {reward}",
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
+            agent=agent if len(self.agents) > 1 else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:

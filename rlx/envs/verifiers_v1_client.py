@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -49,6 +50,7 @@ class PolicyClient(Client):
         self.episode = episode
         self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
+        self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
         self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
 
     async def get_response(
@@ -70,6 +72,7 @@ class PolicyClient(Client):
         settings = {**(settings.pop("extra_body", None) or {}), **settings}
         for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
             settings.pop(name, None)
+        began = time.monotonic()
         try:
             reply = await self.episode.respond([for_template(message) for message in prompt], body.get("tools"), settings)
         except PromptTooLong as error:
@@ -78,6 +81,8 @@ class PolicyClient(Client):
         except Exception as error:
             self.failures[trace] = error
             raise errors.ProviderError(describe(error), status_code=502) from error
+        finally:
+            self.seconds += time.monotonic() - began
         _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
         return response_of(reply)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.config.schema import Config
+from rlx.config.schema import PlayRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths, atomic
 from rlx.process import host_name
@@ -113,7 +113,7 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
     return found
 
 
-def present_servers(config: Config, paths: RunPaths) -> list[Endpoint]:
+def present_servers(config: PlayRoot, paths: RunPaths) -> list[Endpoint]:
     """The servers that the run has now: those of the configuration, and one for each file `endpoints/inference_*.json`.
 
     Creating such a file (`{"url": …, "api_key": …}`) adds a server to a running run, and deleting it removes the server.
@@ -131,7 +131,7 @@ def present_servers(config: Config, paths: RunPaths) -> list[Endpoint]:
     return found
 
 
-def find_servers(config: Config, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:
+def find_servers(config: PlayRoot, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:
     """The servers named in the configuration. If it names none, waits for the servers that the run starts and returns those."""
     if config.inference.base_url:
         return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig
 from rlx.envs.probe import Probed
 from rlx.launch.processes import die_with
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 
 
-def check_chats(configs: Sequence[Config], environments: Sequence[Mapping[str, Probed]]) -> None:
+def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping[str, Probed]]) -> None:
     """Raise ConfigError with what the models' chat formats lose of the tools of their environments.
 
     `environments`: what `rlx.launch.probes` found, for each configuration. A model that rlx makes itself has a format that serves tools.

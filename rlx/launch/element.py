@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlx.config.load import load_run
+from rlx.config.load import load_command
 from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
@@ -19,7 +19,7 @@ from rlx.runs.status import read_status
 
 def main(run_dir: str) -> int:
     paths = RunPaths(Path(run_dir))
-    cfg = load_run(paths.root)
+    cfg = load_command(paths.root)
     lock = RunLock(paths)
     if not lock.exclusive():
         print(f"{paths.root} is in use by another run", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
 from rlx.envs import boot
 from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
@@ -40,7 +40,7 @@ SCHEMA = 3  # changes when the meaning of a kept answer changes
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
-def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
+def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]:
     """What the environments of each configuration are, by name. Loads each different environment once.
 
     A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer.
@@ -68,7 +68,7 @@ def environments_of(configs: Sequence[Config]) -> list[dict[str, Probed]]:
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
 
 
-def _too_long(cfg: Config, known: Mapping[Identity, Probed]) -> Iterator[str]:
+def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
     """Environments whose prompts fill the context of the tiny model, which has a token for each character."""
     if cfg.model.warm_start is None:
         return
@@ -87,8 +87,10 @@ def lines_of(environments: Mapping[str, Probed]) -> list[str]:
     return [f"{name}: {probed}" for name, probed in environments.items()]
 
 
-def _looked_at(cfg: Config) -> Mapping[str, EnvConfig]:
-    return environments(cfg) if cfg.launcher.check_envs and cfg.replay is None else {}
+def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
+    if not isinstance(cfg, PlayRoot) or (isinstance(cfg, Config) and cfg.replay is not None):
+        return {}
+    return environments(cfg) if cfg.launcher.check_envs else {}
 
 
 def identity(env: EnvConfig) -> Identity:

@@ -20,8 +20,8 @@ from typing import Any
 from submitit import JobEnvironment, SlurmExecutor
 
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run
-from rlx.config.schema import Config
+from rlx.config.load import load_command
+from rlx.config.schema import CommandConfig
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
@@ -55,7 +55,7 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 
 
-def sbatch_options(cfg: Config, name: str, code: Path | None = None) -> dict[str, Any]:
+def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> dict[str, Any]:
     """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
     options: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
     return executor
 
 
-def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
+def sbatch_script(cfg: CommandConfig, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
     """The sbatch script for one run or for an array of `count` runs. `code`: the code snapshot that they run."""
     executor = _executor(folder, sbatch_options(cfg, name, code))
     if count > 1:
@@ -103,7 +103,7 @@ def sbatch_script(cfg: Config, name: str, folder: Path, count: int = 1, code: Pa
     return executor._make_submission_file_text(executor._submitit_command_str, uid="")
 
 
-def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> list[str]:
+def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Path) -> list[str]:
     """Submit runs with existing directories and equal `sbatch_options` as one job or one array; return their job ids.
 
     The caller holds the runs' locks meanwhile. A job that starts at once waits for the lock, and by then its id is recorded.
@@ -111,7 +111,7 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     for paths, cfg in runs:
-        Status(max_steps=cfg.max_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
+        Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs), code))
     executor = _executor(folder, sbatch_options(runs[0][1], name, code))
@@ -122,7 +122,7 @@ def submit(runs: Sequence[tuple[RunPaths, Config]], name: str, folder: Path) -> 
         said = getattr(error, "stderr", None) or str(error)
         reason = said.decode(errors="replace") if isinstance(said, bytes) else said
         for paths, cfg in runs:
-            _fail(paths, Status(max_steps=cfg.max_steps), f"SLURM rejected the job: {reason.strip()}")
+            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}")
         raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
     finally:
         os.environ.update(inherited)
@@ -152,7 +152,7 @@ class Attempt:
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
         paths = RunPaths(Path(self.run_dir))
-        cfg = load_run(paths.root)
+        cfg = load_command(paths.root)
         environment = JobEnvironment()
         # For an array task this is `12_5`. SLURM_JOB_ID must not be used: for the last task it is the array's id, and SLURM acts on all.
         job = environment.job_id
@@ -162,7 +162,7 @@ class Attempt:
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
         self._leave_to_others(paths, job)
-        status = Status(attempt=new_attempt(paths), max_steps=cfg.max_steps, job=job)
+        status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -200,7 +200,7 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_start(self, paths: RunPaths, cfg: Config, status: Status, restarts: int) -> None:
+    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, restarts: int) -> None:
         """Exit if the job was requeued too often, or if the code has changed since the job was submitted."""
         if restarts > cfg.launcher.max_requeues:
             _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
@@ -212,7 +212,7 @@ class Attempt:
         if change:
             print(f"warning: {change}", flush=True)
 
-    def _requeue(self, paths: RunPaths, cfg: Config, supervisor: Supervisor, job_id: str, restarts: int) -> int:
+    def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int) -> int:
         """Requeue the job unless SLURM has done so or the limit is reached; return the exit code."""
         status = supervisor.status
         if restarts_of(job_id) > restarts:

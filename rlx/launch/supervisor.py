@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlx.config.schema import Config
-from rlx.heartbeat import SERVING, Ages, read_heartbeats
+from rlx.config.schema import CommandConfig
+from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.stall import StallDoctor
@@ -47,15 +47,16 @@ class Limits:
     heartbeat_timeout: float  # seconds without a heartbeat after which a process counts as hung
     last_lines: int  # log lines shown of the process that failed
     max_steps: int  # copied into the status
+    counted: str = "trainer"  # source of the metric records that are the steps of the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
     stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
     max_restarts: int = 0  # how often each service may be started again
 
     @classmethod
-    def of(cls, cfg: Config) -> Limits:
+    def of(cls, cfg: CommandConfig) -> Limits:
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
-        return cls(max_steps=cfg.max_steps, max_restarts=cfg.inference.max_restarts, **values)
+        return cls(max_steps=cfg.total_steps, counted=cfg.counted, max_restarts=cfg.max_restarts, **values)
 
 
 class Supervisor:
@@ -93,6 +94,7 @@ class Supervisor:
         self.ages = Ages()
         self.stalls = StallDoctor(paths, self.status.attempt, limits.stall_timeout, lambda text: self._say(*text.splitlines()))
         self.metrics_offset = 0
+        self.counted: set[int] = set()  # steps of the records that are not the trainer's
         self.looked = 0.0
 
     def run(self, received: Sequence[int] = ()) -> int:
@@ -293,6 +295,8 @@ class Supervisor:
         self.children.keep_reaper()
         self._read_step()
         beats = read_heartbeats(self.paths)
+        if any(beat["phase"].startswith(EVALUATING) for beat in beats.values()):
+            self.status.state = "running"  # `rlx eval` writes its first record when a whole version is played
         for child, process in zip(self.children.all, self.status.processes, strict=True):
             process["pid"] = process["pid"] or beats.get(child.spec.name, {}).get("pid")
         self._write_status()
@@ -306,8 +310,11 @@ class Supervisor:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):
             self.metrics_offset = offset
             self.status.state = "running"
-            if record["source"] == "trainer":
+            if record["source"] == self.limits.counted == "trainer":
                 self.status.step = max(self.status.step, record["step"] + 1)
+            elif record["source"] == self.limits.counted:
+                self.counted.add(record["step"])  # each record is one
+                self.status.step = len(self.counted)
 
     # -- reporting
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig
 from rlx.launch.processes import die_with
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
+from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
-from rlx.plan.rl import make_plan
 from rlx.runs.claim import RunLock, create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
@@ -45,7 +45,7 @@ class Element:
     """One run of a sweep, with its final, checked configuration."""
 
     name: str
-    cfg: Config
+    cfg: CommandConfig
     overrides: list[str]
     plan: list[ProcessSpec]
     state: str = "new"  # new | done | alive (queued or running) | again (to be resumed)
@@ -264,6 +264,6 @@ def failed(elements: Sequence[Element]) -> list[Element]:
     return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
 
 
-def plan_of(cfg: Config) -> list[ProcessSpec]:
+def plan_of(cfg: CommandConfig) -> list[ProcessSpec]:
     assert cfg.run.dir is not None
     return make_plan(cfg, Path(cfg.run.dir))

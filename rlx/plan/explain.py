@@ -6,18 +6,21 @@ Pure: turns a configuration and its plan into text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig, Config, PlayRoot
+from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
 
 def explain(
-    cfg: Config,
+    cfg: CommandConfig,
     plan: Sequence[ProcessSpec],
     choices: Mapping[str, str],
     notes: Sequence[str],
@@ -31,8 +34,7 @@ def explain(
         ("composed", _composed(choices, notes, run_dir)),
         *([("environments", list(environments))] if environments else []),
         ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
-        ("one step", _batch(cfg)),
-        ("memory (estimates)", _memory(cfg, plan)),
+        *SECTIONS[type(cfg)](cfg, plan),
     ]
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
 
@@ -58,26 +60,28 @@ def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) ->
     return [*lines, *(f"note: {note}" for note in notes), f"run directory: {run_dir}"]
 
 
-def _row(cfg: Config, spec: ProcessSpec) -> list[str]:
+def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
     host = "this machine" if cfg.hardware.nodes == 1 and cfg.launcher.name == "local" else f"host {spec.node}"
     gpus = ",".join(map(str, spec.gpus)) or "cpu"
     ports = ", ".join(f"{purpose} {port or 'any free'}" for purpose, port in spec.ports.items()) or "-"
     return [spec.name, host, gpus, ports, _command(cfg, spec)]
 
 
-def _command(cfg: Config, spec: ProcessSpec) -> str:
-    what = {
-        "prepare": "supervised warm start of the model, unless it is in the cache",
-        "inference": f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}"
-        + (f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""),
-        "orchestrator": f"environments {', '.join(cfg.envs)}; {_in_flight(cfg)}",
-        "trainer": f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process",
-    }
-    return what.get(spec.role, " ".join(spec.argv))
+def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
+    if spec.role == "prepare":
+        return "supervised warm start of the model, unless it is in the cache"
+    if spec.role == "trainer":
+        return f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process"
+    if not isinstance(cfg, PlayRoot):
+        return " ".join(spec.argv)
+    if spec.role == "inference":
+        tensor_parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
+        return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{tensor_parallel}"
+    return f"environments {', '.join(cfg.envs)}; {_in_flight(cfg)}"
 
 
-def _in_flight(cfg: Config) -> str:
-    if cfg.orchestrator.max_concurrent is not None:
+def _in_flight(cfg: PlayRoot) -> str:
+    if cfg.orchestrator.max_concurrent is not None or not isinstance(cfg, Config):
         return f"at most {cfg.concurrency} rollouts in flight"
     return f"{cfg.concurrency} rollouts in flight at first, then as many as the engines can use"
 
@@ -192,17 +196,24 @@ def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
 
 
 def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
-    trainer, engine = trainer_memory(cfg), engine_memory(cfg)
-    cpu = cfg.hardware.device == "cpu"
-    lines = [f"trainer, each {'process' if cpu else 'GPU'}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
+    trainer = trainer_memory(cfg)
+    kind = "process" if cfg.hardware.device == "cpu" else "GPU"
+    lines = [f"trainer, each {kind}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
     lines.append(
         f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step"
     )
+    return [*lines, *of_servers(cfg, plan, trainer.device)]
+
+
+def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) -> list[str]:
+    """The servers' memory. `beside`: bytes of the trainer on a GPU that they share."""
+    engine = engine_memory(cfg)
+    cpu = cfg.hardware.device == "cpu"
     if not any(spec.role == "inference" for spec in plan):
-        return [*lines, f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
-    lines.append(
+        return [f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
+    lines = [
         f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"
-    )
+    ]
     if cpu:
         budget = cfg.inference.kv_cache_gb * 2**30
         lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
@@ -212,11 +223,55 @@ def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
         lines.append(
             f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization); the weights and one sequence must fit into that"
         )
-        if cfg.hardware.shared:
-            least = max(least, trainer.device / (1 - share)) if share < 1 else math.inf
+        if cfg.hardware.shared and beside:
+            least = max(least, beside / (1 - share)) if share < 1 else math.inf
             lines.append("  the trainer has the rest of the same card")
         lines.append(
             f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
         )
     lines.append(f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length")
     return lines
+
+
+Sections = list[tuple[str, list[str]]]
+
+
+def _of_training(cfg: Config, plan: Sequence[ProcessSpec]) -> Sections:
+    return [("one step", _batch(cfg)), ("memory (estimates)", _memory(cfg, plan))]
+
+
+def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
+    envs = evaluated(cfg)
+    sizes = {name: f"{env.num_examples or 'all'} examples × {env.rollouts_per_example} rollouts" for name, env in envs.items()}
+    weights = f", of {cfg.weights_dir}" if cfg.weights_dir else ""
+    rows = [["weights", f"{len(cfg.versions)}: {', '.join('the initial model' if v == 0 else f'step_{v}' for v in cfg.versions)}{weights}"]]
+    rows += [[name, text] for name, text in sizes.items()]
+    rows += [["new tokens", f"at most {max(env.sampling.max_tokens or 0 for env in envs.values()):,} per turn"]] if envs else []
+    parts: Sections = [("the evaluation", table(["quantity", "value"], rows)[1:])]
+    if cfg.client.base_url:
+        return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
+    return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
+
+
+def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
+    rows = [
+        [
+            name,
+            f"{env.num_examples or cfg.num_examples or 'all'} examples × {env.rollouts_per_example or cfg.rollouts_per_example} rollouts",
+        ]
+        for name, env in cfg.envs.items()
+    ]
+    if cfg.weights_dir:
+        rows.insert(0, ["weights", f"{'the initial model' if cfg.step == 0 else f'step_{cfg.step}'}, of {cfg.weights_dir}"])
+    rows.append(["new tokens", f"at most {max(e.sampling.max_tokens or cfg.sampling.max_tokens for e in cfg.envs.values()):,} per turn"])
+    parts: Sections = [("the synthesis", table(["quantity", "value"], rows)[1:])]
+    if cfg.client.base_url:
+        return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
+    return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
+
+
+SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here
+    Config: _of_training,
+    EvalRoot: _of_eval,
+    SynthesizeRoot: _of_synthesis,
+}

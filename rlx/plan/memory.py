@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx.config.rows import BYTES, activation_bytes
-from rlx.config.schema import Config
+from rlx.config.schema import Config, PlayRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
@@ -106,7 +106,7 @@ def trainer_memory(cfg: Config) -> TrainerMemory:
     )
 
 
-def engine_memory(cfg: Config) -> EngineMemory:
+def engine_memory(cfg: PlayRoot) -> EngineMemory:
     model, parallel = cfg.model, cfg.hardware.tensor_parallel
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
     # If there are fewer key-value heads than GPUs, heads are copied, never split.

@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config
+from rlx.config.schema import Config, PlayRoot
 from rlx.types import ProcessSpec
 
 Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
+
+
+def place_servers(cfg: PlayRoot) -> list[Place]:
+    """Places of the inference replicas of a command that trains nothing: hosts and GPUs in their order.
+
+    Raises ConfigError if the layout does not fit.
+    """
+    hardware = cfg.hardware
+    if hardware.device == "cpu":
+        return [(replica % hardware.nodes, ()) for replica in range(cfg.num_servers)]
+    by_host = hardware.gpus_per_node // hardware.tensor_parallel
+    if cfg.num_servers > by_host * hardware.nodes:
+        raise ConfigError(
+            f"hardware={hardware.name}: {cfg.num_servers} inference replicas × tensor_parallel={hardware.tensor_parallel} do not fit on "
+            f"{hardware.nodes} × {hardware.gpus_per_node} GPUs (hardware.nodes × hardware.gpus_per_node), a replica on one host.\n"
+            "  fix: lower hardware.inference_replicas or hardware.tensor_parallel, or choose another hardware="
+        )
+    places = []
+    for replica in range(cfg.num_servers):
+        first = replica % by_host * hardware.tensor_parallel
+        places.append((replica // by_host, tuple(range(first, first + hardware.tensor_parallel))))
+    return places
 
 
 def place(cfg: Config) -> tuple[list[Place], list[Place]]:

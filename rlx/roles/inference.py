@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rlx.config.load import load_run
-from rlx.config.schema import Config
+from rlx.config.load import load_play
+from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--replica", type=int, default=0)
     options = parser.parse_args()
-    paths, config, replica = RunPaths(options.run_dir), load_run(options.run_dir), options.replica
+    paths, config, replica = RunPaths(options.run_dir), load_play(options.run_dir), options.replica
     heartbeat = Heartbeat(paths, f"inference_{replica}")
     answer(paths, heartbeat.name)
 
@@ -77,7 +77,7 @@ def main() -> int:
     return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
 
 
-def listen(config: Config, replica: int) -> socket.socket:
+def listen(config: PlayRoot, replica: int) -> socket.socket:
     """The server's socket. Raises OSError with a message for the user if the port is taken."""
     host = config.inference.host or ("0.0.0.0" if config.hardware.nodes > 1 else "127.0.0.1")
     port = config.inference.port and config.inference.port + replica
@@ -88,7 +88,7 @@ def listen(config: Config, replica: int) -> socket.socket:
         raise OSError(f"inference server {replica} cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
 
 
-async def serve(config: Config, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
+async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
     """Start the engine, publish the endpoint and serve until a signal comes or the engine breaks. Returns the exit code."""
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine

@@ -52,11 +52,12 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import LEFT, Preempted, first_failure
+from rlx.waiting import LEFT, Preempted, at_most, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -73,6 +74,7 @@ class Orchestrator:
         fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
@@ -80,10 +82,11 @@ class Orchestrator:
         self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
+        self.teaching = teaching or Teaching()
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, self._away)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -93,11 +96,8 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, self._away)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
-
-    def _away(self) -> float:
-        return self.sampler.away
 
     def _reached(self, version: int) -> None:
         """All servers have this policy version now."""
@@ -121,15 +121,19 @@ class Orchestrator:
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
-        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
-        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
+        explain_with(explainer(lambda: [*self.collector.waiting(), *self.evaluations.waiting()], self.envs, loop))
+        limit = None  # seconds for each part of the end
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
+        except asyncio.CancelledError:
+            limit = 0.4 * self.config.launcher.grace  # we were told to stop, and the tracker needs some time, too
+            raise
         finally:
-            await asyncio.gather(self.collector.close(), self.evaluations.close())
-            await asyncio.gather(*(env.close() for env in self.envs.values()))
+            await at_most(limit, self.collector.close(), self.evaluations.close())
+            await at_most(limit, *(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
 
@@ -154,8 +158,7 @@ class Orchestrator:
     async def _train(self) -> None:
         clock = StepClock(self.collector)
         for step in range(self.first_step, self.config.max_steps):
-            self.step = step
-            rollouts = await self.collector.collect()
+            self.step, rollouts = step, await self.collector.collect()
             clock.collected()
             filtered = self.collector.filtered
             self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
@@ -163,8 +166,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
+            batch, taught = await self.teaching.score(batch)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -205,7 +209,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
-            phase = self.evaluations.instead_of(phase)
+            phase = self.evaluations.instead_of(self.teaching.phase or phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -232,7 +236,8 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
+        async with Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching:
+            await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
 
 
 def main() -> int:

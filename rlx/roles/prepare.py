@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
-from rlx.config.load import load_run
-from rlx.config.schema import Config
+from rlx.config.load import load_play
+from rlx.config.schema import Config, PlayRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
@@ -68,7 +68,7 @@ def main() -> int:
     if paths.initial_model.exists() and (Path(paths.initial_model.read_text().strip()) / COMPLETE).exists():
         log.info("an earlier attempt has prepared %s", paths.initial_model.read_text().strip())
         return 0
-    config = load_run(paths.root)
+    config = load_play(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
     answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def find_or_make(config: Config, heartbeat: Heartbeat) -> Path:
+def find_or_make(config: PlayRoot, heartbeat: Heartbeat) -> Path:
     """The folder of the warm-started model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
@@ -90,7 +90,7 @@ def find_or_make(config: Config, heartbeat: Heartbeat) -> Path:
     return folder
 
 
-def recipe(config: Config) -> dict[str, Any]:
+def recipe(config: PlayRoot) -> dict[str, Any]:
     """Everything that determines what the model learns, as values for JSON."""
     assert config.model.warm_start is not None, "the plan has this role only for models with a warm start"
     return {
@@ -144,7 +144,7 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
         yield
 
 
-def make(config: Config, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
+def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
     """Train the model and move its complete folder into the cache. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
@@ -214,10 +214,10 @@ def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
 
 
-def examples_of(config: Config) -> dict[str, list[Conversation]]:
+def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import conversations
+    from rlx.envs.answers import answer_text, conversations
     from rlx.envs.kinds import kind_of
     from rlx.envs.load import load_one, settings_of
 
@@ -228,12 +228,13 @@ def examples_of(config: Config) -> dict[str, list[Conversation]]:
     for name, env in config.envs.items():
         if counts[name] == 0:
             continue
-        if kind_of(env.id) == "v1":
+        trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
+        environment = load_one(name, trained, settings_of(config, env))
+        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
             raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
-                "taskset; choose a model that is trained already"
+                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
+                "`answer` with a text; choose a model that is trained already"
             )
-        environment = load_one(name, env, settings_of(config, env))
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found

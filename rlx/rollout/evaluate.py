@@ -19,35 +19,25 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlx.config.evaluated import PREFIX, evaluated, is_due
-from rlx.config.schema import Config, EvalEnvConfig
+from rlx.config.schema import Config, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.batch import means
-from rlx.rollout.groups import play_through
+from rlx.rollout.models import check_version
+from rlx.rollout.play import GLANCE, Job, Player, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
 
 log = logging.getLogger("rlx.orchestrator")
-
-GLANCE = 0.2  # seconds between two looks at how many rollouts training leaves room for
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """Rollouts that are played by one request: one of an example, or all if rewards compare them."""
-
-    env: str
-    task: Task
-    members: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -81,8 +71,8 @@ class Evaluations:
 
         `busy`: rollouts of training in flight. `away`: see `play_through`.
         """
-        self.config, self.paths, self.busy, self.away, self.first_step = config, paths, busy, away, first_step
-        self.specs: dict[str, EvalEnvConfig] = evaluated(config)
+        self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
+        self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
         self.envs = {name: envs[PREFIX + name] for name in self.specs}
         if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
             raise ValueError(f"there is nothing to evaluate: no examples in {', '.join(empty)}")
@@ -91,7 +81,8 @@ class Evaluations:
         self.metrics = MetricsWriter(paths.metrics, "eval")
         self._missed = self._find_missed() if self.specs else []
         self._now: Evaluation | None = None
-        self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
+        retries = config.orchestrator.max_retries
+        self._player = Player(self.envs, max_retries=retries, room=self._room, played=self._played, check=self._check, away=away)
         self._playing: asyncio.Task[dict[str, float]] | None = None
 
     # -- which versions
@@ -161,8 +152,7 @@ class Evaluations:
 
     def waiting(self) -> list[tuple[Task, int, float]]:
         """The rollouts in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each request."""
-        now = time.monotonic()
-        return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
+        return self._player.waiting()
 
     async def close(self) -> None:
         """Cancel an evaluation in progress."""
@@ -175,35 +165,10 @@ class Evaluations:
         rows = len(self.envs[name].rows)
         return range(min(rows, self.specs[name].num_examples or rows))
 
-    def _jobs(self, name: str) -> Iterator[Job]:
-        """The jobs of an environment. A row is read when its turn comes, because reading all would block the event loop."""
-        env, spec = self.envs[name], self.specs[name]
-        members = tuple(range(spec.rollouts_per_example or 1))
-        for place in self._places(name):
-            row = dict(env.rows[place])
-            task = Task(env=env.name, example_id=int(row["example_id"]), index=place, row=row)
-            for part in [members] if env.scores_groups else [(member,) for member in members]:
-                yield Job(name, task, part)
-
     async def _evaluate(self, now: Evaluation) -> dict[str, float]:
         """Play all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
-        playing: set[asyncio.Task[None]] = set()
-        jobs = itertools.chain.from_iterable(self._jobs(name) for name in self.specs)
-        job, begun = next(jobs, None), 0
-        try:
-            while job is not None or playing:
-                while job is not None and (begun == now.played or begun - now.played + len(job.members) <= self._room()):
-                    begun += len(job.members)
-                    playing.add(asyncio.create_task(self._play(now, job)))
-                    job = next(jobs, None)
-                done, playing = await asyncio.wait(playing, timeout=GLANCE, return_when=asyncio.FIRST_COMPLETED)
-                for error in [one.exception() for one in done]:  # ask all, or asyncio complains about those that nobody asked
-                    if error is not None:
-                        raise error
-        finally:
-            for one in playing:
-                one.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+        jobs = (jobs_of(name, self.envs[name], self._places(name), spec.rollouts_per_example or 1) for name, spec in self.specs.items())
+        await self._player.play(itertools.chain.from_iterable(jobs))
         seconds = time.monotonic() - now.began
         values: dict[str, float] = {"time/evaluation": seconds}
         for name in self.specs:
@@ -217,21 +182,15 @@ class Evaluations:
         """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
         return max(math.ceil(self.config.eval.share * self.capacity), self.capacity - self.busy())
 
-    async def _play(self, now: Evaluation, job: Job) -> None:
-        """Play one job. A failure is retried like in training; after that the rollout scores 0."""
-        env, entry = self.envs[job.env], (job, time.monotonic())
-        self._in_flight.append(entry)
-        try:
-            for attempt in range(self.config.orchestrator.max_retries + 1):
-                rollouts = await play_through(env, job.task, job.members, attempt, self.away)
-                for rollout in rollouts:
-                    check_version(rollout, now.version)
-                if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
-                    break
-        finally:
-            self._in_flight.remove(entry)
-        now.outcomes.setdefault(job.env, {}).setdefault(job.task.index, []).extend(map(outcome_of, rollouts))
-        now.played += len(rollouts)
+    def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+        """Keep the outcomes of a job. A rollout that failed for good scores 0."""
+        assert self._now is not None
+        self._now.outcomes.setdefault(job.env, {}).setdefault(job.task.index, []).extend(map(outcome_of, rollouts))
+        self._now.played += len(rollouts)
+
+    def _check(self, rollout: Rollout) -> None:
+        assert self._now is not None
+        check_version(rollout, self._now.version)
 
     def _write(self, name: str, version: int, examples: Sequence[Sequence[Outcome]], seconds: float) -> None:
         spec, config = self.specs[name], self.config
@@ -265,16 +224,6 @@ class Evaluations:
         own = [metric for metric in values if metric.startswith("/".join([*wanted.split("/")[:3], ""]))]
         there = f"it has {', '.join(own)}" if own else "it has none of this kind"
         log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
-
-
-def check_version(rollout: Rollout, version: int) -> None:
-    """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version})
-    if found:
-        raise RuntimeError(
-            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
-            f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
-        )
 
 
 def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:

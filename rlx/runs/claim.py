@@ -16,14 +16,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run, to_yaml
-from rlx.config.schema import Config, RunConfig
+from rlx.config.load import load_command, to_yaml
+from rlx.config.roots import ROOTS, root_of
+from rlx.config.schema import CommandConfig, Config, RunConfig
+from rlx.config.schema_eval import PlayWithModel
 from rlx.config.secret import hidden, hide_lines, secrets_of
 from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
@@ -32,14 +34,19 @@ from rlx.process import full_disk
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, rewind, say, source_of
+from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
+from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
-MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast")
+MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast", "steps")
+
+
+SECRET = {key for root in ROOTS for key in secret_keys(root.schema)}
+C = TypeVar("C", bound=CommandConfig)
 
 
 class RunLock:
@@ -86,7 +93,7 @@ class RunLock:
         return True
 
 
-def settle(cfg: Config, label: str) -> Config:
+def settle(cfg: C, label: str) -> C:
     """The configuration with `run.name` and an absolute `run.dir` filled in.
 
     The default is `outputs/<label>-<short id>`; for a dry run `outputs/dry_run-<label>`, which the next dry run replaces.
@@ -102,7 +109,9 @@ def settle(cfg: Config, label: str) -> Config:
     return replace(cfg, run=RunConfig(name=name, dir=str(directory or Path("outputs").absolute() / name)))
 
 
-def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, even_done: bool = False) -> tuple[RunPaths, RunLock]:
+def create(
+    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, even_done: bool = False
+) -> tuple[RunPaths, RunLock]:
     """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
     With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
@@ -111,7 +120,7 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
     Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
-    if cfg.replay is not None:
+    if isinstance(cfg, Config) and cfg.replay is not None:
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
         if Path(str(cfg.replay)).resolve() == paths.root.resolve():
             raise ConfigError(
@@ -127,9 +136,9 @@ def create(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], *
             cfg = replace(cfg, resume=None)  # there is no earlier run
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
-            check_room(start, cfg.max_steps)
+            check_room(start, cfg.total_steps)
             cfg = replace(cfg, resume=str(start.checkpoint))
-        replayed = check_replay(cfg, start.step if start else 0) if cfg.replay is not None else None
+        replayed = check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
         lock = _claim(paths, clean=cfg.clean)
         try:
             if source := source_of(start) if start else replayed:
@@ -151,7 +160,7 @@ def _adopt(paths: RunPaths, start: Start) -> Start:
         raise ConfigError(f"resume={start.checkpoint}: {error}.\n  fix: name another checkpoint") from error
 
 
-def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:
+def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:
     """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held shared."""
     assert cfg.resume is not None
     if not paths.config.is_file() or not looks_like_run(paths):
@@ -166,11 +175,16 @@ def _go_on(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequenc
     return lock
 
 
-def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
+def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
     """Rewind the directory to the attempt's starting point. Raises ConfigError before any change if that is impossible."""
     assert cfg.resume is not None
-    before = load_run(paths.root, secrets=False)
-    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in MAY_CHANGE]
+    before = load_command(paths.root, secrets=False)
+    if type(before) is not type(cfg):
+        raise ConfigError(
+            f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
+            "  fix: give another run.name= or run.dir="
+        )
+    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in (*MAY_CHANGE, *cfg.may_change)]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
@@ -178,14 +192,18 @@ def _rewind_for(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Se
             f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
             f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
         )
-    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.max_steps)
-    say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
+    even_done = even_done or (isinstance(cfg, Config) and lacks_last_evaluation(paths, cfg))
+    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
+    if cfg.has_checkpoints:
+        say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
+    else:
+        say(f"{paths.root}: continuing with what is not done yet")
     write_provenance(paths, cfg, again=True)
     _keep_secrets(paths, cfg)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
 
 
-def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
+def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
     """Join the run directory of other roles of the same run, or create it. Returns the lock held shared.
 
     Raises ConfigError if it holds a run with another configuration.
@@ -213,7 +231,7 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
 
         wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
         lock.share()
-    here, there = asdict(cfg), asdict(load_run(paths.root))
+    here, there = asdict(cfg), asdict(load_command(paths.root))
     differences = [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
@@ -225,7 +243,7 @@ def join(cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> 
 
 
 def write_description(
-    cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None, explained: str | None = None
+    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], sbatch: str | None = None, explained: str | None = None
 ) -> RunPaths | None:
     """Write the files of a dry run: configuration, overrides, plan, its explanation, sbatch script. A run may use the directory later.
 
@@ -267,9 +285,12 @@ def new_attempt(paths: RunPaths) -> int:
     return number
 
 
-def differences(paths: RunPaths, cfg: Config) -> list[str]:
+def differences(paths: RunPaths, cfg: CommandConfig) -> list[str]:
     """The keys in which a run's configuration differs from `cfg`, except those that do not change what the run computes."""
-    there, here = asdict(load_run(paths.root, secrets=False)), asdict(hidden(cfg))
+    before = load_command(paths.root, secrets=False)
+    if type(before) is not type(cfg):
+        return [f"it is a directory of rlx {root_of(before).command}"]
+    there, here = asdict(before), asdict(hidden(cfg))
     return [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
 
 
@@ -350,17 +371,19 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
         )
 
 
-def _fill(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
+def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
     _keep_secrets(paths, cfg)
-    if cfg.model.warm_start is None and not paths.initial_model.exists():
+    if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
+        write_text(paths.initial_model, f"{started_from}\n")
+    elif cfg.model.warm_start is None and not paths.initial_model.exists():
         # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")
     _describe(paths, cfg, overrides, plan)
 
 
-def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
+def _keep_secrets(paths: RunPaths, cfg: CommandConfig) -> None:
     """Write the secret values; the roles read them with `load_run`."""
     if kept := secrets_of(cfg):
         write_text(paths.secrets, yaml.safe_dump(kept), 0o600)
@@ -368,13 +391,13 @@ def _keep_secrets(paths: RunPaths, cfg: Config) -> None:
         paths.secrets.unlink(missing_ok=True)
 
 
-def _describe(paths: RunPaths, cfg: Config, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
+def _describe(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_text(paths.overrides, yaml.safe_dump(hide_lines(overrides, cfg), allow_unicode=True))
     write_plan(paths.plan, plan)
     write_text(paths.config, to_yaml(replace(cfg, dry_run=False, clean=False)))  # last, because joining roles wait for it
 
 
-def _paths(cfg: Config) -> RunPaths:
+def _paths(cfg: CommandConfig) -> RunPaths:
     assert cfg.run.dir is not None, "the configuration is not settled"
     return RunPaths(Path(cfg.run.dir))
 
@@ -384,4 +407,4 @@ def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
         for name in dict.fromkeys([*there, *here]):
             yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
     elif there != here:
-        yield f"{key}: a different value (secret)" if key in secret_keys(Config) else f"{key}: {there} ≠ {here}"
+        yield f"{key}: a different value (secret)" if key in SECRET else f"{key}: {there} ≠ {here}"

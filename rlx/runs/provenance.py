@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import rlx
-from rlx.config.schema import Config
+from rlx.config.roots import root_of
+from rlx.config.schema import CommandConfig
 from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
 
@@ -30,12 +31,13 @@ DIFF = "uncommitted.diff"
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
-def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> None:
+def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False) -> None:
     """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
 
     `again`: this is a later attempt; its facts are appended under `later_attempts`.
     """
     source = source_state()
+    api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
     diff = DIFF
     earlier = json.loads(paths.provenance.read_text()) if again else {}
     if again:
@@ -56,7 +58,9 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES") and not any(word in name for word in SECRET)
+            if name != api_key_var
+            and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")
+            and not any(word in name for word in SECRET)
         },
     }
     if again:
@@ -64,7 +68,7 @@ def write_provenance(paths: RunPaths, cfg: Config, *, again: bool = False) -> No
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     if again:
         return
-    write_text(paths.reproduce, reproduce_script(source["commit"], list(secrets_of(cfg))))
+    write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg))))
     paths.reproduce.chmod(0o755)
 
 
@@ -121,7 +125,7 @@ def machine(*, gpus: bool) -> dict[str, Any]:
     return found
 
 
-def reproduce_script(commit: str | None, secrets: Sequence[str] = ()) -> str:
+def reproduce_script(command: str, commit: str | None, secrets: Sequence[str] = ()) -> str:
     """The text of `reproduce.sh`, which runs the saved configuration again in a new directory.
 
     The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON select that directory, another checkout and another interpreter.
@@ -146,7 +150,7 @@ new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
 # Hydra needs a backslash before a quote inside quotes.
 quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
-PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli train \\
+PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli {command} \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
 

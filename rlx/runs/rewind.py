@@ -15,7 +15,10 @@ from pathlib import Path
 from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint, Start
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run
+from rlx.config.evaluated import is_due
+from rlx.config.load import load_command
+from rlx.config.schema import Config
+from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.weights.files import WeightsError, verify, versions
 
@@ -58,9 +61,13 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
     Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
     checkpoints.
+    A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint or `max_steps` steps are already done.
     """
+    if not load_command(paths.root, secrets=False).has_checkpoints:
+        _forget_processes(paths)
+        return None
     try:
         start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
     except NoCheckpoint as error:
@@ -69,7 +76,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):
         warn(f"checkpoint {step} of {paths.root} was {'set aside as damaged' if wanted == LATEST else 'deleted'}")
-    if start is None and is_fork(origin := load_run(paths.root, secrets=False).resume):
+    if start is None and is_fork(origin := load_command(paths.root, secrets=False).resume):
         assert origin is not None
         start = find_fork(origin, warn)
         done = start.step
@@ -81,16 +88,24 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     for folder in paths.evaluations.glob("*/step_*"):
         if int(folder.name.removeprefix("step_")) >= done:
             shutil.rmtree(folder)
-    for file in (*paths.batches.glob("*"), *paths.endpoints.glob("*.json"), *paths.heartbeats.glob("*.json")):
-        file.unlink()
-    for file in (paths.preempt, paths.preempted):
-        file.unlink(missing_ok=True)
+    for folder in paths.replays.glob("step_*--*"):
+        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
+            shutil.rmtree(folder)
+    _forget_processes(paths)
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)
     for version in versions(paths):
         if version > done or (version == done and not _whole(paths.weights_of(version), warn)):
             shutil.rmtree(paths.weights_of(version))  # the trainer exports the checkpoint's version again
     return start
+
+
+def _forget_processes(paths: RunPaths) -> None:
+    """Remove what the processes of the last attempt left for each other."""
+    for file in (*paths.batches.glob("*"), *paths.endpoints.glob("*.json"), *paths.heartbeats.glob("*.json")):
+        file.unlink()
+    for file in (paths.preempt, paths.preempted):
+        file.unlink(missing_ok=True)
 
 
 def has_begun(paths: RunPaths) -> bool:
@@ -105,6 +120,12 @@ def check_room(start: Start | None, max_steps: int | None) -> None:
             f"there is nothing left to do: {start.checkpoint} is the state after {start.step} steps, and max_steps={max_steps}.\n"
             f"  fix: raise max_steps, or name an earlier checkpoint with resume="
         )
+
+
+def lacks_last_evaluation(paths: RunPaths, cfg: Config) -> bool:
+    """Whether the last version is to be evaluated and has no record: the run was killed then, so something is left to do."""
+    done = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
+    return is_due(cfg, cfg.max_steps) and cfg.max_steps not in done
 
 
 def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:

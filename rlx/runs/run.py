@@ -19,8 +19,8 @@ import yaml
 
 from rlx.checkpoints import folders
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run
-from rlx.config.schema import Config
+from rlx.config.load import load_command
+from rlx.config.schema import CommandConfig
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
 from rlx.runs.history import History
@@ -62,8 +62,8 @@ class Run:
 
     # configuration
     @property
-    def config(self) -> Config | None:
-        return self._once("config", self.paths.config, lambda path: load_run(path.parent, secrets=False))
+    def config(self) -> CommandConfig | None:
+        return self._once("config", self.paths.config, lambda path: load_command(path.parent, secrets=False))
 
     @property
     def overrides(self) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config, split_terms
+from rlx.config.schema import CommandConfig, split_terms
 from rlx.config.targets import all_nodes_of, instantiate
 
 
-def check_built(cfg: Config) -> None:
+def check_built(cfg: CommandConfig) -> None:
     """Build every open node once, as the roles will. A constructor that refuses a value then fails before anything has started.
 
     Raises ConfigError with the nodes and their targets' errors.

@@ -15,6 +15,7 @@ from rlx.config.sampling import biases
 from rlx.config.schema import Config
 from rlx.config.signatures import declared_by
 
+ROLES = ("user", "tool", "system")  # `rlx.policy.answered`, which this floor may not import
 LossRule = Callable[[Config, Show, str, Node], Iterator[str]]
 
 
@@ -201,6 +202,34 @@ def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
             yield (
                 f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of(f'{own_key}.ddof')}, {of(key)}.\n"
                 f"Set {own_key}.ddof=1, or 0 for the population's standard deviation."
+            )
+
+
+@rule("envs", "loss")
+def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        key = f"envs.{name}.learn"
+        for role, weight in env.learn.items():
+            if role not in ROLES:
+                yield f"there is no role {role}: {of(f'{key}.{role}')}. Roles of an environment's messages: {', '.join(ROLES)}."
+            elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+                yield f"`{key}.{role}` must be a number above 0: {of(f'{key}.{role}')}. Remove the role to learn nothing of it."
+        if env.learn and not loss_of(cfg, name).get("ce_coef"):
+            place = f"envs.{name}.loss" if env.loss else "loss"
+            yield (
+                f"what envs.{name} answers would not be learned, because cross-entropy is off: {of(key)} with {of(f'{place}.ce_coef')}."
+                f"\nSet {place}.ce_coef=0.1 or so, or remove {key}."
+            )
+
+
+@rule("envs", "loss")
+def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
+    for place, loss in losses_of(cfg).items():
+        envs = [name for name in cfg.envs if loss_of(cfg, name) == loss]
+        if loss.get("ce_coef") and envs and not any(cfg.envs[name].learn for name in envs):
+            yield (
+                f"there is nothing for cross-entropy to learn: {of(f'{place}.ce_coef')}, but no environment with it has `learn`.\n"
+                f"Say what: envs.{envs[0]}.learn.tool=1 (or user, system); or set {place}.ce_coef=0."
             )
 
 

@@ -9,18 +9,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.config.schema import Config
+from rlx.config.schema import PlayRoot
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
 CPU_BLOCK = 32  # tokens of a cache block. Rollouts cannot share prompts shorter than a block, and vLLM's CPU default is 128.
 
 
-def runs_in_process(config: Config) -> bool:
+def runs_in_process(config: PlayRoot) -> bool:
     """Whether the engine runs in the server's process. True on one CPU process: a second process would cost more."""
     return config.hardware.device == "cpu" and config.hardware.tensor_parallel == 1
 
 
-def environment(config: Config, present: Mapping[str, str]) -> dict[str, str]:
+def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before vllm is imported. Variables in `present` are the user's and are kept."""
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.inference.startup_timeout))
@@ -38,7 +38,7 @@ def environment(config: Config, present: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in present}
 
 
-def engine_arguments(config: Config, model: str, replica: int) -> dict[str, Any]:
+def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, Any]:
     """Arguments of `vllm.engine.arg_utils.AsyncEngineArgs` for policy version 0 at `model`. `inference.vllm` overrides them."""
     inference, hardware = config.inference, config.hardware
     cpu = hardware.device == "cpu"

@@ -1,0 +1,143 @@
+"""Starts a run of any command that has a run directory: compose, check, plan, launch, and follow the run until it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlx.cli.console import Display
+    from rlx.config.load import Composed
+    from rlx.config.roots import Root
+    from rlx.config.schema import CommandConfig
+    from rlx.runs.status import Cause
+
+
+def _same(cfg: Any) -> Any:
+    return cfg
+
+
+@dataclass(frozen=True)
+class Command:
+    """What distinguishes one command from another."""
+
+    root: Root
+    display: Callable[[Path, Any, Sequence[str]], Display]  # run directory, configuration, the command's arguments
+    resolve: Callable[[Any], Any] = _same
+    """Replaces what the command finds on this machine (the newest weights, absolute paths) in its configuration, before it is written.
+    Raises ConfigError."""
+
+
+def run(argv: list[str], command: Command) -> int:
+    """Run the command line and return the exit code."""
+    from rlx.config.errors import ConfigError
+    from rlx.config.load import compose
+    from rlx.config.sweeps import is_sweep
+    from rlx.launch.chats import check_chats
+    from rlx.launch.probes import environments_of, lines_of
+    from rlx.plan.make import make_plan
+    from rlx.plan.place import require_one_host
+    from rlx.runs.claim import create, settle, write_description
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
+    if is_sweep(argv):
+        from rlx.cli import sweep
+
+        return sweep.run(argv, command)
+    composed = compose(argv, None, command.root)
+    cfg = settle(command.resolve(composed.cfg), label_of(composed, command))
+    assert cfg.run.dir is not None
+    plan = make_plan(cfg, Path(cfg.run.dir))
+    if cfg.launcher.name == "local":
+        require_one_host(plan)
+    else:
+        from rlx.launch.slurm import check_directory
+
+        check_directory(Path(cfg.run.dir))
+    check_nodes(cfg, composed)
+    (found,) = environments_of([cfg])
+    check_chats([cfg], [found])
+    environments = lines_of(found)
+    if cfg.dry_run:
+        from rlx.config.load import to_yaml
+        from rlx.plan.explain import explain
+
+        print(to_yaml(cfg), end="\n")
+        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
+        print(explained)
+        script = None
+        if cfg.launcher.name == "slurm":
+            from rlx.launch.slurm import FOLDER, sbatch_script
+
+            script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
+            print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
+        try:
+            written = write_description(cfg, composed.overrides, plan, script, explained)
+            print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
+        except ConfigError as error:
+            if composed.cfg.run.dir or composed.cfg.run.name:
+                raise
+            print(f"\nnot written: {error}")
+        print("\ndry run: nothing was started")
+        return 0
+    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
+        print(note, flush=True)
+    paths, lock = create(cfg, composed.overrides, plan)
+
+    from rlx.runs.status import read_status
+
+    if cfg.launcher.name == "slurm":
+        from rlx.launch.follow import follow
+        from rlx.launch.slurm import FOLDER, submit
+
+        try:
+            (job,) = submit([(paths, cfg)], paths.root.name, paths.root / FOLDER)
+        except RuntimeError as error:
+            print(f"rlx: {error}", file=sys.stderr)
+            return 1
+        finally:
+            lock.close()  # the job owns the directory now, and its id is recorded
+        print(f"job {job}: {paths.root}")
+        if not cfg.launcher.wait:
+            print(f"  state    squeue -j {job}; {paths.status}\n  stop     scancel {job}")
+            return 0
+        exit_code = follow(paths, job, command.display(paths.root, cfg, argv))
+    else:
+        from rlx.launch.local import launch
+        from rlx.launch.supervisor import Limits
+
+        exit_code = launch(paths, Limits.of(cfg), lock, command.display(paths.root, cfg, argv))
+    status = read_status(paths)
+    if status is not None and status.cause is not None:
+        print(failure(status.cause, paths.root), file=sys.stderr)
+    return exit_code
+
+
+def label_of(composed: Composed, command: Command) -> str:
+    """`reverse_text-tiny-grpo`, or `eval-math+sums-tiny`: what the run is named after."""
+    return composed.label if command.root.command == "train" else f"{command.root.command}-{composed.label}"
+
+
+def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
+    """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built."""
+    from rlx.config.targets import must_be_built, nodes_of
+
+    if nodes_of(cfg) and not cfg.dry_run and (cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)):
+        from rlx.train.nodes import check_built
+
+        check_built(cfg)
+
+
+def failure(cause: Cause, root: Path) -> str:
+    """The message about a failure, with the last lines of the process's log."""
+    name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
+    lines = [f"{name} failed: {cause.reason}"]
+    if cause.last_lines:
+        lines += [f"last lines of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
+    else:
+        lines.append(f"its log {root / cause.log} is empty")
+    return "\n".join([*lines, "all other processes were stopped"])

@@ -1,0 +1,106 @@
+"""The keys that several commands share: of every command that starts processes, and of every command that plays environments.
+
+`rlx train` (`schema.Config`), `rlx eval` (`schema_eval.EvalRoot`) and others derive from these classes, so a key has one name, one meaning
+and one default in all of them. Code that loads environments, workers, chats or policies takes a `PlayRoot`; code that names, locks,
+launches or reads run directories takes a `CommandConfig`.
+"""
+
+# ruff: noqa: RUF009  (key and section return dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlx.config.keys import MISSING, key, section
+from rlx.config.schema_launch import LauncherConfig, SlurmConfig
+from rlx.config.schema_model import HardwareConfig, InferenceConfig, ModelConfig, RunConfig, UpdateConfig
+from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
+
+
+@dataclass
+class CommandConfig:
+    """The keys of every command that has a run directory and starts processes. The derived values are those of a command without them."""
+
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Keys that may change when a run of this command resumes in its own directory, beside those of every command (`rlx.runs.claim`)."""
+
+    seed: int = key(0, "seed of sampling, order and initialisation")
+    seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)
+    dry_run: bool = key(False, "compose, check, plan and print; start nothing")
+    clean: bool = key(False, "first delete an existing run directory of this name")
+    resume: str | None = key(None, "`latest`: continue the run in its own directory")
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    hardware: HardwareConfig = section(HardwareConfig)
+    launcher: LauncherConfig = section(LauncherConfig)
+    slurm: SlurmConfig = section(SlurmConfig)
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps the command has, for `status.json`; 0: not known."""
+        return 0
+
+    @property
+    def counted(self) -> str:
+        """The source in `metrics.jsonl` whose records are the finished steps."""
+        return "trainer"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a resumed run goes back to a checkpoint. A command without checkpoints continues after its last record."""
+        return True
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Trainer processes."""
+        return 0
+
+    @property
+    def num_servers(self) -> int:
+        """Inference servers that the command starts itself."""
+        return 0
+
+    @property
+    def max_restarts(self) -> int:
+        """How often each service may be started again."""
+        return 0
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the layout needs, over all hosts; 0 on CPU."""
+        if self.hardware.device == "cpu":
+            return 0
+        inference = self.num_servers * self.hardware.tensor_parallel
+        return max(inference, self.trainer_ranks) if self.hardware.shared else inference + self.trainer_ranks
+
+
+@dataclass
+class PlayRoot(CommandConfig):
+    """The keys of every command that plays environments with a policy."""
+
+    envs: dict[str, EnvConfig] = key({}, "the environments, by name")
+    sampling: SamplingConfig = section(SamplingConfig)
+    orchestrator: PlayConfig = section(PlayConfig)
+    inference: InferenceConfig = section(InferenceConfig)
+    weight_broadcast: UpdateConfig = section(UpdateConfig)
+
+    @property
+    def num_servers(self) -> int:
+        """Inference servers that the command starts itself; 0 if it uses servers that already run."""
+        return 0 if self.inference.base_url else self.hardware.inference_replicas
+
+    @property
+    def max_restarts(self) -> int:
+        """How often each server may be started again."""
+        return self.inference.max_restarts
+
+    @property
+    def concurrency(self) -> int:
+        """The most rollouts in flight; at the start, if that follows the engines."""
+        servers = len(self.inference.base_url) or self.hardware.inference_replicas
+        return self.orchestrator.max_concurrent or servers * self.inference.max_num_seqs
+
+    @property
+    def max_model_len(self) -> int:
+        """Context of the inference engine, in tokens."""
+        return self.inference.max_model_len or self.seq_len

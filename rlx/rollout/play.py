@@ -1,0 +1,156 @@
+"""Plays a list of jobs (some rollouts of an example) with bounded concurrency, retries and records that survive a kill.
+
+    jobs_of(env, …) → Player.play(jobs) → Environment.play(task, members, attempt) → played(job, rollouts) → Records.add
+
+Evaluations beside training, `rlx eval`, `rlx synthesize` and `rlx env check` use it. It needs no run directory and no supervisor.
+What a rollout is worth, and which weights play it, belongs to the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from rlx.envs.base import Environment
+from rlx.rollout.groups import play_through
+from rlx.types import Rollout, Task
+
+T = TypeVar("T")
+
+GLANCE = 0.2  # seconds between two looks at how many rollouts may be in flight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Rollouts that are played by one request: one of an example, or all if rewards compare them."""
+
+    env: str  # the caller's name of the environment
+    task: Task
+    members: tuple[int, ...]
+
+
+def jobs_of(
+    name: str, env: Environment, places: Iterable[int], rollouts: int, done: Callable[[tuple[int, int]], bool] = lambda one: False
+) -> Iterator[Job]:
+    """The jobs of an environment: `rollouts` rollouts of each example at `places`, without those that are `done((place, member))`.
+
+    A row is read when its turn comes, because reading all would block the event loop. The seeds of a rollout follow from the policy's
+    seed, the environment's name, the example, its place and the member, so a rollout is the same whenever it is played.
+    """
+    for place in places:
+        left = [member for member in range(rollouts) if not done((place, member))]
+        if not left:
+            continue
+        row = dict(env.rows[place])
+        task = Task(env=env.name, example_id=int(row["example_id"]), index=place, row=row)
+        for part in [tuple(range(rollouts))] if env.scores_groups else [(member,) for member in left]:
+            yield Job(name, task, part)
+
+
+class Player:
+    """Plays jobs. Belongs to one event loop; `play` may be called again when it has returned."""
+
+    def __init__(
+        self,
+        envs: Mapping[str, Environment],
+        *,
+        max_retries: int,
+        room: Callable[[], int],
+        played: Callable[[Job, list[Rollout]], None],
+        check: Callable[[Rollout], None] = lambda rollout: None,
+        away: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`envs`: by the names in jobs. `max_retries`: further attempts at a failed rollout; a timeout is not retried.
+
+        `room`: how many rollouts may be in flight at the moment; one job is always played. `played`: called with each finished job and its
+        rollouts, in the order of `Job.members`; those that failed for good have their last `status` and `error`.
+        `check`: called with each rollout of each attempt; what it raises ends `play`.
+        `away`: see `play_through`.
+        """
+        self.envs, self.max_retries, self.room = envs, max_retries, room
+        self.played, self.check, self.away = played, check, away
+        self.begun = self.finished = 0  # rollouts
+        self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
+
+    async def play(self, jobs: Iterable[Job]) -> None:
+        """Play all jobs, begun in their order. If one of them raises, the others are cancelled and its error is raised."""
+        playing: set[asyncio.Task[None]] = set()
+        coming = iter(jobs)
+        job = next(coming, None)
+        try:
+            while job is not None or playing:
+                while job is not None and (self.begun == self.finished or self.in_flight + len(job.members) <= self.room()):
+                    self.begun += len(job.members)
+                    playing.add(asyncio.create_task(self._play(job)))
+                    job = next(coming, None)
+                done, playing = await asyncio.wait(playing, timeout=GLANCE, return_when=asyncio.FIRST_COMPLETED)
+                for error in [one.exception() for one in done]:  # ask all, or asyncio complains about those that nobody asked
+                    if error is not None:
+                        raise error
+        finally:
+            for one in playing:
+                one.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+            self.begun = self.finished
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts being played."""
+        return self.begun - self.finished
+
+    def waiting(self) -> list[tuple[Task, int, float]]:
+        """The jobs in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each."""
+        now = time.monotonic()
+        return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
+
+    async def _play(self, job: Job) -> None:
+        env, entry = self.envs[job.env], (job, time.monotonic())
+        self._in_flight.append(entry)
+        try:
+            for attempt in range(self.max_retries + 1):
+                rollouts = await play_through(env, job.task, job.members, attempt, self.away)
+                for rollout in rollouts:
+                    self.check(rollout)
+                if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
+                    break
+        finally:
+            self._in_flight.remove(entry)
+        self.finished += len(rollouts)
+        self.played(job, rollouts)
+
+
+class Records(Generic[T]):
+    """A file with one record a line, appended as they come. A kill loses at most the line that is being written.
+
+    Values that JSON cannot hold (an environment's own objects) are written as their `repr`.
+    """
+
+    def __init__(self, path: Path, kind: type[T]) -> None:
+        """Opens the file for appending and cuts off an incomplete last line. `kind`: a dataclass or msgspec struct."""
+        self.path = path
+        self._decoder = msgspec.json.Decoder(kind)
+        self._encoder = msgspec.json.Encoder(enc_hook=repr)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+
+    def add(self, record: T) -> None:
+        """Append a record; it is in the file when this returns."""
+        self._file.write(self._encoder.encode(record) + b"\n")
+        self._file.flush()
+
+    def read(self) -> list[T]:
+        """All records in the file, in the order in which they were added."""
+        return [self._decoder.decode(line) for line in self.path.read_bytes().splitlines()]
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,261 @@
+"""A synthesis: which rollouts it needs, what is kept of each, and what becomes training data.
+
+    jobs(envs)  →  somebody plays them  →  take(job, rollouts, policy)  →  rollouts/finished.jsonl
+    write()  →  select  →  data/train.parquet, data/metadata.json
+
+Plays nothing itself and knows no servers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlx
+from rlx.config.schema_synthesize import SelectionConfig, SynthesizeRoot
+from rlx.envs.base import Environment, sampling_of
+from rlx.envs.kinds import version_of
+from rlx.paths import RunPaths, write_text
+from rlx.policy.transcript import TranscribedPolicy, Transcript
+from rlx.rollout.play import Job, Records, jobs_of
+from rlx.rollout.selection import CAUSES, Candidate, Selection, select
+from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
+from rlx.rollout.tasks import data_digest
+from rlx.types import Rollout
+
+
+class NothingKept(ValueError):
+    """No rollout is left to train on. The message says why, and what to change."""
+
+
+class Synthesis:
+    """One run of `rlx synthesize`."""
+
+    def __init__(self, config: SynthesizeRoot, paths: RunPaths) -> None:
+        """Opens the file of finished rollouts."""
+        self.config, self.paths = config, paths
+        self.finished = Records(paths.finished, Candidate)
+        # Places of rollouts that did not fail. A failed one is played again by the next attempt, and the later record counts.
+        self.done = {one.place for one in self.finished.read() if not one.failed and self.is_wanted(one)}
+        self.total = 0  # rollouts that are wanted; known when the jobs are
+        self.failed = 0  # rollouts of this attempt that failed for good
+        self.tokens = 0  # sampled in this attempt
+
+    @property
+    def played(self) -> int:
+        """Rollouts that are finished, in this attempt or before."""
+        return len(self.done) + self.failed
+
+    @property
+    def phase(self) -> str:
+        """What is going on, for the heartbeat."""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"playing {self.played}/{self.total}{failed}"
+
+    def members(self, name: str) -> int:
+        """Rollouts of each example of an environment."""
+        return self.config.envs[name].rollouts_per_example or self.config.rollouts_per_example
+
+    def examples(self, name: str) -> int | None:
+        """How many examples of an environment are played; None: all."""
+        return self.config.envs[name].num_examples or self.config.num_examples
+
+    def is_wanted(self, one: Candidate) -> bool:
+        """Whether a finished rollout is among those that the configuration asks for."""
+        return one.member < self.members(one.env) and one.index < (self.examples(one.env) or math.inf)
+
+    def jobs(self, envs: Mapping[str, Environment]) -> Iterator[Job]:
+        """What is not finished, the environments in turn. If rewards compare a group, all of it is played together.
+
+        `envs`: the environments, loaded. Raises ValueError if one has no examples.
+        """
+        if empty := [name for name, env in envs.items() if not len(env.rows)]:
+            raise ValueError(f"there is nothing to play: no examples in {', '.join(empty)}")
+        places = {name: range(min(len(env.rows), self.examples(name) or len(env.rows))) for name, env in envs.items()}
+        self.total = sum(len(places[name]) * self.members(name) for name in envs)
+        streams = [jobs_of(name, env, places[name], self.members(name), partial(self._is_done, name)) for name, env in envs.items()]
+        return (job for jobs in itertools.zip_longest(*streams) for job in jobs if job is not None)
+
+    def _is_done(self, name: str, index: int, member: int) -> bool:
+        return (name, index, member) in self.done
+
+    def take(self, job: Job, rollouts: Sequence[Rollout], policy: TranscribedPolicy) -> None:
+        """Keep the rollouts of a job, after its retries. `policy`: of its environment."""
+        for rollout in rollouts:
+            one = candidate_of(job, rollout, policy.take(job.task, rollout.member))
+            self.finished.add(one)
+            self.failed += one.failed
+            self.tokens += rollout.num_completion_tokens
+            if not one.failed:
+                self.done.add(one.place)
+
+    def close(self) -> None:
+        """Close the file of finished rollouts."""
+        self.finished.close()
+
+    # -- the choice
+
+    def write(self) -> dict[str, Any]:
+        """Choose among the finished rollouts, write the data and its metadata, and return the metadata. Call it in a thread.
+
+        Raises NothingKept if no rollout is left; the metadata then says why, and there is no data. Raises ValueError as `write_rows`.
+        """
+        config, keys = self.config, selection_keys(self.config)
+        candidates = list({one.place: one for one in self.finished.read() if self.is_wanted(one)}.values())  # the later record counts
+        choice = select(candidates, keys, config.seed)
+        rows = list(rows_of(choice.kept, self._facts()))
+        path = self.paths.synthesized(config.format)
+        for kind in FORMATS:
+            if kind != config.format or not rows:
+                self.paths.synthesized(kind).unlink(missing_ok=True)  # of an earlier choice
+        if rows:
+            write_rows(path, rows, config.format)
+        metadata = self._metadata(path, candidates, choice, rows)
+        write_metadata(path.with_name(METADATA), metadata)
+        if not rows:
+            raise NothingKept(nothing_kept(candidates, choice, keys))
+        return metadata
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """The columns that are the same for all rows of an environment."""
+        config = self.config
+        same = {
+            "model": config.model.name,
+            "endpoint": config.client.base_url,
+            "seed": config.seed,
+            "run": config.run.name,
+            "commit": commit_of(self.paths),
+        }
+        return {
+            name: {
+                **same,
+                "env_id": env.id,
+                "env_version": None if env.python else version_of(env.id),
+                "sampling": to_json(sampling_of(config, env)),
+            }
+            for name, env in config.envs.items()
+        }
+
+    def _metadata(
+        self, path: Path, candidates: Sequence[Candidate], choice: Selection, rows: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        config, facts = self.config, self._facts()
+        rewards = [candidate.reward for candidate in candidates if not candidate.failed]
+        return {
+            "file": str(path) if rows else None,
+            "format": config.format,
+            "rows": len(rows),
+            "raw_text_rows": sum(isinstance(row["prompt"], str) for row in rows),
+            "rollouts": {
+                "played": len(candidates),
+                "kept": len(choice.kept),
+                "dropped": {cause: choice.dropped[cause] for cause in CAUSES if choice.dropped[cause]},
+            },
+            "examples": {"played": num_examples(candidates), "kept": num_examples(choice.kept)},
+            "reward": {"played": mean(rewards), "kept": mean([candidate.reward for candidate in choice.kept])},
+            "selection": asdict(selection_keys(config)),
+            "environments": {
+                name: {
+                    "id": env.id,
+                    "version": facts[name]["env_version"],
+                    "args": env.args,
+                    "split": env.split,
+                    "examples": num_examples([one for one in candidates if one.env == name]),
+                    "rollouts_per_example": self.members(name),
+                    "sampling": sampling_of(config, env),
+                    "kept": Counter(candidate.env for candidate in choice.kept)[name],
+                }
+                for name, env in config.envs.items()
+            },
+            "model": {
+                "name": config.model.name,
+                "endpoint": config.client.base_url or (list(config.inference.base_url) or None),
+                "weights_dir": config.weights_dir,
+                "step": config.step,
+            },
+            "seed": config.seed,
+            "run": config.run.name,
+            "commit": facts[next(iter(facts))]["commit"],
+            "rlx": rlx.__version__,
+            "date": provenance_of(self.paths).get("time"),
+        }
+
+
+def candidate_of(job: Job, rollout: Rollout, transcripts: Sequence[Transcript]) -> Candidate:
+    """A finished rollout, as the selection sees it."""
+    failed = rollout.status != "ok"
+    versions = np.unique(np.concatenate([turn.versions for turn in rollout.turns])) if rollout.turns else np.empty(0, np.int32)
+    return Candidate(
+        env=job.env,
+        index=job.task.index,
+        member=rollout.member,
+        reward=0.0 if failed else rollout.reward,
+        failed=failed,
+        truncated=rollout.is_truncated,
+        transcripts=tuple(transcripts),
+        about={
+            "example_id": rollout.task.example_id,
+            "rewards": to_json(rollout.rewards),
+            "stop": rollout.stop,
+            "num_tokens": rollout.num_completion_tokens if rollout.turns else None,
+            "policy_version": int(versions[0]) if len(versions) == 1 and versions[0] >= 0 else None,
+        },
+    )
+
+
+def selection_keys(config: SynthesizeRoot) -> SelectionConfig:
+    """The keys of the choice alone."""
+    return SelectionConfig(**{field.name: getattr(config, field.name) for field in fields(SelectionConfig)})
+
+
+def num_examples(candidates: Sequence[Candidate]) -> int:
+    """Different examples among the rollouts."""
+    return len({(candidate.env, candidate.index) for candidate in candidates})
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None without values, because JSON has no NaN."""
+    return float(np.mean(values)) if values else None
+
+
+def nothing_kept(candidates: Sequence[Candidate], choice: Selection, keys: SelectionConfig) -> str:
+    """Why no rollout is left, and what to do."""
+    causes = ", ".join(f"{count} {cause}" for cause, count in choice.dropped.most_common())
+    rewards = [candidate.reward for candidate in candidates if not candidate.failed]
+    text = f"no rollout is kept: of {len(candidates)}, {causes}"
+    if rewards:
+        text += f"; their rewards are {min(rewards):g} to {max(rewards):g}"
+    return f"{text}. Choose again with other keys, such as min_reward={max(rewards, default=0):g}, and resume=latest play=false"
+
+
+def provenance_of(paths: RunPaths) -> dict[str, Any]:
+    """The run's provenance record; empty without one."""
+    return json.loads(paths.provenance.read_text()) if paths.provenance.is_file() else {}
+
+
+def commit_of(paths: RunPaths) -> str | None:
+    """The commit of rlx's code, with `-dirty` if it had changes; None if it is not known."""
+    source = provenance_of(paths).get("source") or {}
+    return f"{source['commit']}{'-dirty' if source.get('diff') else ''}" if source.get("commit") else None
+
+
+def keep_digests(paths: RunPaths, envs: Mapping[str, Environment]) -> None:
+    """Write the digests of the environments' examples. Raises ValueError if they differ from those of an earlier attempt."""
+    digests = {name: data_digest(env.rows) for name, env in envs.items()}
+    if paths.data.is_file() and paths.finished.stat().st_size:
+        before = json.loads(paths.data.read_text())["envs"]
+        if changed := [name for name in digests if before.get(name, digests[name]) != digests[name]]:
+            raise ValueError(
+                f"the examples of {', '.join(changed)} are not those of the earlier attempts, so their finished rollouts belong to others. "
+                "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
+            )
+    write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
