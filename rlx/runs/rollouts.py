@@ -87,12 +87,16 @@ def _results(folder: Path, run: Path | None) -> list[Source]:
 
 
 def _search(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / RESULTS).is_file():
-        yield folder / RESULTS
-    elif depth:
-        for inner in folder.iterdir():
-            if inner.is_dir() and not inner.is_symlink():
-                yield from _search(inner, depth - 1)
+    """Files of results below a folder. Skips folders that may not be read."""
+    try:
+        if (folder / RESULTS).is_file():
+            yield folder / RESULTS
+        elif depth:
+            for inner in folder.iterdir():
+                if inner.is_dir() and not inner.is_symlink():
+                    yield from _search(inner, depth - 1)
+    except PermissionError:
+        return
 
 
 def _environment(path: Path) -> tuple[str, str]:
@@ -130,6 +134,8 @@ def index_source(source: Source) -> Iterator[RolloutIndex]:
                 yield indexer.done()
                 shown = time.monotonic()
         yield indexer.done()
+    except PermissionError as error:
+        raise ConfigError(f"you may not read {source.path} ({error.strerror}).\n  fix: ask its owner") from error
     except (ValueError, zstandard.ZstdError) as error:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
