@@ -4,6 +4,7 @@ RUN is a finished run; its initial model is served once, by `rlx inference`. The
 the lengths of its answers, as fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and
 tokens per second of both, alternately, and the ratio of the medians (goal: at least 0.9). The time of an evaluation counts from its first
 request to its last result, not its start.
+"""
 
 from __future__ import annotations
 

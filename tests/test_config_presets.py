@@ -11,6 +11,7 @@ from rlx.cli import main
 from rlx.config.declared import ATTRIBUTE, Declared
 from rlx.config.gpus import LAYOUTS
 from rlx.config.load import compose, instantiate
+from rlx.config.roots import SFT, TRAIN
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
@@ -18,18 +19,25 @@ from rlx.config.targets import must_be_built
 from rlx.plan.make import make_plan
 from rlx.train.nodes import check_built
 
-GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "sweeps", "experiment")
+GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "data", "sweeps", "experiment")
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
-NEEDED = {("env", "custom"): ["env.id=rlx_sums"], ("loss", "opd"): ["ref.name=a/teacher"], ("model", "endpoint"): ["model.name=x"]}
+NEEDED = {
+    ("env", "custom"): ["env.id=rlx_sums"],
+    ("loss", "opd"): ["ref.name=a/teacher"],
+    ("model", "endpoint"): ["model.name=x"],
+    ("model", "tiny_trained"): ["model.name=x"],
+    ("data", "rows"): ["data.name=a/b"],
+}
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 
 
 @pytest.mark.parametrize(("group", "option"), PRESETS, ids=[f"{group}={option}" for group, option in PRESETS])
 def test_preset_composes_checks_builds_and_plans(group: str, option: str, tmp_path: Path):
     more = NEEDED.get((group, option), [])
-    composed = compose([f"{group}={option}", "dry_run=true", *more], {})
+    root, roles = (SFT, {"trainer"}) if group == "data" else (TRAIN, {"inference", "orchestrator", "trainer"})
+    composed = compose([f"{group}={option}", "dry_run=true", *more], {}, root)
     plan = make_plan(composed.cfg, tmp_path)
-    assert {"inference", "orchestrator", "trainer"} <= {spec.role for spec in plan}
+    assert roles <= {spec.role for spec in plan}
     assert option in composed.choices[group].split("+")
     check_built(composed.cfg)
 

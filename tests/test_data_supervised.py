@@ -88,7 +88,7 @@ class Rows(list):
 
 def examples(**keys: Any) -> Conversations:
     rows = Rows({"prompt": "go", "completion": said} for said in ("yes", "a longer answer", "no. no"))
-    return Conversations(name="words", rows=rows, chat=Words(), seq_len=8, **keys)
+    return Conversations(name="words", rows=rows, chat=Words(), **{"seq_len": 8, "vocab_size": 256, **keys})
 
 
 def test_what_is_longer_than_seq_len_is_dropped_or_cut_and_counted() -> None:
@@ -109,6 +109,11 @@ def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
     nothing = SupervisedSource([(examples(skip_refused=True, roles={"tool"}), 1.0)], batch_size=3, seed=0)
     with pytest.raises(ValueError, match="none of the batch's 3 rows can be trained on"):
         nothing.receive(0)
+
+
+def test_a_token_that_the_model_does_not_know_is_named() -> None:
+    with pytest.raises(ValueError, match=r"row 0 of words has the token 121 \('y'\), but the model's embedding has 120 rows"):
+        examples(vocab_size=120).samples(0, Counter())
 
 
 def test_one_rank_makes_the_batches_of_all_in_a_thread_and_keeps_one_ahead() -> None:

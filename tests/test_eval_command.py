@@ -230,6 +230,9 @@ def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
 class Model:
     """A model of one version that finds nothing wrong."""
 
+    def away(self) -> float:
+        return 0.0
+
     def check(self, rollout: Rollout) -> None:
         pass
 

@@ -36,7 +36,8 @@ TIMES = [
     "perf/tokens_per_second",
     "perf/compute_frac",
 ]
-ALWAYS = [name for name in METRICS if name.startswith(GROUPS)] + TIMES
+OF_ROWS = ("loss/nll", "loss/perplexity")  # only of supervised data
+ALWAYS = [name for name in METRICS if name.startswith(GROUPS) and name not in OF_ROWS] + TIMES
 
 
 def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:

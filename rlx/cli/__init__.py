@@ -13,6 +13,7 @@ from pathlib import Path
 
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
+    "sft": "rlx.cli.sft",
     "eval": "rlx.cli.eval",
     "synthesize": "rlx.cli.synthesize",
     "runs": "rlx.cli.runs",

@@ -137,13 +137,18 @@ class Console(Display):
         if self.paths.failures.exists():
             failures = in_words(json.loads(self.paths.failures.read_text()))
             lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
-        if self.paths.kernels.exists():
-            kernels = json.loads(self.paths.kernels.read_text())
-            lines.append(f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}")
-            lines += [f"  warning   {kernels['warning']}"] if "warning" in kernels else []
+        lines += self._kernels()
         lines.append(f"  run       {root}")
         lines += self._next(exit_code)
         return "\n".join(lines)
+
+    def _kernels(self) -> list[str]:
+        """What `auto` chose in the trainer."""
+        if not self.paths.kernels.exists():
+            return []
+        kernels = json.loads(self.paths.kernels.read_text())
+        line = f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}"
+        return [line, f"  warning   {kernels['warning']}"] if "warning" in kernels else [line]
 
     def _evaluations(self) -> list[str]:
         """The first and the last evaluation of each environment, and the checkpoint that `ckpt.keep_best` keeps."""

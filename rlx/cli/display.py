@@ -56,12 +56,13 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def started_as(executable: str, script: str) -> str:
-    """The command that starts this program again from this directory: `python train.py`, `rlx train`, or with paths where needed."""
+def started_as(executable: str, script: str, command: str = "train") -> str:
+    """The command that starts this program again from this directory: `python train.py`, `rlx sft`, or with paths where needed."""
     if Path(script).suffix != ".py":  # installed as a command
-        return f"{short_name(script)} train"
-    of_package = Path(script).name == "__main__.py"
-    return f"{short_name(executable)} {'-m rlx.cli train' if of_package else shlex.quote(script)}"
+        return f"{short_name(script)} {command}"
+    if Path(script).name == "__main__.py" or command != "train":  # of the package; the script `train.py` knows one command
+        return f"{short_name(executable)} -m rlx.cli {command}"
+    return f"{short_name(executable)} {shlex.quote(script)}"
 
 
 def short_name(program: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from rlx.config.schema import Config, EvalEnvConfig, EvalSampling, PlayRoot, ScoredEnvConfig
+from rlx.config.schema import CommandConfig, Config, EvalEnvConfig, EvalSampling, PlayRoot, ScoredEnvConfig, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_rollout import EnvConfig
 
@@ -28,11 +28,16 @@ def evaluated(cfg: Config | EvalRoot) -> dict[str, ScoredEnvConfig]:
     return {name: _filled(cfg, name, entry) for name, entry in (cfg.eval.envs or {name: EvalEnvConfig() for name in cfg.envs}).items()}
 
 
-def environments(cfg: PlayRoot) -> dict[str, EnvConfig]:
-    """All environments that a command loads. In training: those of the mix, and those to evaluate on under their names with the prefix."""
+def environments(cfg: CommandConfig) -> dict[str, EnvConfig]:
+    """All environments that a command loads; empty for one that plays none.
+
+    In training: those of the mix, and those to evaluate on under their names with the prefix.
+    """
     if isinstance(cfg, Config):
         return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
-    return dict(evaluated(cfg)) if isinstance(cfg, EvalRoot) else dict(cfg.envs)
+    if isinstance(cfg, EvalRoot):
+        return dict(evaluated(cfg))
+    return dict(cfg.envs) if isinstance(cfg, PlayRoot) else {}
 
 
 def played(cfg: PlayRoot) -> dict[str, EnvConfig]:
@@ -50,9 +55,9 @@ def section_of(name: str) -> str:
     return f"eval.envs.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else f"envs.{name}"
 
 
-def is_due(cfg: Config, version: int) -> bool:
+def is_due(cfg: TrainingRoot, version: int) -> bool:
     """Whether a policy version is evaluated: 0 with `eval.eval_base`, multiples of `eval.interval`, and the last version."""
-    if cfg.eval.interval is None:
+    if not isinstance(cfg, Config) or cfg.eval.interval is None:
         return False
     return cfg.eval.eval_base if version == 0 else version % cfg.eval.interval == 0 or version == cfg.max_steps
 

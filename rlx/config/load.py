@@ -20,7 +20,7 @@ from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
-from rlx.config.schema import CommandConfig, Config, PlayRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
 from rlx.config.targets import all_nodes_of, check_targets, instantiate
@@ -132,6 +132,14 @@ def load_play(run_dir: str | os.PathLike[str]) -> PlayRoot:
     cfg = load_command(run_dir)
     if not isinstance(cfg, PlayRoot):
         raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which plays no environments.")
+    return cfg
+
+
+def load_training(run_dir: str | os.PathLike[str]) -> TrainingRoot:
+    """Like `load_command`, for a command that trains. Raises ConfigError for any other."""
+    cfg = load_command(run_dir)
+    if not isinstance(cfg, TrainingRoot):
+        raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which trains nothing.")
     return cfg
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from rlx.config import inherited
 from rlx.config.inherited import Inherited
-from rlx.config.schema import CommandConfig, Config
+from rlx.config.schema import CommandConfig, Config, SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.tree import type_at
@@ -46,8 +46,9 @@ class Root(Generic[T]):
 
 TRAIN = Root("train", Config)
 EVAL = Root("eval", EvalRoot, inherited.of_model)
+SFT = Root("sft", SftRoot)
 SYNTHESIZE = Root("synthesize", SynthesizeRoot, inherited.of_model)
-ROOTS: tuple[Root, ...] = (TRAIN, EVAL, SYNTHESIZE)  # a new command adds its root here
+ROOTS: tuple[Root, ...] = (TRAIN, SFT, EVAL, SYNTHESIZE)  # a new command adds its root here
 
 
 def root_of(cfg: CommandConfig | type) -> Root:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.config.schema import Config
+    from rlx.config.schema import TrainingRoot
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATION = 17  # numbers kept per token, layer and unit of width, without attention scores: 34 bytes in 16 bits, arXiv 2205.05198, 4.1
@@ -18,7 +18,7 @@ SHARED = 2  # an engine on the same card halves the budget
 WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len or the whole batch
 
 
-def activation_bytes(cfg: Config) -> float:
+def activation_bytes(cfg: TrainingRoot) -> float:
     """Bytes that the trainer keeps for the backward pass, per token of a row.
 
     A layer with activation checkpointing keeps only its input. One such layer at a time is recomputed.
@@ -28,28 +28,27 @@ def activation_bytes(cfg: Config) -> float:
     return (layers - recomputed + min(1, recomputed)) * ACTIVATION * width + recomputed * width
 
 
-def tokens_of_an_update(cfg: Config) -> int:
-    """The most tokens that a rank trains on in one optimizer step: its share of the rollouts, each of length seq_len."""
-    rollouts = -(-cfg.orchestrator.batch_size // cfg.trainer.num_minibatches)
-    return -(-rollouts * cfg.seq_len // cfg.trainer_ranks)
+def tokens_of_an_update(cfg: TrainingRoot) -> int:
+    """The most tokens that a rank trains on in one optimizer step: its share of the rollouts or rows, each of length seq_len."""
+    return -(-cfg.samples_per_update * cfg.seq_len // cfg.trainer_ranks)
 
 
-def budget(cfg: Config) -> int:
+def budget(cfg: TrainingRoot) -> int:
     """Bytes for the activations of a row."""
     return BUDGET[cfg.hardware.device] // (SHARED if cfg.hardware.shared else 1)
 
 
-def tokens_in_budget(cfg: Config) -> int:
+def tokens_in_budget(cfg: TrainingRoot) -> int:
     """Tokens whose activations fit into the budget of the device, rounded down to a multiple of `WHOLE`."""
     return int(budget(cfg) / activation_bytes(cfg)) // WHOLE * WHOLE
 
 
-def default_row(cfg: Config) -> int:
+def default_row(cfg: TrainingRoot) -> int:
     """Tokens of one packed row: what the budget allows, at most those of an optimizer step, at least the longest sample."""
     return max(cfg.seq_len, min(tokens_in_budget(cfg), tokens_of_an_update(cfg)))
 
 
-def why(cfg: Config) -> str:
+def why(cfg: TrainingRoot) -> str:
     """Where the length of a row comes from, in words."""
     if cfg.trainer.micro_batch_tokens is not None:
         return "trainer.micro_batch_tokens"

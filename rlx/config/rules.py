@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from rlx.config.declared import Declared
 from rlx.config.roots import has_key
-from rlx.config.schema import Config
 from rlx.config.signatures import declared_by
 
 Show = Callable[[str], str]
-Rule = Callable[[Config, Show], Iterator[str]]
+Rule = Callable[[Any, Show], Iterator[str]]  # the configuration of any root that has the keys
 UNKNOWN = Declared(uses_ratio=False)  # violates no rule
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 

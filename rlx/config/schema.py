@@ -44,12 +44,15 @@ from rlx.config.schema_rollout import (
     ScoredEnvConfig,
     TrainedEnvConfig,
 )
+from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
 from rlx.config.schema_teacher import TeacherConfig
 
 __all__ = [
     "MISSING",
     "BufferConfig",
     "CommandConfig",
+    "DataConfig",
+    "DataSetConfig",
     "DifficultyFilter",
     "EnvConfig",
     "EnvSampling",
@@ -60,6 +63,7 @@ __all__ = [
     "InferenceConfig",
     "LauncherConfig",
     "LoggerConfig",
+    "LossMaskConfig",
     "ModelConfig",
     "OrchestratorConfig",
     "PlayConfig",
@@ -73,6 +77,7 @@ __all__ = [
     "TensorboardConfig",
     "TrainedEnvConfig",
     "UpdateConfig",
+    "ValConfig",
     "WandbConfig",
     "WarmStartConfig",
     "WeightBroadcastConfig",
@@ -183,27 +188,18 @@ class OptimTerms:
 
 
 @dataclass
-class Config(PlayRoot):
-    """The keys of `rlx train`."""
+class TrainingRoot(CommandConfig):
+    """The keys of every command that trains. The trainer role takes one; what differs between them are the properties."""
 
     max_steps: int = key(MISSING, "number of training steps", low=1)
-    max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
     resume: str | None = key(
         None, "resume from a checkpoint: `latest` or a step of this run; or fork another run, given by its path, which stays unchanged"
     )
-    replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
-    envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
-    advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
-    teacher: TeacherConfig = section(TeacherConfig)
-    reward: RewardConfig = section(RewardConfig)
-    eval: EvalConfig = section(EvalConfig)
-    orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     optim: dict[str, Any] = key({}, "the optimizer: `_target_`, its own arguments, and the keys of every optimizer", terms=OptimTerms)
     scheduler: SchedulerConfig = section(SchedulerConfig)
-    weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
     ckpt: CkptConfig = section(CkptConfig)
     logger: LoggerConfig = section(LoggerConfig)
 
@@ -212,21 +208,42 @@ class Config(PlayRoot):
         return self.max_steps
 
     @property
-    def num_groups(self) -> int:
-        """Prompts per training step."""
-        return max(1, round(self.orchestrator.batch_size / self.mean_group_size))
-
-    def group_size(self, env: str) -> int:
-        """Rollouts per prompt of an environment."""
-        return self.envs[env].rollouts_per_example or self.orchestrator.rollouts_per_example
+    def has_orchestrator(self) -> bool:
+        """Whether an orchestrator makes the batches of this run."""
+        return False
 
     @property
-    def mean_group_size(self) -> float:
-        """Rollouts per prompt, mean over the mix."""
-        total = sum(env.weight for env in self.envs.values())
-        if total <= 0:
-            return self.orchestrator.rollouts_per_example
-        return sum(env.weight * self.group_size(name) for name, env in self.envs.items()) / total
+    def records_scores(self) -> bool:
+        """Whether the log-probability and entropy of every trained token are kept beside the recorded batches."""
+        return False
+
+    @property
+    def versions_kept(self) -> int:
+        """How many of the newest versions stay on the disk, besides those of checkpoints."""
+        return 1
+
+    @property
+    def samples_per_update(self) -> int:
+        """The most rollouts or rows of one optimizer step."""
+        raise NotImplementedError
+
+    @property
+    def objectives(self) -> dict[str, dict[str, Any]]:
+        """Every objective that the configuration names, by its key."""
+        return {"loss": self.loss}
+
+    @property
+    def longest_answer(self) -> int:
+        """The most trained tokens of a turn: L_max of `loss.aggregate=fixed_length`."""
+        return self.seq_len
+
+    def publishes(self, version: int) -> bool:
+        """Whether a version is written to `weights/`, besides those of checkpoints."""
+        return version == self.max_steps
+
+    def validates(self, version: int) -> bool:
+        """Whether a version's loss is measured on validation rows."""
+        return False
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -236,7 +253,7 @@ class Config(PlayRoot):
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer loads a reference model."""
-        return self.ref.name is not None or any(kl_of(node).get("beta") for node in losses_of(self).values())
+        return self.ref.name is not None or any(kl_of(node).get("beta") for node in self.objectives.values())
 
     @property
     def num_updates(self) -> int:
@@ -257,6 +274,84 @@ class Config(PlayRoot):
             tensor_parallel=hardware.tensor_parallel,
             shared=hardware.shared,
         )
+
+
+@dataclass
+class Config(TrainingRoot, PlayRoot):
+    """The keys of `rlx train`."""
+
+    max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
+    replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
+    envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
+    advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
+    teacher: TeacherConfig = section(TeacherConfig)
+    reward: RewardConfig = section(RewardConfig)
+    eval: EvalConfig = section(EvalConfig)
+    orchestrator: OrchestratorConfig = section(OrchestratorConfig)
+    weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
+
+    @property
+    def records_scores(self) -> bool:
+        return self.orchestrator.save_batches and self.replay is None
+
+    @property
+    def has_orchestrator(self) -> bool:
+        return self.replay is None
+
+    @property
+    def versions_kept(self) -> int:
+        """Servers may still be reading the version that is max_async_level + 1 behind the newest."""
+        return max(self.weight_broadcast.keep_last, self.max_async_level + 2)
+
+    def publishes(self, version: int) -> bool:
+        """A replay has no servers."""
+        return self.replay is None or version == self.max_steps
+
+    @property
+    def samples_per_update(self) -> int:
+        return -(-self.orchestrator.batch_size // self.trainer.num_minibatches)
+
+    @property
+    def objectives(self) -> dict[str, dict[str, Any]]:
+        return losses_of(self)
+
+    @property
+    def longest_answer(self) -> int:
+        return self.sampling.max_tokens
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts per training step."""
+        return max(1, round(self.orchestrator.batch_size / self.mean_group_size))
+
+    def group_size(self, env: str) -> int:
+        """Rollouts per prompt of an environment."""
+        return self.envs[env].rollouts_per_example or self.orchestrator.rollouts_per_example
+
+    @property
+    def mean_group_size(self) -> float:
+        """Rollouts per prompt, mean over the mix."""
+        total = sum(env.weight for env in self.envs.values())
+        if total <= 0:
+            return self.orchestrator.rollouts_per_example
+        return sum(env.weight * self.group_size(name) for name, env in self.envs.items()) / total
+
+
+@dataclass
+class SftRoot(TrainingRoot):
+    """The keys of `rlx sft`."""
+
+    data: DataConfig = section(DataConfig)
+    val: ValConfig = section(ValConfig)
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.data.batch_size
+
+    def validates(self, version: int) -> bool:
+        if self.val.name is None:
+            return False
+        return self.val.eval_on_start if version == 0 else version % self.val.interval == 0 or version == self.max_steps
 
 
 def split_terms(node: dict[str, Any], terms: type) -> tuple[Any, dict[str, Any]]:

@@ -141,7 +141,7 @@ def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
 
 
 class FakeSource:
-    """Groups of random tokens with a common prompt, as if sampled by the newest policy. The same seed gives the same batches."""
+    """Groups of random tokens with a common prompt. The same seed gives the same batches."""
 
     def __init__(
         self,
@@ -153,9 +153,14 @@ class FakeSource:
         vocab_size: int,
         seed: int = 0,
         streams: Sequence[str] = (),
+        sampled: bool = True,
     ) -> None:
-        """`prompt_tokens` and `completion_tokens` are (fewest, most). `streams` names the streams that get values."""
+        """`prompt_tokens` and `completion_tokens` are (fewest, most). `streams` names the streams that get values.
+
+        `sampled`: as if sampled by the newest policy; False: as supervised data, which no policy sampled.
+        """
         assert set(streams) <= set(STREAMS), streams
+        self.sampled = sampled
         self.groups, self.members, self.prompt_tokens, self.completion_tokens = groups, members, prompt_tokens, completion_tokens
         self.vocab_size, self.seed, self.streams = vocab_size, seed, streams
 
@@ -181,7 +186,7 @@ class FakeSource:
                         inference_logprobs=np.where(mask, rng.normal(-math.log(self.vocab_size), 0.1, len(mask)), 0).astype(np.float32),
                         advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
                         temperature=np.ones(len(mask), np.float32),
-                        versions=np.where(mask, step, -1).astype(np.int32),
+                        versions=np.where(mask & self.sampled, step, -1).astype(np.int32),
                         **optional,
                     )
                 )

@@ -68,6 +68,7 @@ class Conversations:
     rows: Rows
     chat: Format
     seq_len: int  # the longest sample, in tokens
+    vocab_size: int  # of the model: rows of its embedding
     roles: Collection[str] = ASSISTANT  # whose messages are trained
     truncate: bool = False  # cut a longer sample to `seq_len`; False: leave it out
     skip_refused: bool = False  # leave out rows that cannot be marked exactly; False: they are errors
@@ -91,6 +92,11 @@ class Conversations:
             ) from error
         samples = []
         for part in parts:
+            if (largest := max(part.token_ids)) >= self.vocab_size:
+                raise ValueError(
+                    f"{self.rows.where(index)} has the token {largest} ({self.chat.text([largest])!r}), but the model's embedding has "
+                    f"{self.vocab_size} rows: its tokenizer belongs to another model, or has tokens that the model does not know"
+                )
             if len(part) > self.seq_len:
                 if not self.truncate or not any(part.trained[: self.seq_len]):
                     counts[OVERLONG] += 1
@@ -194,15 +200,16 @@ class Prepared:
 
     source: Callable[[], SupervisedSource]  # called on rank 0, in the thread, once
     mesh: Mesh
+    ahead: int = 1  # how many further batches to begin with
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="batches"))
     _made: dict[int, Future[bytes]] = field(default_factory=dict)
     _source: SupervisedSource | None = None
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`; begins with the next one. Raises what making it raised, on rank 0."""
+        """The batch of `step`; begins with the next. Raises what making it raised, on rank 0."""
 
         def read() -> bytes:
-            for each in (step, step + 1):
+            for each in range(step, step + 1 + self.ahead):
                 if each not in self._made:
                     self._made[each] = self._thread.submit(self._make, each)
             while True:

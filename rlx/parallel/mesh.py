@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.config.schema import Config
+from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place, meet
 from rlx.paths import RunPaths
 from rlx.waiting import Preempted
@@ -166,7 +166,7 @@ class Mesh:
 
 
 def build_mesh(
-    cfg: Config,
+    cfg: TrainingRoot,
     paths: RunPaths,
     place: Place,
     *,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
-from rlx.config.schema import CommandConfig, Config, PlayRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
@@ -69,7 +69,7 @@ def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
 
 def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
     if spec.role == "prepare":
-        return "supervised warm start of the model, unless it is in the cache"
+        return f"{'supervised warm start of' if isinstance(cfg, PlayRoot) else 'makes'} the model, unless it is in the cache"
     if spec.role == "trainer":
         return f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
@@ -128,6 +128,29 @@ def _batch(cfg: Config) -> list[str]:
     )[1:]
 
 
+def _batch_of_rows(cfg: SftRoot) -> list[str]:
+    """The arithmetic of a supervised step."""
+    rows, ranks, row, data = cfg.data.batch_size, cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.data
+    trained = rows * cfg.seq_len
+    per_rank = math.ceil(trained / (row * ranks))
+    sets = [f"{name} (weight {each.weight:g}): {each.name}, {each.split}" for name, each in data.all_sets.items()]
+    long = "left out" if data.overflow == "drop" else "cut"
+    val = f"{cfg.val.name}, every {cfg.val.interval} steps" if cfg.val.name is not None else "none"
+    return table(
+        ["quantity", "value"],
+        [
+            *(["data" if number == 0 else "", text] for number, text in enumerate(sets or [f"random tokens, {data.length} length"])),
+            ["rows", f"{rows:,}, {rows * cfg.max_steps:,} in the run of {cfg.max_steps:,} steps"],
+            ["trained roles", ", ".join(data.loss_mask.roles)],
+            ["tokens", f"at most {trained:,} = {rows:,} × seq_len {cfg.seq_len:,}; a longer sample is {long} and counted"],
+            ["micro-batches", f"at most {per_rank:,} per rank, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}"],
+            ["", f"rows of {row:,} tokens: {why(cfg)}"],
+            ["optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"],
+            ["validation", val],
+        ],
+    )[1:]
+
+
 def _evaluations(cfg: Config) -> str:
     """How often, and how many rollouts each."""
     envs = evaluated(cfg).items()
@@ -168,7 +191,7 @@ def _more_prompts(cfg: Config) -> str:
     return text
 
 
-def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
+def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
@@ -195,14 +218,14 @@ def _of_trainer(cfg: Config, memory: TrainerMemory) -> list[str]:
     return [*shown, f"the peak: {size(memory.states)} always, plus {size(memory.moments[peak])} when {peak}{less}"]
 
 
-def _memory(cfg: Config, plan: Sequence[ProcessSpec]) -> list[str]:
+def _memory(cfg: TrainingRoot) -> list[str]:
     trainer = trainer_memory(cfg)
     kind = "process" if cfg.hardware.device == "cpu" else "GPU"
-    lines = [f"trainer, each {kind}: {size(trainer.device)}", *(f"  {line}" for line in _of_trainer(cfg, trainer))]
-    lines.append(
-        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step"
-    )
-    return [*lines, *of_servers(cfg, plan, trainer.device)]
+    return [
+        f"trainer, each {kind}: {size(trainer.device)}",
+        *(f"  {line}" for line in _of_trainer(cfg, trainer)),
+        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step",
+    ]
 
 
 def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) -> list[str]:
@@ -237,7 +260,12 @@ Sections = list[tuple[str, list[str]]]
 
 
 def _of_training(cfg: Config, plan: Sequence[ProcessSpec]) -> Sections:
-    return [("one step", _batch(cfg)), ("memory (estimates)", _memory(cfg, plan))]
+    memory = [*_memory(cfg), *of_servers(cfg, plan, trainer_memory(cfg).device)]
+    return [("one step", _batch(cfg)), ("memory (estimates)", memory)]
+
+
+def _of_sft(cfg: SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
+    return [("one step", _batch_of_rows(cfg)), ("memory (estimates)", _memory(cfg))]
 
 
 def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
@@ -272,6 +300,7 @@ def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
 
 SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here
     Config: _of_training,
+    SftRoot: _of_sft,
     EvalRoot: _of_eval,
     SynthesizeRoot: _of_synthesis,
 }

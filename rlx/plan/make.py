@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlx.config.schema import CommandConfig, Config
+from rlx.config.schema import CommandConfig, Config, SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.eval import plan_eval
@@ -21,6 +21,7 @@ from rlx.types import ProcessSpec
 
 PLANS: dict[type, Callable[[Any, Specs], Iterator[ProcessSpec]]] = {  # a new command adds its plan here
     Config: plan_training,
+    SftRoot: plan_training,
     EvalRoot: plan_eval,
     SynthesizeRoot: plan_synthesis,
 }

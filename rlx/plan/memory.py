@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx.config.rows import BYTES, activation_bytes
-from rlx.config.schema import Config, PlayRoot
+from rlx.config.schema import PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
@@ -75,7 +75,7 @@ class EngineMemory:
     kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
 
 
-def trainer_memory(cfg: Config) -> TrainerMemory:
+def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     model, ranks, cuda = cfg.model, cfg.trainer_ranks, cfg.hardware.device == "cuda"
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import Config, PlayRoot
+from rlx.config.schema import PlayRoot, TrainingRoot
 from rlx.types import ProcessSpec
 
 Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
@@ -33,13 +33,13 @@ def place_servers(cfg: PlayRoot) -> list[Place]:
     return places
 
 
-def place(cfg: Config) -> tuple[list[Place], list[Place]]:
+def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     """`(places of the inference replicas, places of the trainer, one per host)`. GPUs go to inference first, then to the trainer.
 
     On CPU with several hosts, the trainer gets the hosts that inference leaves. Raises ConfigError if the layout does not fit.
     """
     hardware = cfg.hardware
-    replicas = 0 if cfg.inference.base_url else hardware.inference_replicas
+    replicas = cfg.num_servers
     if hardware.device == "cpu":
         return _place_on_cpu(cfg, replicas)
     node, free = 0, 0  # the next free GPU
@@ -67,7 +67,7 @@ def place(cfg: Config) -> tuple[list[Place], list[Place]]:
     return inference, trainers
 
 
-def _place_on_cpu(cfg: Config, replicas: int) -> tuple[list[Place], list[Place]]:
+def _place_on_cpu(cfg: TrainingRoot, replicas: int) -> tuple[list[Place], list[Place]]:
     hardware = cfg.hardware
     if hardware.nodes == 1:
         return [(0, ())] * replicas, [(0, ())]

@@ -21,15 +21,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
-from rlx.config.load import load_play
-from rlx.config.schema import Config, PlayRoot
+from rlx.config.load import load_command
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
@@ -68,7 +68,7 @@ def main() -> int:
     if paths.initial_model.exists() and (Path(paths.initial_model.read_text().strip()) / COMPLETE).exists():
         log.info("an earlier attempt has prepared %s", paths.initial_model.read_text().strip())
         return 0
-    config = load_play(paths.root)
+    config = load_command(paths.root)
     heartbeat = Heartbeat(paths, "prepare")
     answer(paths, "prepare")
     heartbeat.beat("looking for a cached model")
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def find_or_make(config: PlayRoot, heartbeat: Heartbeat) -> Path:
+def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
     """The folder of the warm-started model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
@@ -90,7 +90,7 @@ def find_or_make(config: PlayRoot, heartbeat: Heartbeat) -> Path:
     return folder
 
 
-def recipe(config: PlayRoot) -> dict[str, Any]:
+def recipe(config: CommandConfig) -> dict[str, Any]:
     """Everything that determines what the model learns, as values for JSON."""
     assert config.model.warm_start is not None, "the plan has this role only for models with a warm start"
     return {
@@ -100,10 +100,15 @@ def recipe(config: PlayRoot) -> dict[str, Any]:
         "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
-            for name, env in config.envs.items()
+            for name, env in envs_of(config).items()
         },
         "code": digest([Path(rlx.__path__[0]) / name for name in CODE]),
     }
+
+
+def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
+    """The environments whose examples the model learns first; none in a run that plays none."""
+    return config.envs if isinstance(config, PlayRoot) else {}
 
 
 def model_folder(name: str, what: dict[str, Any]) -> Path:
@@ -144,12 +149,12 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
         yield
 
 
-def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
+def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
     """Train the model and move its complete folder into the cache. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
     assert config.model.warm_start is not None
-    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(config.envs))
+    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(envs_of(config)))
 
     heartbeat.beat("loading environments")
     examples = examples_of(config)
@@ -191,7 +196,10 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
             log.info(phase)
         heartbeat.beat(phase, step)
 
-    model = warm_start(settings, demonstrations, config.model.context_length, report)
+    if demonstrations:
+        model = warm_start(settings, demonstrations, config.model.context_length, report)
+    else:
+        model = tiny.build_model(settings, config.model.context_length)  # of `rlx sft`: its own rows train it
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
         unfinished = Path(name) / "model"
         tiny.save(model, tokenizer, unfinished)
@@ -214,8 +222,10 @@ def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
 
 
-def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
+def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
+    if not isinstance(config, PlayRoot):
+        return {}
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import answer_text, conversations
     from rlx.envs.kinds import kind_of
@@ -223,9 +233,9 @@ def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
 
     settings = config.model.warm_start
     assert settings is not None
-    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in config.envs.items()})
+    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in envs_of(config).items()})
     found = {}
-    for name, env in config.envs.items():
+    for name, env in envs_of(config).items():
         if counts[name] == 0:
             continue
         trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command

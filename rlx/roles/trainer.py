@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 from rlx.config.evaluated import is_due
-from rlx.config.load import load_run
-from rlx.config.schema import Config
+from rlx.config.load import load_training
+from rlx.config.schema import Config, TrainingRoot
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
@@ -42,18 +42,19 @@ INITIAL_MODEL_TIMEOUT = 3600.0  # seconds to wait for the initial model (a warm 
 class Trainer:
     """One rank's objects, built from the run's configuration."""
 
-    def __init__(self, cfg: Config, paths: RunPaths, place: Place, watch: Watch) -> None:
+    def __init__(self, cfg: TrainingRoot, paths: RunPaths, place: Place, watch: Watch) -> None:
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
-        from rlx.data.source import OrchestratorSource, RecordedSource, Source
         from rlx.models.load import DTYPES
         from rlx.parallel.mesh import build_mesh
+        from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.scores import ScoreKeeper
+        from rlx.train.validation import Validation
         from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
-        if cfg.hardware.device == "cuda" and cfg.hardware.shared and cfg.replay is None and not cfg.inference.base_url:
+        if isinstance(cfg, Config):
             wait_for_servers(cfg, paths, watch)
         self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         name = self.initial_model()
@@ -63,36 +64,31 @@ class Trainer:
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
         if self.mesh.first:
             write_text(paths.kernels, json.dumps(self.summary) + "\n")
-        self.source: Source = (
-            OrchestratorSource(paths, self.mesh, cfg.trainer.batch_timeout)
-            if cfg.replay is None
-            else RecordedSource(RunPaths(Path(cfg.replay)), self.mesh, cfg.trainer.num_minibatches)
-        )
+        self.source = source_of(cfg, paths, self.mesh, name)
+        rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
+        self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
-        dtype, trusted = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code
         self.publisher = Publisher.of(
             self.model,
             self.mesh,
             paths,
             source=name,
-            dtype=dtype,
-            trust_remote_code=trusted,
+            dtype=DTYPES[cfg.model.dtype],
+            trust_remote_code=cfg.model.trust_remote_code,
             chat_template=cfg.model.chat_template,
         )
         watch.checks.append(self.publisher.check)
-        facts, served = {"ranks": self.mesh.world_size, "model": cfg.model.name}, cfg.replay is None
         self.checkpoints = Checkpoints(
             paths,
             cfg.ckpt,
             self.step_trainer,
             last=cfg.max_steps,
-            facts=facts,
-            with_orchestrator=served,
+            facts={"ranks": self.mesh.world_size, "model": cfg.model.name},
+            with_orchestrator=cfg.has_orchestrator,
             is_evaluated=functools.partial(is_due, cfg),
             tick=watch.beat_on,
         )
-        self.first_step = 0
-        self.updated = False  # whether the current step has already changed the weights
+        self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:
@@ -132,6 +128,7 @@ class Trainer:
 
     def run(self) -> int:
         """Train until version `max_steps` is published. Returns the exit code."""
+        self.validate(self.first_step)
         for step in range(self.first_step, self.cfg.max_steps):
             started = time.perf_counter()
             try:
@@ -144,6 +141,7 @@ class Trainer:
             values["time/wait_batch"] = waited
             self.publish(step, values, started)
             self.keep(step + 1)
+            self.validate(step + 1)
         self.finish(f"writing version {self.cfg.max_steps}")
         self.watch.beat("done")
         return 0
@@ -170,7 +168,7 @@ class Trainer:
             self.watch.beat(f"training step {batch.step}, optimizer step {update + 1} of {of}", batch.step)
 
         iterations = self.cfg.trainer.num_iterations
-        values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
+        values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts) | self.source.report(batch.step)
         self.scores.write(step_batch)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference moved towards the policy with weight %g", batch.step, self.reference.alpha)
@@ -190,8 +188,8 @@ class Trainer:
         The orchestrator continues when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
         """
         version = step + 1
-        # A replay has no servers, so it publishes only its last version and those of checkpoints.
-        wanted = self.cfg.replay is None or version == self.cfg.max_steps or self.checkpoints.due(version)
+        # Without servers, only the last version and those of checkpoints are wanted.
+        wanted = self.cfg.publishes(version) or self.checkpoints.due(version)
         began = time.perf_counter()
         if wanted:
             with self.watch.working(f"gathering version {version}", step):
@@ -203,10 +201,14 @@ class Trainer:
         times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
         self.metrics.write(step, values | times | {"perf/compute_frac": share})
         if wanted:
-            # Servers may still be reading the version that is max_async_level + 1 behind this one.
-            keep_last = max(self.cfg.weight_broadcast.keep_last, self.cfg.max_async_level + 2)
-            self.publisher.announce(version, keep_last=keep_last, protect=self.checkpoints.protected())
+            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
+
+    def validate(self, version: int) -> None:
+        """Measure the loss of a version on the validation rows, if that is due."""
+        if self.cfg.validates(version) and self.validation is not None:
+            self.watch.beat(f"validating version {version}", version)
+            self.validation.record(version)
 
     def keep(self, step: int) -> None:
         """Save the state after `step` steps if a checkpoint is due. Also complete an earlier checkpoint whose files are written."""
@@ -248,6 +250,8 @@ class Trainer:
 def wait_for_servers(cfg: Config, paths: RunPaths, watch: Watch) -> None:
     """Wait until every server on our GPU has published its endpoint. While an engine starts, it measures the GPU's free memory, so the
     trainer must not take any. Raises WaitTimeout after `inference.startup_timeout`."""
+    if cfg.hardware.device != "cuda" or not cfg.hardware.shared or cfg.replay is not None or not cfg.num_servers:
+        return
     from rlx.inference.endpoints import read_endpoints
 
     watch.beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
@@ -268,7 +272,7 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    cfg = load_run(paths.root)
+    cfg = load_training(paths.root)
     place = Place.of(os.environ)
     answer(paths, place.name or f"trainer_rank_{place.rank}")
     level = logging.INFO if place.rank == 0 else logging.WARNING

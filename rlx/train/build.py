@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rlx.config.objectives import trained_by
-from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
+from rlx.config.schema import Config, LossTerms, OptimTerms, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
@@ -20,7 +20,7 @@ from rlx.train.step import PolicyTrainer
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
+def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
     """Load the model from `source` (a folder or a hub name) and build its trainer.
 
     `working` is entered around each load, which may take minutes, with the name of the phase.
@@ -59,12 +59,12 @@ def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], Abstrac
     )
 
 
-def losses_of(cfg: Config) -> LossMix:
+def losses_of(cfg: TrainingRoot) -> LossMix:
     """The objectives of the run. In the metrics, one of several is named after its environments: `math`, `sums+word_guess`."""
     objectives: list[Objective] = []
     by_env: dict[str, int] = {}
-    for number, (node, envs) in enumerate(trained_by(cfg)):
+    for number, (node, envs) in enumerate(trained_by(cfg) if isinstance(cfg, Config) else [(cfg.loss, ())]):
         terms, loss = split_terms(node, LossTerms)
-        objectives.append(Objective(instantiate(loss), terms, max_length=cfg.sampling.max_tokens, label="+".join(envs)))
+        objectives.append(Objective(instantiate(loss), terms, max_length=cfg.longest_answer, label="+".join(envs)))
         by_env |= dict.fromkeys(envs, number)
     return LossMix(objectives, by_env)

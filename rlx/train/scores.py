@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from rlx.config.schema import Config
+from rlx.config.schema import TrainingRoot
 from rlx.data.packing import samples_in_rows
 from rlx.data.scores import Scored, scores_of, write_scores
 from rlx.parallel.mesh import Mesh
@@ -19,9 +19,9 @@ Row = tuple[MicroBatch, Tensor, Tensor]  # with logp [N] and entropy [N] of its 
 class ScoreKeeper:
     """Listens to a trainer. Does nothing in a run that does not record its batches."""
 
-    def __init__(self, cfg: Config, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
+    def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh, self.losses, self.tokens = paths, mesh, trainer.losses, cfg.micro_batch_tokens
-        self.keeps = cfg.orchestrator.save_batches and cfg.replay is None
+        self.keeps = cfg.records_scores
         self._rows: list[Row] = []  # on the device until the step is done, so that no row waits for a copy
         if self.keeps:
             trainer.after_forward = self._add

@@ -129,7 +129,10 @@ class PolicyTrainer:
     def give_up(self) -> None:
         """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
         self.optimizer.zero_grad(set_to_none=True)
-        # Forward keeps the root's parameters gathered until backward, and no backward came.
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward without backward has gathered: forward keeps the root's until backward."""
         for model in (self.model, *([self.reference.model] if self.reference is not None else [])):
             if (reshard := getattr(model, "reshard", None)) is not None:
                 reshard()

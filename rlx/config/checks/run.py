@@ -36,7 +36,13 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
 def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     name = cfg.model.name
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if not is_path or cfg.model.warm_start is not None:
+    if not is_path:
+        return
+    if cfg.model.warm_start is not None:
+        yield (
+            f"rlx would make the model itself, and these weights would not be used: {of('model.name')} with model.warm_start.\n"
+            "Use model=tiny_trained for the tiny model from a folder, or another model's option."
+        )
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -155,6 +161,7 @@ def _divisors(number: int) -> str:
 
 
 @rule("hardware", "inference.base_url")
+@rule("hardware", "data")  # of a command without servers
 def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if h.device != "cuda":
@@ -186,6 +193,7 @@ def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("hardware", "launcher", "inference.base_url", "dry_run")
+@rule("hardware", "launcher", "data", "dry_run")
 def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine

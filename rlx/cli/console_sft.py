@@ -1,0 +1,82 @@
+"""Displays a run of `rlx sft`: steps, loss, validation loss, speed, and what took the time."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+
+from rlx.cli.console import STAGES, Console
+from rlx.cli.display import OF_ONE_RUN, clock, count, sparkline, started_as
+from rlx.config.schema import SftRoot
+
+LOSS, VAL = "loss/nll", "val/loss"
+LEFT_OUT = {
+    "data/overlong": "samples longer than seq_len",
+    "data/truncated": "samples cut to seq_len",
+    "data/refused": "rows that cannot be marked",
+}
+
+
+class SftConsole(Console):
+    """Displays a run of `rlx sft`."""
+
+    cfg: SftRoot  # type: ignore[assignment]
+
+    def _numbers(self, markup: bool = False) -> str:
+        """Loss and speed of the last steps, and the newest validation."""
+        h, parts = self.history, []
+        if (loss := h.last(LOSS, "trainer")) is not None:
+            text = f"loss {loss:.3f}"
+            parts.append(f"[bold]{text}[/] [green]{sparkline(h.series(LOSS, 'trainer'))}[/]" if markup else text)
+        if validated := {step: record[VAL] for step, record in h.records["eval"].items() if VAL in record and step >= h.first}:
+            step = max(validated)
+            parts.append(f"val {validated[step]:.3f} (step {step})")
+        if (epoch := h.last("data/epoch", "trainer")) is not None:
+            parts.append(f"epoch {epoch:.2f}")
+        if (trained := h.last("perf/tokens_per_second", "trainer", over=5)) is not None:
+            parts.append(f"{count(trained)} tok/s")
+        return "   ".join(parts)
+
+    def summary(self, exit_code: int) -> str:
+        """The closing text of a run that ended with `exit_code`."""
+        h, root, status = self.history, self.paths.root, self.run.status
+        state = "ended" if status is None else status.state
+        lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
+        if losses := h.series(LOSS, "trainer"):
+            first, last = losses[:5], losses[-5:]
+            start, end = sum(first) / len(first), sum(last) / len(last)
+            lines.append(
+                f"  loss      {start:.3f} → {end:.3f}  {sparkline(losses)}  (nats a token; means of the first and last {len(last)} steps)"
+            )
+        if validated := {step: record[VAL] for step, record in h.records["eval"].items() if VAL in record}:
+            best = min(validated, key=lambda step: (validated[step], step))
+            start, end = validated[min(validated)], validated[max(validated)]
+            curve = sparkline([validated[step] for step in sorted(validated)])
+            lines.append(f"  val       {start:.3f} → {end:.3f}  {curve}  (lowest {validated[best]:.3f}, at step {best})")
+        if total := sum(h.series("time/step", "trainer")):
+            shares = [(sum(h.series(name, "trainer")) / total, label) for name, label in STAGES["trainer"].items()]
+            shown = " · ".join(f"{label} {share:.0%}" for share, label in sorted(shares, reverse=True) if share >= 0.005)
+            lines.append(f"  time      trainer {clock(total)}: {shown}")
+        pace, trained = h.steps_per_second(over=10**9), h.last("perf/tokens_per_second", "trainer", 10**9)
+        if pace is not None and trained is not None:
+            lines.append(f"  speed     {pace:.2f} steps/s · {count(trained)} tokens/s trained")
+        left = {text: sum(h.series(name, "trainer")) for name, text in LEFT_OUT.items()}
+        lines.append(f"  left out  {', '.join(f'{number:.0f} {text}' for text, number in left.items() if number) or 'nothing'}")
+        return "\n".join([*lines, *self._kernels(), f"  run       {root}", *self._next(exit_code)])
+
+    def _next(self, exit_code: int) -> list[str]:
+        root = self.paths.root
+        if exit_code != 0:
+            return [f"  look at   {self.paths.latest_logs}/"]
+        kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
+        sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
+        weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
+        choice = next((part for part in kept if part.startswith("model=")), "model=tiny")
+        choice = "model=tiny_trained" if choice == "model=tiny" else choice  # its weights come from a folder
+        suggestions = [
+            (f"{train} {shlex.quote(choice)} {weights}", "reinforcement learning from the result"),
+            (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
+            (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
+        ]
+        return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]

@@ -1,0 +1,46 @@
+"""Asks whether the data sets of a supervised run can be opened and read, before anything starts.
+
+It opens each data set and reads its first row, as the trainer will. A data set of the hub is downloaded here, so that compute nodes
+need not. What a chat template makes of the rows is the trainer's to say: rendering takes transformers, which this floor does not import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import SftRoot
+from rlx.config.schema_sft import DataSetConfig
+
+
+def absolute(name: str) -> str:
+    """A path as an absolute path, so that every process finds it; a name on the hub as it is."""
+    from rlx.data.rows import files_of
+
+    return str(Path(name).expanduser().absolute()) if files_of(name) is not None else name
+
+
+def check_rows(cfg: SftRoot) -> list[str]:
+    """What the data sets are, one line each. Raises ConfigError if one cannot be opened, or its first row is no conversation."""
+    sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
+    if cfg.val.name is not None:
+        sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
+    from rlx.data.conversations import RowError, read_conversation
+    from rlx.data.rows import open_rows
+
+    lines, problems = [], []
+    for key, each in sets.items():
+        try:
+            rows = open_rows(each.name, subset=each.subset, split=each.split)
+            where = rows.where(0)
+            first = read_conversation(rows[0], fills=rows.fills)
+        except RowError as error:
+            problems.append(f"{key}: {where} cannot be trained on: {error}\n  fix: correct the data set (docs/sft.md), or name another")
+        except ValueError as error:
+            problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split")
+        else:
+            form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
+            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{', tools' if first.tools else ''}")
+    if problems:
+        raise ConfigError(problems)
+    return lines

@@ -1,0 +1,103 @@
+"""The source of a training run's batches, and the rows that it validates on, as the configuration says.
+
+It is in this room because rows become samples by the chat format of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rlx.config.schema import Config, SftRoot, TrainingRoot
+from rlx.config.schema_sft import DataSetConfig
+from rlx.data.rows import open_rows
+from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, Source
+from rlx.data.supervised import Conversations, Prepared, SupervisedSource
+from rlx.parallel.mesh import Mesh
+from rlx.paths import RunPaths
+from rlx.policy.chat import Chat, load_chat
+from rlx.policy.templates import ends_of, tokenizer_of
+from rlx.types import StepBatch
+
+FAKE_PROMPT = 0.5  # share of a fake sample's tokens that are context
+
+
+def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str) -> Source:
+    """The source of the run's batches. `model`: folder or hub name of the initial model."""
+    if isinstance(cfg, Config):
+        if cfg.replay is not None:
+            return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches)
+        return OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
+    assert isinstance(cfg, SftRoot)
+    if cfg.data.type == "fake":
+        return fake(cfg)
+    return Prepared(partial(supervised, cfg, model), mesh)
+
+
+def fake(cfg: SftRoot) -> FakeSource:
+    """Samples of random tokens, half of each trained, as long as `data.length` says."""
+    prompt = max(1, int(cfg.seq_len * FAKE_PROMPT))
+    shortest = (1, 1) if cfg.data.length == "variable" else (prompt, cfg.seq_len - prompt)
+    return FakeSource(
+        groups=cfg.data.batch_size,
+        members=1,
+        prompt_tokens=(shortest[0], prompt),
+        completion_tokens=(shortest[1], cfg.seq_len - prompt),
+        vocab_size=cfg.model.vocab_size,
+        seed=cfg.seed,
+        sampled=False,
+    )
+
+
+def supervised(cfg: SftRoot, model: str) -> SupervisedSource:
+    """The rows of `data`. Raises ValueError for a data set that cannot be opened."""
+    chat, vocab_size = chat_of(cfg, model), vocab_size_of(cfg, model)
+    sets = [(_examples(cfg, key, each, chat, vocab_size), each.weight) for key, each in cfg.data.all_sets.items()]
+    return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle)
+
+
+def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> StepBatch | None:
+    """The samples of the rows to validate on, the same on every rank; None if there is no validation."""
+    if not isinstance(cfg, SftRoot) or cfg.val.name is None:
+        return None
+    name = cfg.val.name
+
+    def held_out() -> SupervisedSource:
+        one = DataSetConfig(name=name, subset=cfg.val.subset, split=cfg.val.split)
+        examples = _examples(cfg, "val", one, chat_of(cfg, model), vocab_size_of(cfg, model))
+        count = min(len(examples), cfg.val.num_examples or len(examples))
+        return SupervisedSource([(examples, 1.0)], batch_size=count, seed=cfg.seed, shuffle=False)
+
+    return Prepared(held_out, mesh, ahead=0).receive(0, tick)
+
+
+def chat_of(cfg: SftRoot, model: str) -> Chat:
+    """The chat format that rows are rendered with: that of the policy."""
+    tokenizer = tokenizer_of(model, cfg.model)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {model} has no chat template, so rows cannot be rendered. Set model.chat_template=FILE, with the template "
+            "of a model whose format you want"
+        )
+    return load_chat(tokenizer, cfg.model, keeps_tokens=not cfg.model.strips_thinking, ends=ends_of(model))
+
+
+def vocab_size_of(cfg: SftRoot, model: str) -> int:
+    """Rows of the model's embedding."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model, trust_remote_code=cfg.model.trust_remote_code).get_text_config().vocab_size)
+
+
+def _examples(cfg: SftRoot, key: str, data: DataSetConfig, chat: Chat, vocab_size: int) -> Conversations:
+    return Conversations(
+        name=key,
+        rows=open_rows(data.name, subset=data.subset, split=data.split),
+        chat=chat,
+        seq_len=cfg.seq_len,
+        vocab_size=vocab_size,
+        roles=cfg.data.loss_mask.roles,
+        truncate=cfg.data.overflow == "truncate",
+        skip_refused=cfg.data.refused == "skip",
+    )

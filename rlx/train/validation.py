@@ -1,0 +1,58 @@
+"""The loss of the policy on rows that are not trained on.
+
+Every rank scores its share of the packed rows, without gradient; the sums are reduced over the ranks. Rank 0 writes a record whose step is
+the policy version, as evaluations do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from rlx.data.packing import pack
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.train.step import PolicyTrainer, perplexity
+from rlx.train.watch import Watch
+from rlx.types import StepBatch
+
+log = logging.getLogger("rlx.trainer")
+
+
+class Validation:
+    """One set of held-out samples. Every rank has this object and makes the same calls."""
+
+    def __init__(self, trainer: PolicyTrainer, batch: StepBatch, tokens: int, paths: RunPaths, watch: Watch) -> None:
+        """`batch`: the samples, the same on every rank. `tokens`: of a packed row."""
+        mesh = trainer.mesh
+        self.trainer, self.watch = trainer, watch
+        (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens).mini_batches
+        self.metrics = MetricsWriter(paths.metrics, "eval") if mesh.first else None
+
+    def record(self, version: int) -> None:
+        """Measure the loss of the present weights, which are policy version `version`, and write it."""
+        values = self.measure()
+        if self.metrics is not None:
+            self.metrics.write(version, values)
+        log.info("version %d: validation loss %.4f", version, values["val/loss"])
+
+    def measure(self) -> dict[str, float]:
+        """The loss of the present weights, as metrics."""
+        began = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=self.trainer.device)
+        for row in self.rows.micro_batches:
+            self.watch.progressed()
+            logp, _ = self.trainer.score(row)
+            total -= logp.double().sum()
+        self.trainer.reshard()
+        self.trainer.mesh.sum(total)
+        loss = float(total) / max(self.rows.num_loss_tokens, 1)
+        return {
+            "val/loss": loss,
+            "val/perplexity": perplexity(loss),
+            "val/loss_tokens": self.rows.num_loss_tokens,
+            "val/samples": self.rows.num_sequences,
+            "time/validation": time.perf_counter() - began,
+        }

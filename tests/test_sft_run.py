@@ -1,0 +1,121 @@
+"""`rlx sft` as a user runs it: a run, killed and resumed bit for bit, on two ranks, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rlx.cli import main
+from rlx.config.load import load_run
+from rlx.config.roots import SFT
+from rlx.config.schema import WarmStartConfig
+from rlx.metrics import read_metrics
+from rlx.models import tiny
+
+SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Training and validation rows, and a small untrained model."""
+    state = random.Random(0)
+    words = ["".join(state.choices("abcdef", k=state.randint(3, 8))) for _ in range(60)]
+    rows = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]} for word in words]
+    rows += [{"prompt": word, "completion": word * 30} for word in words[:4]]  # longer than seq_len: left out
+    for name, part in (("train", rows[:50] + rows[60:]), ("val", rows[50:60])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=2), 128), tiny.build_tokenizer(128), tmp_path / "model")
+    return tmp_path
+
+
+def command(data: Path, run: str, *more: str) -> list[str]:
+    names = (f"data.name={data}/train.jsonl", f"val.name={data}/val.jsonl", "val.interval=2", f"model.name={data}/model")
+    return [sys.executable, "-m", "rlx.cli", "sft", *names, *SHORT, f"run.dir={data}/{run}", *more]
+
+
+def sft(data: Path, run: str, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(data, run, *more), capture_output=True, text=True, timeout=240, check=False)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The reproducible part of the metrics."""
+    found = [record for record, _ in read_metrics(run / "metrics.jsonl")]
+    return [{k: v for k, v in record.items() if k != "time" and not k.startswith(("time/", "perf/"))} for record in found]
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
+    steps = ("max_steps=8", "ckpt.interval=4")
+    whole = sft(data, "whole", *steps)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "loss " in whole.stdout
+    assert "samples longer than seq_len" in whole.stdout
+    lines = records(data / "whole")
+    assert [line["step"] for line in lines if line["source"] == "trainer"] == list(range(8))
+    assert [line["step"] for line in lines if line["source"] == "eval"] == [0, 2, 4, 6, 8]
+    assert sum(line.get("data/overlong", 0) for line in lines) > 0
+    assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
+
+    killed = subprocess.Popen(command(data, "killed", *steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (data / "killed" / "checkpoints" / "step_4" / "COMPLETE").exists():
+        assert time.monotonic() < deadline
+        assert killed.poll() is None
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    again = sft(data, "killed", *steps, "resume=latest")
+    if "nothing left to do" not in again.stderr:  # it may have been faster than the signal
+        assert again.returncode == 0, again.stdout + again.stderr
+    assert records(data / "killed") == lines
+    one, other = ((data / run / "weights" / "step_8" / "COMPLETE").read_text() for run in ("whole", "killed"))
+    assert one == other, "the same weights, by their checksums"
+
+    both = sft(data, "both", *steps, "hardware.trainer_processes=2", "ckpt.interval=null")
+    assert both.returncode == 0, both.stdout + both.stderr
+    for line, same in zip(records(data / "both"), lines, strict=True):
+        assert line.pop("source") == same.pop("source")
+        assert line == pytest.approx(same, rel=1e-4, abs=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(data / "both" / "weights" / "step_8")
+    assert sum(p.numel() for p in model.parameters()) > 0
+    assert load_run(data / "both", SFT).data.name == f"{data}/train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("data.name=none.jsonl",), "the data set does not exist: data.name=none.jsonl"),
+        (("data.name=null",), "there is nothing to train on"),
+        (("data=fake",), "random tokens come from no data set"),
+        (("data.loss_mask.assistant=false",), "no message would be trained"),
+        (("loss=grpo",), "no policy sampled these rows"),
+        (("trainer.num_minibatches=2",), "a batch of rows is one optimizer step"),
+        (("data.nam=x",), "Did you mean `data.name`?"),
+        (("envs.math.weight=1",), "It is a key of `rlx train`"),
+        (("val.name={data}/odd.jsonl",), r"val.name: row 0 of {data}/odd.jsonl (line 1) cannot be trained on: it needs `messages`"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(data: Path, keys: tuple[str, ...], said: str, capsys: pytest.CaptureFixture) -> None:
+    (data / "odd.jsonl").write_text('{"text": "no conversation"}\n')
+    keys = tuple(key.format(data=data) for key in keys)
+    assert main([*command(data, "run", *keys)[3:]]) == 2
+    assert said.format(data=data) in " ".join(capsys.readouterr().err.split())
+    assert not (data / "run").exists()
+
+
+def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([*command(data, "run", "dry_run=true")[3:]]) == 0
+    said = capsys.readouterr().out
+    assert "data.name: 54 rows" in said
+    assert f"data (weight 1): {data}/train.jsonl, train" in said
+    assert "at most 768 = 8 × seq_len 96" in said
