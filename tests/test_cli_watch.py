@@ -24,26 +24,24 @@ from rlx.runs.run import Run
 from rlx.runs.status import Cause, Status
 from rlx.types import ProcessSpec
 
-STARTED = time.time() - 100
-
 
 def make_run(root: Path, **status: object) -> RunPaths:
     paths = RunPaths(root)
     root.mkdir(parents=True)
     paths.config.write_text(to_yaml(compose(["max_steps=3"], environ={}).cfg))
-    Status(max_steps=3, started=STARTED, **status).write(paths)  # type: ignore[arg-type]
+    Status(max_steps=3, started=time.time() - 100, **status).write(paths)  # type: ignore[arg-type]
     return paths
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)
-    add_step(paths.root, 0, STARTED)
+    add_step(paths.root, 0, time.time())
 
     def end() -> None:
         time.sleep(0.3)
-        add_step(paths.root, 1, STARTED + 1)
-        status = Status(max_steps=3, started=STARTED, step=2)
+        add_step(paths.root, 1, time.time())
+        status = Status(max_steps=3, started=time.time() - 100, step=2)
         status.finish(
             "failed", Cause(role="trainer", replica=0, returncode=1, reason="exit code 1", log="logs/t.log", last_lines=("boom",))
         )
@@ -127,6 +125,7 @@ def _until(pane: str, text: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)

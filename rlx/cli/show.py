@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 SUMMARY = "what the policy wrote: rollouts of a run as text"
@@ -28,7 +27,7 @@ rlx view --help explains conditions and columns. rlx view RUN shows the same in 
 
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import TRAIN, Rollouts
-    from rlx.view.chosen import choose, parse
+    from rlx.view.chosen import choose, parse, say
     from rlx.view.lines import plain
 
     options = parse("show", argv, OPTIONS)
@@ -41,5 +40,5 @@ def run(argv: list[str]) -> int:
         rollouts.sources = [source for source in sources if source.step == newest]
     table, rows = choose(rollouts, options)
     shown = [plain(table.record(int(row))) for row in rows[: int(options.get("count", HOW_MANY))]]
-    print("\n\n".join(shown) if shown else "no rollout meets these conditions", file=sys.stdout)
+    say(["\n\n".join(shown) if shown else "no rollout meets these conditions"])
     return 0

@@ -7,6 +7,7 @@ commands write. The table holds about 80 bytes a rollout; texts stay on the disk
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
 
 TRAIN, EVAL = "train", "eval"
+PART, PAUSE = 1000, 0.25  # a file is shown while it is read on, after this many lines and seconds
 DEPTH = 5  # folders below an evaluation's in which results are searched
 _TEXTS = ("env", "stop", "status", "left_out")
 _NUMBERS = ("example", "group", "member", "reward", "advantage", "tokens", "turns", "truncated", "oldest", "newest")
@@ -85,12 +87,16 @@ def _results(folder: Path, run: Path | None) -> list[Source]:
 
 
 def _search(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / RESULTS).is_file():
-        yield folder / RESULTS
-    elif depth:
-        for inner in folder.iterdir():
-            if inner.is_dir() and not inner.is_symlink():
-                yield from _search(inner, depth - 1)
+    """Files of results below a folder. Skips folders that may not be read."""
+    try:
+        if (folder / RESULTS).is_file():
+            yield folder / RESULTS
+        elif depth:
+            for inner in folder.iterdir():
+                if inner.is_dir() and not inner.is_symlink():
+                    yield from _search(inner, depth - 1)
+    except PermissionError:
+        return
 
 
 def _environment(path: Path) -> tuple[str, str]:
@@ -112,15 +118,24 @@ def _number(name: str) -> int:
     return int(digits) if name.startswith("step_") and digits.isdecimal() else NONE
 
 
-def index_source(source: Source) -> RolloutIndex:
-    """The index of a file: its own, or made by reading its lines. Raises ConfigError for a file that holds no rollouts."""
+def index_source(source: Source) -> Iterator[RolloutIndex]:
+    """The index of a file: its own, or made by reading its lines; then also what is read so far, now and then. The last one is whole.
+
+    Raises ConfigError for a file that holds no rollouts.
+    """
     try:
         if _is_compressed(source.path) and (index := read_index(source.path)) is not None:
-            return index
-        indexer = Indexer()
-        for line in _lines(source.path):
+            yield index
+            return
+        indexer, shown = Indexer(), time.monotonic()
+        for number, line in enumerate(_lines(source.path), 1):
             indexer.add(line)
-        return indexer.done()
+            if number % PART == 0 and time.monotonic() - shown > PAUSE:
+                yield indexer.done()
+                shown = time.monotonic()
+        yield indexer.done()
+    except PermissionError as error:
+        raise ConfigError(f"you may not read {source.path} ({error.strerror}).\n  fix: ask its owner") from error
     except (ValueError, zstandard.ZstdError) as error:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
@@ -228,7 +243,7 @@ class Rollouts:
     def __init__(self, root: Path) -> None:
         """Raises ConfigError if there are none."""
         self.root = root
-        self._parts: dict[Path, tuple[tuple[int, int], Source, RolloutIndex]] = {}
+        self._parts: dict[Path, tuple[tuple[int, int] | None, Source, RolloutIndex]] = {}  # stamp; None: not all of it
         self.sources = sources_of(root)
 
     def look(self) -> bool:
@@ -240,11 +255,15 @@ class Rollouts:
         return now != before or any(self._stale(source) for source in self.sources)
 
     def load(self) -> Iterator[int]:
-        """Read the indices that are missing, newest step first. Yields the number of files that are read, after each."""
+        """Read the indices that are missing, newest step first. Yields the number of whole files, whenever there is more to show."""
         for source in sorted(self.sources, key=lambda one: (one.set == TRAIN, one.step), reverse=True):
             if self._stale(source):
                 try:
-                    self._parts[source.path] = (source.stamp, source, index_source(source))
+                    stamp = source.stamp
+                    for index in index_source(source):
+                        self._parts[source.path] = (None, source, index)
+                        yield len(self._parts) - 1
+                    self._parts[source.path] = (stamp, source, self._parts[source.path][2])
                 except FileNotFoundError:  # a run that returned to a checkpoint has removed it
                     continue
             yield len(self._parts)

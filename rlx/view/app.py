@@ -24,7 +24,7 @@ from rlx.view.documents import headline, spoken
 from rlx.view.flow import flow, words
 from rlx.view.widgets import LongText, RolloutList
 
-REDRAW = 0.25  # seconds between two displays of a table that is being read
+REDRAW = 0.25  # seconds between the first two displays of a table that is being read; later pauses are longer
 LOOK = 3.0  # seconds between two looks for new steps of a run that goes on
 LARGEST_FIRST = {"step", "reward", "advantage", "tokens", "turns", "error"}
 SORT_KEYS = {"s": "step", "e": "error", "v": "env", "i": "example", "r": "reward", "a": "advantage", "l": "tokens", "o": "stop"}
@@ -93,6 +93,7 @@ class ListScreen(Screen[None]):
         self.filter = steps + options.get("filter", "")
         self.by, self.descending = options.get("sort", "-step").removeprefix("-"), options.get("sort", "-step").startswith("-")
         self.reading = "reading …"
+        self.loading_files = False  # whether a thread reads files now
         self.wrong = ""  # what is wrong with the filter that was typed
 
     def compose(self) -> ComposeResult:
@@ -107,26 +108,34 @@ class ListScreen(Screen[None]):
         self.list.asked_for_filter = self.action_filter
         self.list.focus()
         self.set_interval(LOOK, self.action_look)
-        self._load()
+        self._start(look=False)
 
     @property
     def list(self) -> RolloutList:
         return self.query_one(RolloutList)
 
-    @work(thread=True, exclusive=True, group="load")
-    def _load(self) -> None:
-        """Read all indices, newest step first, and show what there is several times a second."""
-        worker, shown = get_current_worker(), 0.0
+    @work(thread=True)
+    def _load(self, look: bool) -> None:
+        """Read all indices, newest step first, and show what there is now and then. `look`: only if there are new files."""
+        worker, shown, pause = get_current_worker(), 0.0, REDRAW
         try:
+            if look and not self.rollouts.look():
+                self.app.call_from_thread(self._done)
+                return
             for number in self.rollouts.load():
                 if worker.is_cancelled:
                     return
-                if time.monotonic() - shown > REDRAW:
-                    shown = time.monotonic()
+                if time.monotonic() - shown > pause:
+                    pause = 2 * pause if shown else pause  # a display takes longer the more there is
                     self.app.call_from_thread(self._have, self.rollouts.table(), f"reading {number} of {len(self.rollouts.sources)} files")
+                    shown = time.monotonic()
             self.app.call_from_thread(self._have, self.rollouts.table(), "")
-        except ConfigError as error:
+        except ConfigError as error:  # a damaged file, or the directory was deleted
             self.app.call_from_thread(self._have, self.rollouts.table(), str(error))
+        self.app.call_from_thread(self._done)
+
+    def _done(self) -> None:
+        self.loading_files = False
 
     def _have(self, table: Table, reading: str) -> None:
         keep = self.list.place() if self.list.cursor else None  # a cursor on the first line stays on the newest
@@ -198,12 +207,13 @@ class ListScreen(Screen[None]):
         self.on_rollout_list_moved()
 
     def action_look(self) -> None:
-        try:
-            if self.rollouts.look():
-                self._load()
-        except ConfigError as error:  # the directory was deleted
-            self.reading = str(error)
-            self._status()
+        self._start(look=True)
+
+    def _start(self, look: bool) -> None:
+        """Read in a thread, because a network's disk may be slow; one at a time."""
+        if not self.loading_files:
+            self.loading_files = True
+            self._load(look)
 
     def action_help(self) -> None:
         self.app.push_screen(Help())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -97,3 +98,13 @@ def summary(table: Table, rows: NDArray[np.int64]) -> str:
 def as_list(table: Table, rows: Iterable[int]) -> list[str]:
     """The rows as aligned lines."""
     return aligned(COLUMNS, [[printable(text) for text in cells(table, int(row))] for row in rows])
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines. A reader that closes the pipe early (`| head`) is no error."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter would complain when it flushes at its end
