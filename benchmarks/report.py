@@ -24,7 +24,7 @@ import zstandard
 from rlx.config.load import compose
 from rlx.config.schema import Config, RunConfig
 from rlx.metrics import METRICS
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.runs.claim import create
 from rlx.runs.status import Status
 

@@ -124,6 +124,7 @@ METRICS: dict[str, str] = {
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "time/validation": "seconds of the validation",
+    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
     "time/evaluation": "seconds of the evaluation, beside training",
     "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }

@@ -132,6 +132,19 @@ class RunPaths:
     def recorded_of(self, step: int) -> Path:
         return self.recorded / f"step_{step:06d}.batch.zst"
 
+    def scores_of(self, step: int, rank: int) -> Path:
+        """What a trainer rank computed for the tokens of a recorded batch (`rlx.data.scores`)."""
+        return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
+
+    @property
+    def replays(self) -> Path:
+        """Steps that were trained again under another objective (`rlx replay`)."""
+        return self.root / "replays"
+
+    def replay_of(self, step: int, label: str) -> Path:
+        """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
+        return self.replays / f"step_{step}--{label}"
+
     @property
     def failures(self) -> Path:
         """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
@@ -161,6 +174,11 @@ class RunPaths:
     def evaluation_of(self, name: str, model: str, version: int) -> Path:
         """The results of one environment at a policy version."""
         return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
+
+    @property
+    def progress(self) -> Path:
+        """How far a command that plays has come (`Scored.progress`), rewritten twice a second."""
+        return self.root / "progress.json"
 
     @property
     def weights(self) -> Path:

@@ -79,6 +79,7 @@ class Rollout:
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
     timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
+    agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.orchestrator import STATE, Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.codec import encode
+from rlx.config.load import compose
 from rlx.config.schema import CkptConfig, Config
 from rlx.data.source import OrchestratorSource, RecordedSource
 from rlx.envs.load import give_policy
@@ -72,9 +74,15 @@ class CheckpointingTrainer(StandInTrainer):
         (folder / COMPLETE).write_text('{"version": 0, "files": {}}')
 
 
+@functools.cache
+def any_config() -> str:
+    return compose([], {}).yaml
+
+
 def play(
     paths: RunPaths, config: Config, trainer: StandInTrainer, role: type[Orchestrator] = Orchestrator, **servers: Any
 ) -> StandInServers:
+    write_text(paths.config, any_config())  # a rewind asks it which command the directory belongs to
     envs = {name: load(env.id, sampling={"max_tokens": 12, "temperature": 1.0}, name=name, **env.args) for name, env in config.envs.items()}
     stand_in = StandInServers(**servers)
 

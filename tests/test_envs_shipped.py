@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,17 @@ def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, value
 )
 def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | None) -> None:
     assert rlx_tool_math.last_number(text) == number
+
+
+def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses_wrongly_without_it() -> None:
+    env: Any = rlx_tool_math.load_environment(level=1, num_examples=4)
+    row = {"info": {"expression": "7*8"}}
+    call, result, answer = env.demonstration(row, False, random.Random(0))
+    assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"x": "7*8"}
+    assert (result["content"], answer["content"]) == ("56", "56")
+    guesses = [env.demonstration(row, True, random.Random(seed)) for seed in range(50)]
+    assert {len(said) for said in guesses} == {1}
+    assert "56" not in {said[0]["content"] for said in guesses}
 
 
 # word_guess

@@ -70,6 +70,7 @@ def test_each_group_trains_one_agent_with_its_own_reward():
         generator = Recorder()
         (rollout,) = play(env, generator, index_of(env, agent))
         assert (rollout.status, rollout.stop) == ("ok", "user_closed")
+        assert rollout.agent == agent
         seen[agent] = rollout
         asked = len(rollout.turns)
         assert asked == {"left": 2, "right": 1}[agent]

@@ -40,6 +40,7 @@ OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",
     "rlx/data/rows.py": "datasets",  # for Parquet and the hub; a JSONL file needs none
+    "rlx/data/scores.py": "zstandard",
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
 ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it

@@ -20,7 +20,7 @@ from rlx.cli import main
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.plan.rl import make_plan
+from rlx.plan.make import make_plan
 from rlx.report.chart import Chart, Line, draw, number, thin, ticks
 from rlx.report.gather import gather
 from rlx.report.settings import arrange, factors
@@ -184,6 +184,14 @@ def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:
     assert "1 of 8 runs are not completed" in page
     assert "loss=gspo,optim.lr=0.001,seed=2: failed after 3 of 6 steps: trainer 0, exit code 1" in page
     assert "not like for like" in page
+
+
+def test_runs_whose_configuration_is_not_readable_are_not_lumped_together(tmp_path: Path) -> None:
+    for path in sorted(sweep(tmp_path / "sweep").iterdir()):
+        (path / "config.yaml").write_text("from: another version")
+    found = arrange([gather(Run(path)) for path in sorted((tmp_path / "sweep").iterdir())])
+    assert [len(setting.runs) for setting in found.settings] == [2, 2, 2, 2]
+    assert found.settings[0].label == "loss=grpo, optim.lr=0.0001 (configuration not readable)"
 
 
 def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlx.rollout.results import Outcome
+from rlx.rollout.results import RESULTS, Outcome, read_results, write_results
 from rlx.rollout.worth import Assessment, Verdict, assess, judge
 
 
 def outcome(reward: float, **fields: Any) -> Outcome:
     plain = Outcome(
         example_id=0,
+        place=0,
         rollout=0,
         prompt="p",
         completion="c",
@@ -107,6 +109,16 @@ def test_cut_rollouts_are_named_and_do_not_decide() -> None:
     _, verdict = judged([outcome(1, is_truncated=True), outcome(0, is_truncated=True)])
     assert verdict.worth
     assert any("sampling.max_tokens=12" in note for note in verdict.notes)
+
+
+def test_the_file_of_an_evaluation_can_be_read_again(tmp_path: Path) -> None:
+    examples = [
+        [outcome(1, example_id=3), outcome(0, example_id=3, rollout=1, **FAILED)],
+        [outcome(1, example_id=9), outcome(0, example_id=9)],
+    ]
+    write_results(tmp_path, examples, {}, 0.5)
+    found = assess(read_results(tmp_path / RESULTS))
+    assert found == assess(examples)
 
 
 def test_the_members_that_a_failed_group_takes_with_it_are_no_cause() -> None:

@@ -1,4 +1,4 @@
-"""`rlx env`: list, describe, install and write environments."""
+"""`rlx env`: list, describe, install, write and check environments. `rlx.cli.env_check` has the check."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rlx.envs.about import About, Entry
     from rlx.envs.catalog import Listed
 
-SUMMARY = "environments: list, info, install, init"
+SUMMARY = "environments: list, info, install, init, check"
 MANY = 8  # packages that are named one by one
-ACTIONS = ("list", "info", "install", "init")
+ACTIONS = ("list", "info", "install", "init", "check")
 
 
 def help_text() -> str:
@@ -29,6 +29,7 @@ usage: rlx env list
        rlx env info NAME [--python PYTHON]
        rlx env install FOLDER|PACKAGE [--python PYTHON]
        rlx env init NAME [--kind KIND] [--v1] [--folder FOLDER]
+       rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]
 
   rlx env list                          the installed environments, of this Python and of those made by install
   rlx env info my-env                   arguments, data, rewards, tools, what it needs, how to train on it
@@ -37,11 +38,14 @@ usage: rlx env list
                                         refused if it would change what rlx runs on
   rlx env install their-env --python theirs
                                         into a Python of its own, for envs.NAME.python: docs/workers.md
+  rlx env check my-env model=qwen3_0_6b play a few rollouts: is it worth training on? Keys are those of rlx eval:
+                                        num_examples=16 rollouts_per_example=8 client.base_url=… inference.base_url=…
 
 PYTHON: a name, below $RLX_PYTHONS or ~/.local/share/rlx/pythons; or the path of a Python or of a virtual environment.
 NAME: an environment's name (my-env), or an option of env= (math).
 
-exit codes: 0 done; 1 the installation failed, or the environment cannot be loaded; 2 wrong arguments, nothing was started"""
+exit codes: 0 done, and of check: worth training on; 1 the installation failed, or the environment cannot be loaded or played;
+            2 wrong arguments, nothing was started; 3 of check: it plays, but is not worth training on as it is; 130 interrupted"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +65,10 @@ def run(argv: list[str]) -> int:
         what = f"there is no `rlx env {argv[0]}`. " + (f"Did you mean: rlx env {near[0]}" if near else "") if argv else ""
         print(f"rlx: {what or 'usage: rlx env ' + '|'.join(ACTIONS) + '. See rlx env --help.'}", file=sys.stderr)
         return 2
+    if argv[0] == "check":
+        from rlx.cli import env_check
+
+        return env_check.run(argv[1:])
     parser = _Parser(prog=f"rlx env {argv[0]}", add_help=False)
     if argv[0] == "info":
         parser.add_argument("name")
@@ -129,7 +137,7 @@ def _info(chosen: argparse.Namespace) -> int:
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
     about = describe(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
-    return 1 if about.problem else 0
+    return 1 if about.problem or about.needs else 0
 
 
 def _python_with(env_id: str) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import fields
 
+from rlx.config.roots import has_key, key_of
 from rlx.config.schema import Config
 from rlx.config.shipped import shipped_groups
 from rlx.config.tree import type_at
@@ -27,20 +29,22 @@ MAIN_KEYS = (
     "dry_run",
     "clean",
 )
+FOR_ALL = ("experiment", "sweeps")  # groups without a key of their own
 WIDTH = 120
 
 
-def groups() -> str:
-    """One line per configuration group, with its options."""
-    return _columns({name: ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) for name, folder in shipped_groups().items()})
+def groups(schema: type = Config) -> str:
+    """One line per configuration group of a command, with its options."""
+    folders = {name: folder for name, folder in shipped_groups().items() if name in FOR_ALL or has_key(schema, key_of(name))}
+    return _columns({name: ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) for name, folder in folders.items()})
 
 
-def keys() -> str:
+def keys(schema: type = Config, names: Sequence[str] = MAIN_KEYS) -> str:
     """One line for each of the most common keys."""
     found = {}
-    for key in MAIN_KEYS:
+    for key in names:
         section, _, name = key.rpartition(".")
-        cls = type_at(Config, section) if section else Config
+        cls = type_at(schema, section) if section else schema
         found[key] = next(field.metadata["doc"] for field in fields(cls) if field.name == name)
     return _columns(found)
 

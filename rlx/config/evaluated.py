@@ -40,6 +40,16 @@ def environments(cfg: CommandConfig) -> dict[str, EnvConfig]:
     return dict(cfg.envs) if isinstance(cfg, PlayRoot) else {}
 
 
+def played(cfg: PlayRoot) -> dict[str, EnvConfig]:
+    """All environments that a command loads, by the names under which they are played: seeds follow from these names.
+
+    `rlx eval` plays under the names of evaluations beside training, so both play the same rollouts of the same weights.
+    """
+    if isinstance(cfg, EvalRoot):
+        return {PREFIX + name: env for name, env in evaluated(cfg).items()}
+    return environments(cfg)
+
+
 def section_of(name: str) -> str:
     """The section of an environment that a run loads under this name."""
     return f"eval.envs.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else f"envs.{name}"

@@ -213,6 +213,11 @@ class TrainingRoot(CommandConfig):
         return False
 
     @property
+    def records_batches(self) -> bool:
+        """Whether the batches of this run are kept in `recorded/`."""
+        return False
+
+    @property
     def versions_kept(self) -> int:
         """How many of the newest versions stay on the disk, besides those of checkpoints."""
         return 1
@@ -288,6 +293,10 @@ class Config(TrainingRoot, PlayRoot):
     @property
     def has_orchestrator(self) -> bool:
         return self.replay is None
+
+    @property
+    def records_batches(self) -> bool:
+        return self.orchestrator.save_batches and self.replay is None
 
     @property
     def versions_kept(self) -> int:

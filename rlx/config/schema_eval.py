@@ -24,14 +24,19 @@ class ClientConfig:
     """An OpenAI-compatible endpoint that answers instead of rlx's own servers."""
 
     base_url: str | None = key(None, "its address before `/chat/completions`, as in `https://api.openai.com/v1`; null: rlx's own servers")
-    api_key_var: str = key("OPENAI_API_KEY", "the environment variable that holds its key; the key itself is never written or shown")
+    api_key_var: str | None = key(
+        "OPENAI_API_KEY", "the environment variable that holds its key; the key itself is never written or shown; null: it asks for none"
+    )
     endpoints: str | None = key(
         None, "a YAML file of named endpoints, each with `base_url` and, if wanted, `api_key_var` and `model`, its name for the model"
     )
     endpoint: str | None = key(None, "the entry of that file to use")
     timeout: float = key(600.0, "seconds for one attempt at a request", above=0)
     max_retries: int = key(
-        8, "further attempts at a request if the endpoint is overloaded (429), fails (5xx) or is silent; waits grow up to a minute", low=0
+        8,
+        "further attempts at a request if the endpoint is overloaded (429), fails (5xx) or is silent; the waits grow, or are as long as it "
+        "asks for (Retry-After)",
+        low=0,
     )
 
 

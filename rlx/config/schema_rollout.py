@@ -219,4 +219,6 @@ class OrchestratorConfig(PlayConfig):
         1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
-    save_batches: bool = key(True, "keep the batches that are trained on in `recorded/`, compressed, for `replay=`")
+    save_batches: bool = key(
+        True, "keep the batches that are trained on, and the trainer's entropy of every token, in `recorded/`, for `replay=` and `rlx view`"
+    )

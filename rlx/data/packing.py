@@ -61,13 +61,23 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Calla
     )
 
 
+def samples_in_rows(
+    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE
+) -> list[list[TrainingSample]]:
+    """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
+    rows = [
+        row for samples in batch.mini_batches for row in _rows_of(rank, ranks, _fill(_groups(_trained(samples), loss_of), ranks, tokens))
+    ]
+    return [[sample for unit in row for sample in unit.samples] for row in rows]
+
+
 def _pack_mini_batch(
     samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf]
 ) -> tuple[MiniBatch, int]:
     """This rank's part, and the number of tokens on all ranks."""
     for sample in samples:
         _check(sample, tokens)
-    trained = [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
+    trained = _trained(samples)
     groups = _groups(trained, loss_of)
     streams = [name for name in STREAMS if any(getattr(sample, name) is not None for sample in trained)]
     mini_batch = MiniBatch(
@@ -75,6 +85,11 @@ def _pack_mini_batch(
         counts=_counts(groups),
     )
     return mini_batch, sum(len(sample.token_ids) for sample in trained)
+
+
+def _trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Samples with a token that a loss reads."""
+    return [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
 
 
 def _own(sample: TrainingSample, loss: LossOf) -> int:

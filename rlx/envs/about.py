@@ -179,7 +179,7 @@ def _v1(config: EnvConfig, found: About) -> About:
         if name not in base
     )
     module = importlib.import_module(module_of(config.id))
-    found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(module) or inspect.getdoc(kind) or ""))
+    found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(module) or ""))
     try:
         scripts_in_this_python()
         env = load_v1(block)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.config.evaluated import environments
+from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
@@ -50,7 +50,7 @@ def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path 
     """
     from rlx.envs.pool import WorkerPool
 
-    bound, configs = config.orchestrator.env_worker_memory_gb, environments(config)
+    bound, configs = config.orchestrator.env_worker_memory_gb, played(config)
     pools: dict[str, Local] = {
         name: WorkerPool(name, env, settings_of(config, env), workers, logs=logs, memory_gb=bound)
         for name, env in configs.items()
@@ -79,7 +79,7 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
     from rlx.config.checks.objective import needs_exact_sampling
     from rlx.policy.tokens import TokenPolicy
 
-    label, configs = uuid.uuid4().hex[:6] + "-", environments(config)
+    label, configs = uuid.uuid4().hex[:6] + "-", played(config)
     trained = config.envs if isinstance(config, Config) else ()
     for name, env in envs.items():
         env.policy = TokenPolicy(

@@ -89,6 +89,7 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         error=result.error,
         is_truncated=result.is_truncated,
         timing=result.timing,
+        agent=result.agent,
     )
 
 

@@ -242,6 +242,7 @@ class V1Environment:
             error=None if math.isfinite(reward) else f"the reward is {reward}",
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
+            agent=agent if len(self.agents) > 1 else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:

@@ -203,11 +203,11 @@ class Fleet:
         """The state of each server, in the order of the endpoints."""
         return await _all(self._state(server) for server in self._servers)
 
-    async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None) -> None:
+    async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None, adopt: bool = False) -> None:
         """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
-        `tick` is called several times a second meanwhile. Raises ServerUnreachable, which names the server, or RequestRefused for a
-        wrong key.
+        `tick` is called several times a second meanwhile. `adopt`: the servers keep the version that they have, which is then the fleet's.
+        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key, or InferenceError if versions to adopt differ.
         """
         deadline = time.monotonic() + timeout
         for server in self._servers:
@@ -221,8 +221,13 @@ class Fleet:
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
-            if state.version > self.version:
+            if state.version > self.version and not adopt:
                 await self._reset(server)
+        if adopt:
+            have = set(await self.versions())
+            if len(have) > 1:
+                raise InferenceError(f"the servers have different versions: {sorted(have)}. Does a run update them (inference.base_url)?")
+            (self.version,) = have
 
     async def _reset(self, server: _Server) -> None:
         """Return a server to version 0: it still has a version of another run."""

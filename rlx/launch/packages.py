@@ -161,11 +161,12 @@ def _why(what: str, label: str, said: str, kept: dict[str, str]) -> str:
     named = [name for name in kept if re.search(rf"(?<![\w-]){re.escape(name)}==", said, re.IGNORECASE)]
     if not CONFLICT.search(said) or not named:
         return f"{label} was not installed; the installer's message is above."
+    own = re.sub(r"[^a-z0-9.-]+", "-", Path(label).name.lower()).strip("-.") or "own"
     shown = sorted(named, key=lambda name: (name not in LEADING, name))[:6]
     versions = ", ".join(f"{name} {kept[name]}" for name in shown)
     return (
         f"{label} was not installed: it needs other versions of packages that rlx runs on here ({versions}), and those must stay. "
-        f"Nothing was changed.\n  fix: give it a Python of its own: rlx env install {what} --python {normal(label)}"
+        f"Nothing was changed.\n  fix: give it a Python of its own: rlx env install {what} --python {own}"
     )
 
 

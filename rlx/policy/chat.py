@@ -196,6 +196,12 @@ class Chat:
         # XML formats say INVALID_JSON of a value that is plain text; the call is readable all the same.
         broken = [call for call in attempts if not call.name or (call.status not in readable and not isinstance(call.arguments, dict))]
         if broken:
+            end = len(ids)
+            while end and ids[end - 1] in self._stops:
+                end -= 1
+            span = attempts[0].token_span
+            if span is not None and content in self.tokenizer.decode(ids[: span[0]]):  # else what it has of later text would come twice
+                return Reply(content + self.tokenizer.decode(ids[span[0] : end]), parsed.reasoning_content or None)
             blocks = [self.tokenizer.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw for call in attempts]
             return Reply(content + "".join(blocks), parsed.reasoning_content or None)
         calls = tuple(Call(call.id or "", utf8(call.name), utf8(arguments_as_json(call.arguments))) for call in attempts)

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
+FORBIDDEN = (401, 402, 403)  # the key is wrong, or may not do this: no retry helps
+NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
 
 
@@ -56,6 +58,8 @@ class OpenAIPolicy:
         self.sampling = dict(sampling or {})
         self.context_length = context_length
         self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
+        self.refused: str | None = None  # why the endpoint will answer no request at all: a wrong key, no credit
+        self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
 
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
@@ -134,7 +138,10 @@ class OpenAIEpisode:
         try:
             return await completions.create(model=policy.model, **parameters)
         except openai.APIStatusError as error:
-            text = f"{policy.base_url} ({error.status_code}): {error.message}"
+            text = f"{policy.base_url} ({error.status_code}): {error.message}".replace(policy._secret or "\0", "<secret>")
+            if error.status_code in FORBIDDEN or error.code in NO_CREDIT:
+                policy.refused = f"the endpoint refuses every request: {text}"
+                raise PolicyError(policy.refused) from error
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
                 raise PromptTooLong(text) from error
             raise PolicyError(text if error.status_code < 500 else f"{text}; {tried}") from error

@@ -74,7 +74,12 @@ def arrange(found: Sequence[Facts]) -> Sweep:
 
     together: dict[Any, list[int]] = {}
     for place, facts in enumerate(found):
-        mark = ("unknown",) if facts.config is None else tuple(repr(facts.config.get(name, "absent")) for name in differ)
+        mark: tuple[Any, ...]
+        if facts.config is not None:
+            mark = tuple(repr(facts.config.get(name, "absent")) for name in differ)
+        else:  # an unreadable configuration equals another one only if the overrides do
+            varied = tuple(sorted(item for item in overrides[place].items() if not item[0].startswith(NOT_A_SETTING)))
+            mark = ("unreadable", varied or facts.name)
         together.setdefault(mark, []).append(place)
     settings = []
     for places in together.values():
@@ -82,7 +87,9 @@ def arrange(found: Sequence[Facts]) -> Sweep:
         choices = {key: overrides[places[0]].get(key, "(default)") for key in keys}
         leaves = {name: first.config.get(name, "absent") for name in differ} if first.config is not None else {}
         label = ", ".join(f"{key}={value}" for key, value in choices.items() if value != "(default)")
-        label = "unknown configuration" if first.config is None else label or ("default" if keys else "all runs")
+        if first.config is None:
+            label = f"{label or first.name} (configuration not readable)"
+        label = label or ("default" if keys else "all runs")
         settings.append(Setting(label=label, choices=choices, leaves=leaves, runs=[found[place] for place in places]))
     settings = _distinct(settings)
     settings.sort(key=lambda setting: -(iqm.value if (iqm := setting.iqm) is not None else float("-inf")))

@@ -227,7 +227,7 @@ def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
     if not isinstance(config, PlayRoot):
         return {}
     from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import conversations
+    from rlx.envs.answers import answer_text, conversations
     from rlx.envs.kinds import kind_of
     from rlx.envs.load import load_one, settings_of
 
@@ -238,13 +238,13 @@ def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
     for name, env in envs_of(config).items():
         if counts[name] == 0:
             continue
-        if kind_of(env.id) == "v1":
-            raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
-                "taskset; choose a model that is trained already"
-            )
         trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
         environment = load_one(name, trained, settings_of(config, env))
+        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
+            raise ValueError(
+                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
+                "`answer` with a text; choose a model that is trained already"
+            )
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found

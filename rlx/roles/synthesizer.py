@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import uvloop
@@ -55,18 +55,18 @@ class Synthesizer:
     async def run(self, chat: Chat | None) -> None:
         """Connect to the model and play to the end. `chat`: its chat format; None at an endpoint."""
         try:
-            async with answering(self.config, self.paths, self.envs, chat, self.heartbeat.beat):
-                await self._play()
+            async with answering(self.config, self.paths, self.envs, chat, self.heartbeat.beat) as away:
+                await self._play(away)
         finally:
             self.failures.write(self.paths.failures)
             await asyncio.gather(*(env.close() for env in self.envs.values()))
 
-    async def _play(self) -> None:
+    async def _play(self, away: Callable[[], float]) -> None:
         for name, env in self.envs.items():
             assert env.policy is not None
             env.policy = self.policies[name] = TranscribedPolicy(env.policy)
         retries, room = self.config.orchestrator.max_retries, self.config.concurrency
-        player = Player(self.envs, max_retries=retries, room=lambda: room, played=self._played)
+        player = Player(self.envs, max_retries=retries, room=lambda: room, played=self._played, away=away)
         explain_with(explainer(player.waiting, self.envs, asyncio.get_running_loop()))
         await first_failure(player.play(self.synthesis.jobs(self.envs)), forever=[self._beat()])
 

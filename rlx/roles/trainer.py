@@ -49,6 +49,7 @@ class Trainer:
         from rlx.parallel.mesh import build_mesh
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
+        from rlx.train.scores import ScoreKeeper
         from rlx.train.validation import Validation
         from rlx.weights.publish import Publisher
 
@@ -68,9 +69,7 @@ class Trainer:
         self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.publisher = Publisher.of(
-            self.model,
-            self.mesh,
-            paths,
+            *(self.model, self.mesh, paths),
             source=name,
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
@@ -78,9 +77,7 @@ class Trainer:
         )
         watch.checks.append(self.publisher.check)
         self.checkpoints = Checkpoints(
-            paths,
-            cfg.ckpt,
-            self.step_trainer,
+            *(paths, cfg.ckpt, self.step_trainer),
             last=cfg.max_steps,
             facts={"ranks": self.mesh.world_size, "model": cfg.model.name},
             with_orchestrator=cfg.has_orchestrator,
@@ -90,6 +87,7 @@ class Trainer:
         self.first_step = 0
         self.updated = False  # whether the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
                 self.resume(begin.checkpoint / TRAINER, begin.step)
@@ -168,6 +166,7 @@ class Trainer:
 
         iterations = self.cfg.trainer.num_iterations
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts) | self.source.report(batch.step)
+        self.scores.write(step_batch)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference moved towards the policy with weight %g", batch.step, self.reference.alpha)
         if self.mesh.first and self.step_trainer.warning is not None and "warning" not in self.summary:

@@ -24,14 +24,16 @@ from rlx.types import WeightVersion
 @asynccontextmanager
 async def answering(
     config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, beat: Callable[[str], None]
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Callable[[], float]]:
     """While it lasts, the environments have policies that answer. `chat`: the model's chat format; None at an endpoint.
+
+    Yields a function: seconds so far in which no server took requests (`rlx.rollout.groups.play_through`).
 
     Raises PolicyError if the endpoint does not answer as it must (a wrong key, an unknown model, no tools), and the errors of the fleet.
     """
     if config.client.base_url:
         async with _endpoint(config, envs, beat):
-            yield
+            yield lambda: 0.0
         return
     assert chat is not None
 
@@ -39,8 +41,9 @@ async def answering(
         beat("waiting for inference servers")
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
-    fleet = Fleet(endpoints, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+    patience = config.inference.startup_timeout
+    fleet = Fleet(endpoints, patience, find=lambda: present_servers(config, paths))
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
@@ -48,7 +51,7 @@ async def answering(
             beat(f"loading step_{weights.version}")
             await fleet.update(weights, config.weight_broadcast.timeout)
             sampler.version = weights.version
-        yield
+        yield lambda: sampler.away
 
 
 def wanted_weights(config: PlayWithModel) -> WeightVersion | None:
@@ -67,7 +70,7 @@ async def _endpoint(config: PlayWithModel, envs: Mapping[str, Local], beat: Call
     for name, env in envs.items():
         env.policy = policies[name] = OpenAIPolicy(
             client.base_url,
-            os.environ.get(client.api_key_var) or "none",
+            (os.environ.get(client.api_key_var) if client.api_key_var else None) or "none",
             config.model.name,
             seed=config.seed,
             sampling=sampling_of(config, config.envs[name]),

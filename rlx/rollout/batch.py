@@ -35,6 +35,7 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
         lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         longest_turns=[np.array([rollout.longest_turn for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         envs=[rollouts[0].task.env for rollouts in batch],
+        agents=[rollouts[0].agent for rollouts in batch],
     )
 
 

@@ -31,6 +31,7 @@ from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.batch import means
+from rlx.rollout.models import check_version
 from rlx.rollout.play import GLANCE, Job, Player, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
@@ -223,16 +224,6 @@ class Evaluations:
         own = [metric for metric in values if metric.startswith("/".join([*wanted.split("/")[:3], ""]))]
         there = f"it has {', '.join(own)}" if own else "it has none of this kind"
         log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
-
-
-def check_version(rollout: Rollout, version: int) -> None:
-    """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version})
-    if found:
-        raise RuntimeError(
-            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
-            f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
-        )
 
 
 def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:

@@ -37,15 +37,15 @@ class Job:
 
 
 def jobs_of(
-    name: str, env: Environment, places: Iterable[int], rollouts: int, done: Callable[[int, int], bool] = lambda place, member: False
+    name: str, env: Environment, places: Iterable[int], rollouts: int, done: Callable[[tuple[int, int]], bool] = lambda one: False
 ) -> Iterator[Job]:
-    """The jobs of an environment: `rollouts` rollouts of each example at `places`, without those that are `done(place, member)`.
+    """The jobs of an environment: `rollouts` rollouts of each example at `places`, without those that are `done((place, member))`.
 
     A row is read when its turn comes, because reading all would block the event loop. The seeds of a rollout follow from the policy's
     seed, the environment's name, the example, its place and the member, so a rollout is the same whenever it is played.
     """
     for place in places:
-        left = [member for member in range(rollouts) if not done(place, member)]
+        left = [member for member in range(rollouts) if not done((place, member))]
         if not left:
             continue
         row = dict(env.rows[place])

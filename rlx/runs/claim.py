@@ -25,6 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
 from rlx.config.roots import ROOTS, root_of
 from rlx.config.schema import CommandConfig, Config, RunConfig
+from rlx.config.schema_eval import PlayWithModel
 from rlx.config.secret import hidden, hide_lines, secrets_of
 from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
@@ -34,6 +35,7 @@ from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
+from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
@@ -372,7 +374,9 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
 def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
     _keep_secrets(paths, cfg)
-    if cfg.model.warm_start is None and not paths.initial_model.exists():
+    if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
+        write_text(paths.initial_model, f"{started_from}\n")
+    elif cfg.model.warm_start is None and not paths.initial_model.exists():
         # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")

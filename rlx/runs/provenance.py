@@ -37,6 +37,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     `again`: this is a later attempt; its facts are appended under `later_attempts`.
     """
     source = source_state()
+    api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
     diff = DIFF
     earlier = json.loads(paths.provenance.read_text()) if again else {}
     if again:
@@ -57,7 +58,9 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES") and not any(word in name for word in SECRET)
+            if name != api_key_var
+            and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")
+            and not any(word in name for word in SECRET)
         },
     }
     if again:
@@ -65,7 +68,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     if again:
         return
-    write_text(paths.reproduce, reproduce_script(source["commit"], list(secrets_of(cfg)), root_of(cfg).command))
+    write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg))))
     paths.reproduce.chmod(0o755)
 
 
@@ -122,7 +125,7 @@ def machine(*, gpus: bool) -> dict[str, Any]:
     return found
 
 
-def reproduce_script(commit: str | None, secrets: Sequence[str] = (), command: str = "train") -> str:
+def reproduce_script(command: str, commit: str | None, secrets: Sequence[str] = ()) -> str:
     """The text of `reproduce.sh`, which runs the saved configuration again in a new directory.
 
     The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON select that directory, another checkout and another interpreter.

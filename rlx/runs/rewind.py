@@ -88,6 +88,9 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     for folder in paths.evaluations.glob("*/step_*"):
         if int(folder.name.removeprefix("step_")) >= done:
             shutil.rmtree(folder)
+    for folder in paths.replays.glob("step_*--*"):
+        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
+            shutil.rmtree(folder)
     _forget_processes(paths)
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)

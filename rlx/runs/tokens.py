@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
 from rlx.types import Bool, Float, Int, TrainingSample
@@ -33,7 +34,7 @@ class Tokens:
     advantages: Float  # [L]
     temperature: Float  # [L]
     entropy: Float | None = None  # [L] in nats, of the trainer's forward pass; None: not recorded
-    trainer_logprobs: Float | None = None  # [L] of the trainer's forward pass; None: not recorded
+    mismatch: Float | None = None  # [L] log-probability of the trainer's forward pass minus `logprobs`; None: not recorded
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,15 +49,35 @@ def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
         batch = read_recorded(path, step)
     except ValueError as error:
         raise NoTokens(str(error)) from error
-    samples = [one for part in batch.mini_batches for one in part if (one.group, one.member) == (group, member)]
-    if not samples:
+    samples = [one for part in batch.mini_batches for one in part]
+    places = [i for i, one in enumerate(samples) if (one.group, one.member) == (group, member)]
+    if not places:
         raise NoTokens(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
-    return [_tokens(sample) for sample in samples]
+    try:
+        ranks = read_scores(RunPaths(run), step)
+    except ValueError as error:
+        raise NoTokens(str(error)) from error
+    return [_tokens(samples[place], _scores(ranks, place)) for place in places]
 
 
-def _tokens(sample: TrainingSample) -> Tokens:
+def _scores(ranks: Sequence[TokenScores], place: int) -> tuple[Float, Float] | None:
+    """(entropy, mismatch) of the trainable tokens of the sample at `place` of the batch; `None` if no rank recorded them."""
+    for one in ranks:
+        for number in np.flatnonzero(one.samples == place):
+            end = int(one.lengths[: number + 1].sum())
+            part = slice(end - int(one.lengths[number]), end)
+            return one.entropy[part].astype(np.float32), one.mismatch[part].astype(np.float32)
+    return None
+
+
+def _tokens(sample: TrainingSample, scores: tuple[Float, Float] | None) -> Tokens:
     """A copy, so that the rest of the batch can go."""
+    entropy, mismatch = (None, None) if scores is None else (np.full(len(sample.token_ids), np.nan, np.float32) for _ in range(2))
+    if scores is not None and entropy is not None and mismatch is not None:
+        entropy[sample.loss_mask], mismatch[sample.loss_mask] = scores
     return Tokens(
+        entropy=entropy,
+        mismatch=mismatch,
         ids=sample.token_ids.copy(),
         sampled=sample.loss_mask.copy(),
         logprobs=sample.inference_logprobs.copy(),

@@ -90,6 +90,8 @@ class PolicyTrainer:
         self.peak_lr = optimizer.param_groups[0]["lr"]
         # Called before each micro-batch is scored, and before its forward and backward. All ranks call it equally often.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
+        # Called after each row's forward with the row, logp [N] and entropy [N] of its scored tokens.
+        self.after_forward: Callable[[MicroBatch, Tensor, Tensor], None] = lambda row, logp, entropy: None
 
     def train_batch(
         self,
@@ -194,6 +196,7 @@ class PolicyTrainer:
             self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
+            self.after_forward(micro_batch, logp, entropy)
             tokens = TokenBatch(
                 logp=logp,
                 old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,

@@ -50,7 +50,7 @@ def known(samples: Sequence[Tokens]) -> list[str]:
     lacking = set()
     if any(one.entropy is None for one in samples):
         lacking.add("entropy")
-    if any(one.trainer_logprobs is None for one in samples):
+    if any(one.mismatch is None for one in samples):
         lacking.add("mismatch")
     return [name for name in QUANTITIES if name not in lacking]
 
@@ -59,8 +59,8 @@ def values_of(one: Tokens, quantity: str) -> NDArray[np.float32]:
     """A quantity of each token [L]; NaN where it is unknown. Surprise is the negative log-probability."""
     if quantity == "entropy" and one.entropy is not None:
         return one.entropy
-    if quantity == "mismatch" and one.trainer_logprobs is not None:
-        return np.abs(one.trainer_logprobs - one.logprobs)
+    if quantity == "mismatch" and one.mismatch is not None:
+        return np.abs(one.mismatch)
     return {"log-probability": -one.logprobs, "version": one.versions, "advantage": one.advantages}.get(
         quantity, np.full(len(one), np.nan)
     ).astype(np.float32)
@@ -114,7 +114,7 @@ def numbered(samples: Sequence[Tokens], pieces: Sequence[Sequence[str]], width: 
     lines: Lines = []
     for one, texts in zip(samples, pieces, strict=True):
         lines.append([Segment("place  " + "  ".join(_cell(name, name) for name in names), BOLD)])
-        mismatch = None if one.trainer_logprobs is None else one.trainer_logprobs - one.logprobs
+        mismatch = one.mismatch
         for sampled, run in groupby(range(len(one)), key=lambda i: bool(one.sampled[i])):
             if not sampled:
                 lines.append([Segment(f"…      {len(list(run))} tokens that the policy did not sample", DIM)])

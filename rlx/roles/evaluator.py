@@ -1,0 +1,189 @@
+"""The evaluator role: plays environments with one model, or with several versions of it, and scores them (`rlx eval`).
+
+    for version in versions:                 0 is the initial model; an endpoint has one version
+        bring the version to the servers, which compare its checksums
+        play every rollout that has no record yet, and append its record
+        scores → results in verifiers' layout → a record of source `eval` → summary.json, summary.csv
+
+A killed evaluation continues after the last record. The seeds follow from seed, environment, example and member, so the rollouts that it
+still plays are those that an uninterrupted evaluation would have played. `rlx.rollout.play` plays, `scores` and `results` are shared with
+evaluations beside training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from rlx.config.evaluated import PREFIX
+from rlx.config.load import load_run
+from rlx.config.roots import EVAL
+from rlx.config.schema_eval import EvalRoot
+from rlx.envs.base import Local
+from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_loaded
+from rlx.heartbeat import EVALUATING, INTERVAL, Heartbeat
+from rlx.metrics import MetricsWriter, read_metrics
+from rlx.paths import RunPaths, write_text
+from rlx.policy.base import PolicyError
+from rlx.policy.chat import Chat
+from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.rollout.models import Model, Served, connect_endpoint, connect_servers
+from rlx.rollout.scored import Scored
+from rlx.rollout.scoring import rows_of, write_summary
+from rlx.rollout.stalls import explainer
+from rlx.rollout.tasks import data_digest
+from rlx.stacks import answer, explain_with
+from rlx.waiting import LEFT, Preempted, first_failure
+
+log = logging.getLogger("rlx.evaluator")
+
+
+class Evaluator:
+    """The main loop."""
+
+    def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], model: Model, heartbeat: Heartbeat) -> None:
+        """`envs`: by their names in `config.envs`."""
+        self.config, self.paths, self.model, self.heartbeat = config, paths, model, heartbeat
+        self.envs = envs
+        self.metrics = MetricsWriter(paths.metrics, "eval")
+        self.now: Scored | None = None
+        self.phase = "starting"
+
+    async def run(self) -> None:
+        """Evaluate every version that has no record yet. Raises the first error of any part."""
+        waiting = lambda: self.now.player.waiting() if self.now is not None else []  # noqa: E731
+        explain_with(explainer(waiting, {env.name: env for env in self.envs.values()}, asyncio.get_running_loop()))
+        try:
+            await first_failure(self._work(), forever=[self._beat()])
+        finally:
+            await asyncio.gather(*(env.close() for env in self.envs.values()))
+
+    async def _work(self) -> None:
+        done = {record["step"] for record, _ in read_metrics(self.paths.metrics) if record["source"] == "eval"}
+        for version in await self.model.versions(self.config.versions):
+            if version not in done:
+                self.phase = f"loading version {version} into the servers"
+                attested = await self.model.reach(version)
+                await self._evaluate(version, attested)
+            await asyncio.to_thread(self._summarize)
+
+    async def _evaluate(self, version: int, attested: float | None) -> None:
+        """Evaluate the version that the model has now, and write its record."""
+        self.now = now = Scored(self.config, self.paths, self.envs, version, self.model)
+        if now.player.finished:
+            log.info("version %d: %d rollouts are done already", version, now.player.finished)
+        await now.play()
+        values = await asyncio.to_thread(now.write, attested)
+        self.metrics.write(version, values)
+        now.forget()
+
+    def _summarize(self) -> None:
+        """Write the summary of what is evaluated so far."""
+        rows = rows_of(self.paths, list(self.config.envs))
+        facts = {
+            "model": self.config.model.name,
+            "weights_dir": self.config.weights_dir,
+            "endpoint": self.config.client.base_url,
+            "seed": self.config.seed,
+            "pass_threshold": self.config.pass_threshold,
+        }
+        write_summary(self.paths.root, rows, facts)
+
+    async def _beat(self) -> None:
+        """Report the current phase and the progress."""
+        while True:
+            if self.now is not None:
+                player, version = self.now.player, self.now.version
+                self.phase = f"{EVALUATING} version {version}, rollouts {player.finished}/{self.now.total}"
+                self.heartbeat.progress = self.now.tokens
+                write_text(self.paths.progress, json.dumps(self.now.progress()))
+            self.heartbeat.beat(self.phase, step=self.now.version if self.now is not None else None)
+            if self.paths.preempt.exists():
+                raise Preempted
+            await asyncio.sleep(INTERVAL)
+
+
+async def evaluate(config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
+    """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
+    async with AsyncExitStack() as stack:
+        model: Served | Model
+        if chat is None:
+            model = await connect_endpoint(stack, config, envs, heartbeat.beat)
+        else:
+            model = await connect_servers(stack, config, paths, envs, chat, heartbeat.beat)
+        await Evaluator(config, paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, model, heartbeat).run()
+
+
+def main() -> int:
+    """The role as a process. Returns its exit code."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = parser.parse_args().run_dir
+    config, paths = load_run(run_dir, EVAL), RunPaths(run_dir)
+    set_cpu_threads(config.hardware.cpu_threads)
+    heartbeat = Heartbeat(paths, "evaluator")
+    answer(paths, "evaluator")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
+    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
+    chat = None if config.client.base_url else load_tokenizer(config, paths, heartbeat.beat)
+    wait_loaded(envs, heartbeat.beat)
+    if chat is not None:
+        check_chat(envs, config, chat)
+    if empty := [name.removeprefix(PREFIX) for name, env in envs.items() if not len(env.rows)]:
+        print(f"there is nothing to evaluate: no examples in {', '.join(empty)}", file=sys.stderr)
+        return 1
+    digests = {name.removeprefix(PREFIX): data_digest(env.rows) for name, env in envs.items()}
+    write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
+    keep_event_loop_free()
+    stopped: list[int] = []
+
+    async def stoppable() -> None:
+        running = asyncio.ensure_future(evaluate(config, paths, envs, chat, heartbeat))
+
+        def stop(number: int) -> None:
+            if number == signal.SIGTERM and sigterm_is_a_notice():
+                paths.ask_to_give_way()
+            else:
+                stopped.append(number)
+                running.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await running
+
+    try:
+        uvloop.run(stoppable())
+    except asyncio.CancelledError:
+        return 128 + stopped[0] if stopped else 1
+    except Preempted:
+        return LEFT
+    except Exception as error:
+        if full_disk(error, paths.root):
+            raise
+        if not isinstance(error, PolicyError):  # an endpoint's own sentence says it all
+            log.exception("the evaluator failed")
+        print(f"{type(error).__name__}: {error}" if not isinstance(error, PolicyError) else error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = say_full_disk(main)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a reward function that hangs in a thread must not keep the process alive

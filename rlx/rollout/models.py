@@ -1,0 +1,157 @@
+"""The model that a command plays with and does not train: rlx's servers, with any version of the weights, or an endpoint of others.
+
+connect_servers(…) → Served        a fleet; `reach(version)` loads weights and says how much of them was attested
+connect_endpoint(…) → Endpoint     one version; refuses at once what the endpoint refuses
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rlx.config.evaluated import played
+from rlx.config.schema_eval import PlayWithModel
+from rlx.envs.base import Local, sampling_of
+from rlx.envs.load import give_policy
+from rlx.inference.endpoints import find_servers, present_servers
+from rlx.inference.fleet import Fleet
+from rlx.inference.protocol import InferenceError
+from rlx.inference.sampler import Sampler
+from rlx.paths import RunPaths
+from rlx.policy.base import PolicyError
+from rlx.policy.chat import Chat
+from rlx.policy.endpoint import UNKNOWN_VERSION, check
+from rlx.policy.openai import OpenAIPolicy
+from rlx.types import Rollout, WeightVersion
+
+log = logging.getLogger(__name__)
+
+NO_KEY = "none"  # sent to endpoints that ask for no key
+
+
+class Model(Protocol):
+    """What plays."""
+
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        """The versions to play, of those wanted. A model that cannot be changed has one version, whatever was wanted."""
+        ...
+
+    async def reach(self, version: int) -> float | None:
+        """Play this version from now on. Returns the share of its weights that the servers compared; None if that is not known."""
+        ...
+
+    def check(self, rollout: Rollout) -> None:
+        """Raises an error that ends everything if this rollout shows that the model is not what it should be."""
+        ...
+
+
+class Served:
+    """Servers of rlx: the command's own, or servers that already run (`inference.base_url`)."""
+
+    def __init__(self, config: PlayWithModel, fleet: Fleet, sampler: Sampler) -> None:
+        self.config, self.fleet, self.sampler = config, fleet, sampler
+        self.version = 0
+
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        if self.config.weights_dir is not None or not self.config.inference.base_url:
+            return wanted
+        return [self.fleet.version]  # of servers that somebody else updates
+
+    async def reach(self, version: int) -> float | None:
+        attested = None
+        if version != self.fleet.version:
+            assert self.config.weights_dir is not None
+            where = str(Path(self.config.weights_dir) / f"step_{version}")
+            await self.fleet.update(WeightVersion(version=version, kind="files", where=where), self.config.weight_broadcast.timeout)
+            states = await self.fleet.states()
+            attested = min(state.attested for state in states)
+            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * attested, where)
+            if any(state.version != version for state in states):
+                raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {version}")
+        self.version = self.sampler.version = version
+        return attested
+
+    def check(self, rollout: Rollout) -> None:
+        check_version(rollout, self.version)
+
+
+class ApiModel:
+    """An OpenAI-compatible endpoint. It does not say which weights it serves."""
+
+    def __init__(self, policies: Sequence[OpenAIPolicy]) -> None:
+        self.policies = policies
+
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        return [0]
+
+    async def reach(self, version: int) -> float | None:
+        return None
+
+    def check(self, rollout: Rollout) -> None:
+        for policy in self.policies:
+            if policy.refused is not None:
+                raise PolicyError(policy.refused)
+
+
+async def connect_servers(
+    stack: AsyncExitStack, config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, beat: Callable[[str], None]
+) -> Served:
+    """Wait for the servers and let the environments play on them. `stack` closes the connections."""
+
+    def tick() -> None:
+        beat("waiting for inference servers")
+
+    endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
+    fleet = await stack.enter_async_context(Fleet(endpoints, find=lambda: present_servers(config, paths)))
+    sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore))
+    fleet.on_change = sampler.use
+    give_policy(envs, config, chat, sampler)
+    others = bool(config.inference.base_url) and config.weights_dir is None
+    await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=others)
+    return Served(config, fleet, sampler)
+
+
+async def connect_endpoint(
+    stack: AsyncExitStack, config: PlayWithModel, envs: Mapping[str, Local], beat: Callable[[str], None]
+) -> ApiModel:
+    """Let the environments play at `client.base_url`. `stack` closes the connections.
+
+    Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, or takes no tools although an environment has some.
+    """
+    client = config.client
+    assert client.base_url is not None
+    key = os.environ.get(client.api_key_var, "") if client.api_key_var else NO_KEY
+    policies = []
+    for name, spec in played(config).items():
+        policy = OpenAIPolicy(
+            client.base_url,
+            key,
+            config.model.name,
+            seed=config.seed,
+            sampling=sampling_of(config, spec),
+            timeout=client.timeout,
+            max_retries=client.max_retries,
+        )
+        stack.push_async_callback(policy.close)
+        envs[name].policy = policy
+        policies.append(policy)
+    beat(f"asking {client.base_url} for {config.model.name}")
+    await check(policies[0], tools=any(env.tools for env in envs.values()))
+    return ApiModel(policies)
+
+
+def check_version(rollout: Rollout, version: int) -> None:
+    """Raise RuntimeError if a token of the rollout is not of this policy version."""
+    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version, UNKNOWN_VERSION})
+    if found:
+        raise RuntimeError(
+            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
+            f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
+        )

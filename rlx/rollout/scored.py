@@ -1,0 +1,173 @@
+"""One version of a model, evaluated on several environments by `rlx eval`: what is played, what was played already, and its scores.
+
+eval/<env>--<model>/step_N/played.jsonl     one finished rollout a line, appended; deleted when the version has its record
+eval/<env>--<model>/step_N/results.jsonl, metadata.json     in verifiers' layout, at the end
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlx.config.evaluated import evaluated
+from rlx.config.schema_eval import EvalRoot
+from rlx.envs.base import Environment, sampling_of
+from rlx.paths import RunPaths
+from rlx.rollout.batch import RewardErrors
+from rlx.rollout.evaluate import describe
+from rlx.rollout.models import Model
+from rlx.rollout.play import Job, Player, Records, jobs_of
+from rlx.rollout.results import Outcome, outcome_of, write_results
+from rlx.types import Rollout
+
+log = logging.getLogger("rlx.evaluator")
+
+PLAYED = "played.jsonl"
+FIRST = 16  # if so many rollouts of an environment failed and none succeeded, the evaluation stops
+
+
+class NothingWorks(RuntimeError):
+    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
+
+
+class Scored:
+    """The evaluation of one version."""
+
+    def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Environment], version: int, model: Model) -> None:
+        """Reads the rollouts that an earlier attempt has finished."""
+        self.config, self.paths, self.envs, self.version, self.model = config, paths, envs, version, model
+        self.specs = evaluated(config)
+        self.began = time.monotonic()
+        self.tokens = 0  # sampled in this attempt
+        self._reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
+        self._failures: dict[str, list[Outcome]] = {name: [] for name in self.specs}  # since the last rollout that did not fail
+        self._succeeded = dict.fromkeys(self.specs, False)
+        self._records, self._outcomes = {}, {}
+        for name in self.specs:
+            records = Records(self._folder(name) / PLAYED, Outcome)
+            known = {(one.place, one.rollout): one for one in records.read()}
+            self._records[name], self._outcomes[name] = records, known
+            self._succeeded[name] = bool(known)
+        self.total = sum(len(self._places(name)) * self._rollouts(name) for name in self.specs)
+        retries = config.orchestrator.max_retries
+        self.player = Player(envs, max_retries=retries, room=lambda: config.concurrency, played=self._played, check=model.check)
+        self.before = sum(map(len, self._outcomes.values()))
+        self.player.begun = self.player.finished = self.before
+
+    async def play(self) -> None:
+        """Play what is not finished, all environments side by side. Raises NothingWorks, or what `Model.check` raises."""
+        await self.player.play(self._jobs())
+        for name in self.specs:
+            self._flush(name)
+            if not self._succeeded[name]:
+                raise self._hopeless(name)
+
+    def progress(self) -> dict[str, Any]:
+        """For the console: rollouts, tokens and seconds of this attempt."""
+        waiting = self.player.waiting()
+        failed = sum(one.failed for known in self._outcomes.values() for one in known.values())
+        return {
+            "what": f"{'model' if self.config.weights_dir is None else f'step_{self.version}' if self.version else 'base'}",
+            "done": self.player.finished,
+            "total": self.total,
+            "before": self.before,
+            "seconds": time.monotonic() - self.began,
+            "tokens": self.tokens,
+            "failed": failed + sum(map(len, self._failures.values())),
+            "in_flight": self.player.in_flight,
+            "oldest": max((seconds for _, _, seconds in waiting), default=0.0),
+        }
+
+    def write(self, attested: float | None) -> dict[str, float]:
+        """Write the results of all environments; return the metrics of the version's record. Call it in a thread."""
+        seconds = time.monotonic() - self.began
+        values: dict[str, float] = {"time/evaluation": seconds} | ({} if attested is None else {"eval/attested": attested})
+        for name, spec in self.specs.items():
+            examples = self._examples(name)
+            described = describe(name, examples, self.config.pass_threshold)
+            facts = {
+                "env_id": spec.id,
+                "name": name,
+                "env_args": spec.args,
+                "model": self.config.model.name,
+                "base_url": self.config.client.base_url or ", ".join(self.config.inference.base_url),
+                "policy_version": self.version,
+                "weights": None
+                if self.config.weights_dir is None or not self.version
+                else f"{self.config.weights_dir}/step_{self.version}",
+                "attested": attested,
+                "split": spec.split,
+                "seed": self.config.seed,
+                "sampling_args": sampling_of(self.config, spec),
+                "time": seconds,
+            }
+            write_results(self._folder(name), examples, facts, self.config.pass_threshold)
+            values |= described
+            average = f"eval/{name}/avg@{len(examples[0])}"
+            log.info("version %d on %d examples of %s: %s %.4f", self.version, len(examples), name, average, described[average])
+            if failed := [one for example in examples for one in example if one.failed]:
+                log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), failed[-1].stop, failed[-1].error)
+        return values
+
+    def forget(self) -> None:
+        """Delete the records of single rollouts: the version has its own record now."""
+        for records in self._records.values():
+            records.close()
+            records.path.unlink()
+
+    def _jobs(self) -> Iterator[Job]:
+        """The jobs of all environments in turn."""
+        each = [
+            jobs_of(name, self.envs[name], self._places(name), self._rollouts(name), self._outcomes[name].__contains__)
+            for name in self.specs
+        ]
+        return (job for together in itertools.zip_longest(*each) for job in together if job is not None)
+
+    def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+        """Keep the outcomes of a job.
+
+        A failure is recorded once a later rollout succeeds: if everything fails from here on, nothing is, and it is all played again.
+        """
+        outcomes = [outcome_of(rollout) for rollout in rollouts]
+        self.tokens += sum(one.num_tokens for one in outcomes)
+        self._failures[job.env] += outcomes
+        self._reward_errors.check([rollouts])
+        if not all(one.failed for one in outcomes):
+            self._succeeded[job.env] = True
+            self._flush(job.env)
+        elif len(self._failures[job.env]) >= max(FIRST, self.config.concurrency if self._succeeded[job.env] else 0):
+            raise self._hopeless(job.env)
+
+    def _flush(self, name: str) -> None:
+        if not self._succeeded[name]:
+            return
+        for one in self._failures[name]:
+            if (one.place, one.rollout) not in self._outcomes[name]:
+                self._records[name].add(one)
+                self._outcomes[name][one.place, one.rollout] = one
+        self._failures[name] = []
+
+    def _hopeless(self, name: str) -> NothingWorks:
+        failed = self._failures[name]
+        return NothingWorks(
+            f"{len(failed)} rollouts of {name} in a row failed, so the evaluation stops; resume=latest plays them again. "
+            f"The last, example {failed[-1].example_id}: {failed[-1].stop}: {failed[-1].error}"
+        )
+
+    def _examples(self, name: str) -> list[list[Outcome]]:
+        """The rollouts of each example [N][n], in a fixed order."""
+        known = self._outcomes[name]
+        return [[known[place, member] for member in range(self._rollouts(name))] for place in self._places(name)]
+
+    def _places(self, name: str) -> range:
+        rows = len(self.envs[name].rows)
+        return range(min(rows, self.specs[name].num_examples or rows))
+
+    def _rollouts(self, name: str) -> int:
+        return self.specs[name].rollouts_per_example or 1
+
+    def _folder(self, name: str) -> Any:
+        return self.paths.evaluation_of(name, self.config.model.name, self.version)

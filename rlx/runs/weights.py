@@ -1,0 +1,72 @@
+"""Which weights of `weights_dir` a command plays with, and from which model its servers start. Reads folders only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from rlx.config.errors import ConfigError
+from rlx.config.inherited import find_weights
+from rlx.config.schema_eval import EvalRoot, PlayWithModel
+from rlx.paths import COMPLETE, RunPaths
+
+P = TypeVar("P", bound=PlayWithModel)
+
+
+def resolve(cfg: EvalRoot) -> EvalRoot:
+    """The configuration with an absolute `weights_dir`, and `steps` as they are now.
+
+    Raises ConfigError if a step is not there, if there is none at all, or if version 0 is wanted but its model is gone.
+    """
+    if cfg.weights_dir is None:
+        if cfg.steps is not None:
+            raise ConfigError(f"steps={cfg.steps} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
+        return cfg
+    folder, run = find_weights(cfg.weights_dir)
+    there = complete(folder)
+    missing = sorted(set(cfg.steps or ()) - set(there) - {0})
+    if missing:
+        has = ", ".join(map(str, there)) or "none"
+        raise ConfigError(
+            f"{folder} has no complete step_{missing[0]} (steps={cfg.steps}); it has {has}.\n"
+            "  fix: name some of these; a training keeps weight_broadcast.keep_last versions"
+        )
+    cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
+    if not cfg.versions:
+        raise ConfigError(f"{folder} has no complete step_N, and eval_base=false.\n  fix: name another weights_dir, or eval_base=true")
+    if 0 in cfg.versions and run is not None and not _is_there(RunPaths(run).initial_model):
+        raise ConfigError(
+            f"the initial model of {run} is gone, so version 0 cannot be evaluated.\n  fix: eval_base=false evaluates the steps without it"
+        )
+    return cfg
+
+
+def complete(folder: Path) -> list[int]:
+    """The N of all complete `step_N` in a folder, in order."""
+    found = [path.name.removeprefix("step_") for path in folder.glob("step_*") if (path / COMPLETE).is_file()]
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def initial_model(cfg: PlayWithModel) -> str | None:
+    """The model from which the servers start if `weights_dir` names a run's weights: its initial model, or weights of the same shape.
+
+    None: the model of the configuration.
+    """
+    if cfg.weights_dir is None:
+        return None
+    folder, run = find_weights(cfg.weights_dir)
+    if run is None:
+        return None
+    file = RunPaths(run).initial_model
+    if _is_there(file):
+        return file.read_text().strip()
+    return str(folder / f"step_{complete(folder)[0]}")
+
+
+def _is_there(file: Path) -> bool:
+    """Whether `initial_model.txt` names a model that can be loaded: a folder that exists, or a hub name."""
+    if not file.is_file():
+        return False
+    name = file.read_text().strip()
+    return not name.startswith("/") or Path(name).is_dir()
