@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlx.cli.start import Command
-    from rlx.config.schema_synthesize import SynthesizeRoot
 
 SUMMARY = "make training data: play environments with a model, keep what scored well"
+KEYS = (
+    *("num_examples", "rollouts_per_example", "min_reward", "max_reward", "prefer", "per_example", "exactly", "duplicates"),
+    *("drop_failed", "drop_truncated", "format", "play", "weights_dir", "step", "sampling.max_tokens", "sampling.temperature"),
+    *("client.base_url", "client.api_key_var", "client.endpoints", "client.endpoint", "inference.base_url"),
+    *("orchestrator.max_concurrent", "run.name", "run.dir", "resume", "dry_run"),
+)
 
 
 def help_text() -> str:
+    from rlx.cli.help import groups, keys
+    from rlx.config.schema_synthesize import SynthesizeRoot
+
     return f"""\
 rlx synthesize: {SUMMARY}.
 
@@ -29,9 +36,16 @@ usage: rlx synthesize env=NAME [GROUP=OPTION …] [key=value …]
                                                         choose again from what was played; starts no server
 
 The data is `data/train.parquet` of the run directory, or `train.jsonl` with format=jsonl; `data/metadata.json` says where it comes from.
-`rlx sft` reads it. docs/synthesis.md has the columns and the rules, docs/configuration.md all keys.
+`rlx sft` reads it. docs/synthesis.md has the columns and the rules.
 
-exit codes: 0 done; 1 it failed, or no rollout is kept; 2 the configuration is invalid and nothing was started; 130 interrupted"""
+groups (from `conf/` and `slurm/`; with --config-dir also from your own directory)
+{groups(SynthesizeRoot)}
+
+some keys
+{keys(SynthesizeRoot, KEYS)}
+
+exit codes: 0 done; 1 a role failed, or no rollout is kept; 2 the configuration is invalid and nothing was started; 75 preempted;
+130 interrupted"""
 
 
 def run(argv: list[str]) -> int:
@@ -43,83 +57,8 @@ def run(argv: list[str]) -> int:
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
     from rlx.cli.start import Command
+    from rlx.cli.synthesized import SynthesisDisplay
     from rlx.config.roots import SYNTHESIZE
+    from rlx.runs.weights import resolve_step
 
-    return Command(SYNTHESIZE, _display(), resolve)
-
-
-def resolve(cfg: SynthesizeRoot) -> SynthesizeRoot:
-    """The configuration with an absolute folder of weights and the step in it. Raises ConfigError if that step is not there."""
-    from dataclasses import replace
-
-    from rlx.config.errors import ConfigError
-    from rlx.config.inherited import find_weights
-    from rlx.paths import COMPLETE
-
-    if cfg.weights_dir is None:
-        return cfg
-    folder, _ = find_weights(cfg.weights_dir)
-    steps = sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob(f"step_*/{COMPLETE}"))
-    if not steps and cfg.step is None:
-        raise ConfigError(
-            f"weights_dir={cfg.weights_dir} has no complete step_N.\n  fix: name another run, or step=0 for its initial model"
-        )
-    if cfg.step not in (None, 0, *steps):
-        shown = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"step={cfg.step} is not among the complete weights of {folder}: {shown}.\n  fix: choose one of them, or step=0")
-    return replace(cfg, weights_dir=str(folder), step=steps[-1] if cfg.step is None else cfg.step)
-
-
-def _display() -> Any:
-    """The display's class. It is made here because `rlx --help` imports this module and must not wait for the rest."""
-    from rlx.cli.display import LINE_INTERVAL, Display, clock
-    from rlx.cli.synthesized import closing_lines
-
-    class SynthesisDisplay(Display):
-        """Displays one run of `rlx synthesize`: how many rollouts are played, then what was kept."""
-
-        def _progress(self) -> tuple[int, int, str] | None:
-            """Rollouts played, rollouts wanted, and further words; None before the first."""
-            phase = self._beats().get("synthesizer", {}).get("phase", "")
-            if not phase.startswith("playing "):
-                return None
-            numbers, _, more = phase.removeprefix("playing ").partition(", ")
-            played, total = map(int, numbers.split("/"))
-            return played, total, more
-
-        def _rate(self, played: int) -> float:
-            """Rollouts a second in this attempt."""
-            if not hasattr(self, "_begin"):
-                self._begin = (time.monotonic(), played)
-            seconds = time.monotonic() - self._begin[0]
-            return (played - self._begin[1]) / seconds if seconds > 1 else 0.0
-
-        def _text(self, played: int, total: int, more: str) -> str:
-            rate = self._rate(played)
-            parts = [f"rollouts {played}/{total}", more, f"{rate:.1f} rollouts/s" if rate else ""]
-            parts.append(f"ETA {clock((total - played) / rate)}" if rate and played < total else "")
-            return "   ".join(part for part in parts if part)
-
-        def _head(self) -> list[Any]:
-            if (now := self._progress()) is None:
-                return []
-            from rich.progress_bar import ProgressBar
-            from rich.text import Text
-
-            return [Text(self._text(*now)), ProgressBar(total=max(now[1], 1), completed=now[0], width=60)]
-
-        def _lines(self, final: bool = False) -> None:
-            now = self._progress()
-            if now is None or now[0] == 0:
-                self._new_phases()
-            elif now[0] > self._printed_step and time.time() - self._printed_at >= LINE_INTERVAL:
-                self._printed_step, self._printed_at = now[0], time.time()
-                print(f"[{clock(time.time() - self.started)}] {self._text(*now)}", flush=True)
-
-        def summary(self, exit_code: int) -> str:
-            status = self.run.status
-            state = "ended" if status is None else status.state
-            head = f"\n{self.paths.root.name}: {state}, {clock(time.time() - self.started)}"
-            return "\n".join([head, *closing_lines(self.paths, self.cfg, exit_code)])
-
-    return SynthesisDisplay
+    return Command(SYNTHESIZE, SynthesisDisplay, resolve_step)

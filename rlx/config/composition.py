@@ -59,6 +59,7 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
     unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
+    may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
@@ -68,7 +69,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     tree = _compose(argv, environ, root, ())
-    found = root.inherits(tree.data, tree.chosen)
+    found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:
         return tree
     refused = [
@@ -145,9 +146,10 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
     unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
     _drop_of_other_commands(root, data, origins)
+    may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, chosen)
+    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
 
 
 def make_loader(directories: list[str]) -> ConfigLoaderImpl:
@@ -180,7 +182,8 @@ def _refuse_other_command(repository: CachingConfigRepository, name: str, root: 
     defaults = loaded.defaults_list if loaded is not None else None
     listed = [getattr(default, "path", None) for default in defaults or []]
     named = root_named(listed)
-    if loaded is not None and any(each in OURS for each in listed) and named is not root and not (named is TRAIN and SCHEMA in listed):
+    is_a_runs = listed == [SCHEMA, "_self_"]  # a `config.yaml` of `rlx train`
+    if loaded is not None and any(each in OURS for each in listed) and named is not root and (named is not TRAIN or is_a_runs):
         raise ConfigError(
             f"{label(loaded, name)} is the configuration of `rlx {named.command}`, not of `rlx {root.command}`.\n"
             f"Use rlx {named.command} with the same arguments."

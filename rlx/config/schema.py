@@ -213,8 +213,8 @@ class TrainingRoot(CommandConfig):
         return False
 
     @property
-    def records_batches(self) -> bool:
-        """Whether the batches of this run are kept in `recorded/`."""
+    def records_scores(self) -> bool:
+        """Whether the log-probability and entropy of every trained token are kept beside the recorded batches."""
         return False
 
     @property
@@ -291,12 +291,12 @@ class Config(TrainingRoot, PlayRoot):
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
 
     @property
-    def has_orchestrator(self) -> bool:
-        return self.replay is None
+    def records_scores(self) -> bool:
+        return self.orchestrator.save_batches and self.replay is None
 
     @property
-    def records_batches(self) -> bool:
-        return self.orchestrator.save_batches and self.replay is None
+    def has_orchestrator(self) -> bool:
+        return self.replay is None
 
     @property
     def versions_kept(self) -> int:

@@ -63,6 +63,11 @@ class TrainedEnvConfig(EnvConfig):
         "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
         "empty: the run's",
     )
+    played_by: str = key(
+        "policy",
+        "who plays: the policy, or the model at `teacher.base_url`, whose answers the policy then learns by cross-entropy",
+        choices=("policy", "teacher"),
+    )
     learn: dict[str, float] = key(
         {},
         "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "

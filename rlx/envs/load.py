@@ -18,6 +18,7 @@ from rlx.envs.wire import Settings
 
 if TYPE_CHECKING:
     from rlx.paths import RunPaths
+    from rlx.policy.base import Policy
     from rlx.policy.chat import Chat
     from rlx.policy.tokens import Generator
 
@@ -92,6 +93,20 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
             label=label,
         )
+        if isinstance(config, Config) and name in trained and config.envs[name].played_by == "teacher":
+            env.policy = teacher_of(config, name, chat, generator)
+
+
+def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:
+    """The teacher as the player of an environment. Requests go to its addresses in turn of environments."""
+    from rlx.policy.openai import OpenAIPolicy
+    from rlx.policy.taught import TaughtPolicy
+
+    t = config.teacher
+    address = t.base_url[list(config.envs).index(name) % len(t.base_url)].rstrip("/").removesuffix("/v1")
+    sampling = sampling_of(config, config.envs[name])
+    endpoint = OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), seed=config.seed, sampling=sampling, timeout=t.timeout)
+    return TaughtPolicy(endpoint, chat, lambda: int(getattr(generator, "version", 0)), min(config.seq_len, config.max_model_len))
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

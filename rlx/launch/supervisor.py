@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.config.schema import CommandConfig
-from rlx.heartbeat import SERVING, Ages, read_heartbeats
+from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.stall import StallDoctor
@@ -295,6 +295,8 @@ class Supervisor:
         self.children.keep_reaper()
         self._read_step()
         beats = read_heartbeats(self.paths)
+        if any(beat["phase"].startswith(EVALUATING) for beat in beats.values()):
+            self.status.state = "running"  # `rlx eval` writes its first record when a whole version is played
         for child, process in zip(self.children.all, self.status.processes, strict=True):
             process["pid"] = process["pid"] or beats.get(child.spec.name, {}).get("pid")
         self._write_status()

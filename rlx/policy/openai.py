@@ -25,6 +25,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
 FORBIDDEN = (401, 402, 403)  # the key is wrong, or may not do this: no retry helps
+SECRET = 8  # characters from which a key is a secret, and no placeholder such as `none`
 NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
 
@@ -58,9 +59,14 @@ class OpenAIPolicy:
         self.sampling = dict(sampling or {})
         self.context_length = context_length
         self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
-        self.refused: str | None = None  # why the endpoint will answer no request at all: a wrong key, no credit
+        self._refusals: list[str] = []  # shared with `asking_for`
         self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
+
+    @property
+    def refused(self) -> str | None:
+        """Why the endpoint will answer no request at all (a wrong key, no credit); None as far as is known."""
+        return self._refusals[-1] if self._refusals else None
 
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
         return OpenAIEpisode(self, task, member, attempt)
@@ -138,10 +144,12 @@ class OpenAIEpisode:
         try:
             return await completions.create(model=policy.model, **parameters)
         except openai.APIStatusError as error:
-            text = f"{policy.base_url} ({error.status_code}): {error.message}".replace(policy._secret or "\0", "<secret>")
+            text = f"{policy.base_url} ({error.status_code}): {error.message}"
+            if len(policy._secret) >= SECRET:
+                text = text.replace(policy._secret, "<secret>")
             if error.status_code in FORBIDDEN or error.code in NO_CREDIT:
-                policy.refused = f"the endpoint refuses every request: {text}"
-                raise PolicyError(policy.refused) from error
+                policy._refusals.append(f"the endpoint refuses every request: {text}")
+                raise PolicyError(policy._refusals[-1]) from error
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
                 raise PromptTooLong(text) from error
             raise PolicyError(text if error.status_code < 500 else f"{text}; {tried}") from error

@@ -84,8 +84,7 @@ class Trainer:
             is_evaluated=functools.partial(is_due, cfg),
             tick=watch.beat_on,
         )
-        self.first_step = 0
-        self.updated = False  # whether the current step has already changed the weights
+        self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:

@@ -71,6 +71,7 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
                 strategy=config.orchestrator.trajectory_strategy,
                 mask_overlong=bool(loss_of(config, group.task.env).get("mask_overlong", False)),
                 learn=config.envs[group.task.env].learn,
+                taught=config.envs[group.task.env].played_by == "teacher",
             )
         mini_batches.append(tuple(samples))
     return StepBatch(step=step, mini_batches=tuple(mini_batches))
@@ -94,7 +95,8 @@ def describe(
     rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])
-    sampled = sum(rollout.num_completion_tokens for group in groups for rollout in group.rollouts)
+    taught = {sample.env for sample in samples if sample.ce_weights is not None and not sample.loss_mask.any()}  # a teacher sampled these
+    sampled = sum(rollout.num_completion_tokens for group in groups if group.task.env not in taught for rollout in group.rollouts)
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # all sampled tokens, except those of masked overlong rollouts
     values = {
         "reward/mean": rewards.mean(),

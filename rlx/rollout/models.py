@@ -47,6 +47,10 @@ class Model(Protocol):
         """Play this version from now on. Returns the share of its weights that the servers compared; None if that is not known."""
         ...
 
+    def away(self) -> float:
+        """Seconds so far in which nothing could play, because no server took requests."""
+        ...
+
     def check(self, rollout: Rollout) -> None:
         """Raises an error that ends everything if this rollout shows that the model is not what it should be."""
         ...
@@ -78,6 +82,9 @@ class Served:
         self.version = self.sampler.version = version
         return attested
 
+    def away(self) -> float:
+        return self.sampler.away
+
     def check(self, rollout: Rollout) -> None:
         check_version(rollout, self.version)
 
@@ -94,6 +101,9 @@ class ApiModel:
     async def reach(self, version: int) -> float | None:
         return None
 
+    def away(self) -> float:
+        return 0.0
+
     def check(self, rollout: Rollout) -> None:
         for policy in self.policies:
             if policy.refused is not None:
@@ -109,8 +119,9 @@ async def connect_servers(
         beat("waiting for inference servers")
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
-    fleet = await stack.enter_async_context(Fleet(endpoints, find=lambda: present_servers(config, paths)))
-    sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore))
+    patience = config.inference.startup_timeout
+    fleet = await stack.enter_async_context(Fleet(endpoints, patience, find=lambda: present_servers(config, paths)))
+    sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore))
     fleet.on_change = sampler.use
     give_policy(envs, config, chat, sampler)
     others = bool(config.inference.base_url) and config.weights_dir is None
@@ -143,7 +154,12 @@ async def connect_endpoint(
         envs[name].policy = policy
         policies.append(policy)
     beat(f"asking {client.base_url} for {config.model.name}")
-    await check(policies[0], tools=any(env.tools for env in envs.values()))
+    try:
+        await check(policies[0], tools=any(env.tools for env in envs.values()))
+    except PolicyError as error:
+        if policies[0].refused is None:
+            raise
+        raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     return ApiModel(policies)
 
 

@@ -7,7 +7,7 @@ Packing and the shift of labels come later (`rlx.data.packing`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,19 +53,21 @@ def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
 
 
 def samples_of(
-    group: Group, *, strategy: str, mask_overlong: bool = False, learn: Mapping[str, float] | None = None
+    group: Group, *, strategy: str, mask_overlong: bool = False, learn: Mapping[str, float] | None = None, taught: bool = False
 ) -> list[TrainingSample]:
     """The training samples of a group, ordered by member and turn.
 
     With `mask_overlong`, rollouts cut by a length limit give no samples. `learn`: weight of cross-entropy on what the environment answered,
-    by role; each such token has it in the first sample whose prompt shows the message.
+    by role; each such token has it in the first sample whose prompt shows the message. `taught`: a teacher played, so its
+    tokens are learned by cross-entropy, with weight 1, and none counts as sampled by the policy.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         if mask_overlong and rollout.is_truncated:
             continue
         for draft in merge(rollout.turns, strategy):
-            samples.append(_sample(group, rollout, draft, float(advantage), learn or {}))
+            sample = _sample(group, rollout, draft, float(advantage), learn or {})
+            samples.append(_as_taught(sample) if taught else sample)
     return samples
 
 
@@ -96,4 +98,17 @@ def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, lea
         temperature=temperature,
         versions=versions,
         ce_weights=learned if learned.any() else None,
+    )
+
+
+def _as_taught(sample: TrainingSample) -> TrainingSample:
+    """A sample of a teacher's rollout: its answers are for cross-entropy alone."""
+    learned = sample.loss_mask.astype(np.float32)
+    return replace(
+        sample,
+        loss_mask=np.zeros_like(sample.loss_mask),
+        advantages=np.zeros_like(sample.advantages),
+        temperature=np.ones_like(sample.temperature),
+        versions=np.full_like(sample.versions, -1),
+        ce_weights=learned if sample.ce_weights is None else learned + sample.ce_weights,
     )

@@ -53,7 +53,8 @@ class Scored:
             self._succeeded[name] = bool(known)
         self.total = sum(len(self._places(name)) * self._rollouts(name) for name in self.specs)
         retries = config.orchestrator.max_retries
-        self.player = Player(envs, max_retries=retries, room=lambda: config.concurrency, played=self._played, check=model.check)
+        room = config.concurrency
+        self.player = Player(envs, max_retries=retries, room=lambda: room, played=self._played, check=model.check, away=model.away)
         self.before = sum(map(len, self._outcomes.values()))
         self.player.begun = self.player.finished = self.before
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,21 @@ from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
 from rlx.paths import RunPaths, write_text
 from rlx.policy.transcript import TranscribedPolicy, Transcript
-from rlx.rollout.play import Job, Records, jobs_of
+from rlx.rollout.play import Job, Player, Records, jobs_of
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
 from rlx.rollout.tasks import data_digest
 from rlx.types import Rollout
 
+FIRST = 16  # if so many rollouts of an environment failed and none succeeded, the synthesis stops
+
 
 class NothingKept(ValueError):
     """No rollout is left to train on. The message says why, and what to change."""
+
+
+class NothingWorks(RuntimeError):
+    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
 
 
 class Synthesis:
@@ -46,20 +52,32 @@ class Synthesis:
         self.finished = Records(paths.finished, Candidate)
         # Places of rollouts that did not fail. A failed one is played again by the next attempt, and the later record counts.
         self.done = {one.place for one in self.finished.read() if not one.failed and self.is_wanted(one)}
-        self.total = 0  # rollouts that are wanted; known when the jobs are
+        self.total = 0  # rollouts that are wanted; `begin` counts them
+        self.before = len(self.done)  # rollouts that earlier attempts have finished
         self.failed = 0  # rollouts of this attempt that failed for good
         self.tokens = 0  # sampled in this attempt
+        self._began = time.monotonic()
+        self._failed_in_a_row: Counter[str] = Counter()  # rollouts, by environment
+        self._places: dict[str, range] = {}  # of the examples, by environment
 
     @property
     def played(self) -> int:
         """Rollouts that are finished, in this attempt or before."""
         return len(self.done) + self.failed
 
-    @property
-    def phase(self) -> str:
-        """What is going on, for the heartbeat."""
-        failed = f", {self.failed} failed" if self.failed else ""
-        return f"playing {self.played}/{self.total}{failed}"
+    def progress(self, player: Player) -> dict[str, Any]:
+        """For the console: rollouts, tokens and seconds of this attempt."""
+        return {
+            "what": "playing",
+            "done": self.played,
+            "total": self.total,
+            "before": self.before,
+            "seconds": time.monotonic() - self._began,
+            "tokens": self.tokens,
+            "failed": self.failed,
+            "in_flight": player.in_flight,
+            "oldest": max((seconds for _, _, seconds in player.waiting()), default=0.0),
+        }
 
     def members(self, name: str) -> int:
         """Rollouts of each example of an environment."""
@@ -73,30 +91,41 @@ class Synthesis:
         """Whether a finished rollout is among those that the configuration asks for."""
         return one.member < self.members(one.env) and one.index < (self.examples(one.env) or math.inf)
 
-    def jobs(self, envs: Mapping[str, Environment]) -> Iterator[Job]:
-        """What is not finished, the environments in turn. If rewards compare a group, all of it is played together.
-
-        `envs`: the environments, loaded. Raises ValueError if one has no examples.
-        """
+    def begin(self, envs: Mapping[str, Environment]) -> None:
+        """Count what is to be played. `envs`: the environments, loaded. Raises ValueError if one has no examples."""
         if empty := [name for name, env in envs.items() if not len(env.rows)]:
             raise ValueError(f"there is nothing to play: no examples in {', '.join(empty)}")
-        places = {name: range(min(len(env.rows), self.examples(name) or len(env.rows))) for name, env in envs.items()}
-        self.total = sum(len(places[name]) * self.members(name) for name in envs)
-        streams = [jobs_of(name, env, places[name], self.members(name), partial(self._is_done, name)) for name, env in envs.items()]
+        self._places = {name: range(min(len(env.rows), self.examples(name) or len(env.rows))) for name, env in envs.items()}
+        self.total = sum(len(self._places[name]) * self.members(name) for name in envs)
+        self._began = time.monotonic()
+
+    def jobs(self, envs: Mapping[str, Environment]) -> Iterator[Job]:
+        """What is not finished, the environments in turn. If rewards compare a group, all of it is played together."""
+        streams = [
+            jobs_of(name, env, self._places[name], self.members(name), {key[1:] for key in self.done if key[0] == name}.__contains__)
+            for name, env in envs.items()
+        ]
         return (job for jobs in itertools.zip_longest(*streams) for job in jobs if job is not None)
 
-    def _is_done(self, name: str, index: int, member: int) -> bool:
-        return (name, index, member) in self.done
-
     def take(self, job: Job, rollouts: Sequence[Rollout], policy: TranscribedPolicy) -> None:
-        """Keep the rollouts of a job, after its retries. `policy`: of its environment."""
+        """Keep the rollouts of a job, after its retries. `policy`: of its environment. Raises NothingWorks if too many fail in a row."""
         for rollout in rollouts:
             one = candidate_of(job, rollout, policy.take(job.task, rollout.member))
             self.finished.add(one)
-            self.failed += one.failed
             self.tokens += rollout.num_completion_tokens
-            if not one.failed:
+            if one.failed:
+                self.failed += 1
+                self._failed_in_a_row[job.env] += 1
+            else:
                 self.done.add(one.place)
+                self._failed_in_a_row[job.env] = 0
+        in_a_row = self._failed_in_a_row[job.env]
+        if in_a_row >= FIRST and (in_a_row >= self.config.concurrency or all(place[0] != job.env for place in self.done)):
+            last = rollouts[-1]
+            raise NothingWorks(
+                f"{in_a_row} rollouts of {job.env} in a row failed, so the synthesis stops; resume=latest plays them "
+                f"again. The last, example {last.task.example_id}: {last.stop}: {last.error}"
+            )
 
     def close(self) -> None:
         """Close the file of finished rollouts."""
@@ -192,14 +221,14 @@ class Synthesis:
 
 def candidate_of(job: Job, rollout: Rollout, transcripts: Sequence[Transcript]) -> Candidate:
     """A finished rollout, as the selection sees it."""
-    failed = rollout.status != "ok"
+    ok = rollout.status == "ok"
     versions = np.unique(np.concatenate([turn.versions for turn in rollout.turns])) if rollout.turns else np.empty(0, np.int32)
     return Candidate(
         env=job.env,
         index=job.task.index,
         member=rollout.member,
-        reward=0.0 if failed else rollout.reward,
-        failed=failed,
+        reward=rollout.reward if ok else 0.0,
+        failed=not ok or bool(rollout.metrics.get("reward_error")),  # a reward function that raised scored 0: that is no judgement
         truncated=rollout.is_truncated,
         transcripts=tuple(transcripts),
         about={

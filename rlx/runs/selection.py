@@ -109,3 +109,8 @@ def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = Fals
         raise ValueError(f"{by!r} is no column. Columns: {', '.join(SORTS)}")
     keys = -keys if descending else keys
     return rows[np.argsort(keys, kind="stable")]  # numpy sorts NaN to the end
+
+
+def newest_first(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows by step, the newest first."""
+    return sort(table, rows, "step", descending=True)

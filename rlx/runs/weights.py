@@ -9,6 +9,7 @@ from typing import TypeVar
 from rlx.config.errors import ConfigError
 from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import COMPLETE, RunPaths
 
 P = TypeVar("P", bound=PlayWithModel)
@@ -40,6 +41,30 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
             f"the initial model of {run} is gone, so version 0 cannot be evaluated.\n  fix: eval_base=false evaluates the steps without it"
         )
     return cfg
+
+
+def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
+    """The configuration with an absolute `weights_dir`, and the newest complete step as its `step` if it names none.
+
+    Raises ConfigError if that step is not there.
+    """
+    if cfg.weights_dir is None:
+        if cfg.step is not None:
+            raise ConfigError(f"step={cfg.step} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
+        return cfg
+    folder, run = find_weights(cfg.weights_dir)
+    there = complete(folder)
+    if cfg.step is None and not there:
+        raise ConfigError(f"{folder} has no complete step_N.\n  fix: name another weights_dir, or step=0 for the run's initial model")
+    if cfg.step not in (None, 0, *there):
+        has = ", ".join(map(str, there)) or "none"
+        raise ConfigError(
+            f"{folder} has no complete step_{cfg.step}; it has {has}.\n"
+            "  fix: name one of these; a training keeps weight_broadcast.keep_last versions"
+        )
+    if cfg.step == 0 and (run is None or not _is_there(RunPaths(run).initial_model)):
+        raise ConfigError(f"the initial model of {run or folder} is gone, so step=0 cannot be played.\n  fix: name a step of its weights")
+    return replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
 
 
 def complete(folder: Path) -> list[int]:

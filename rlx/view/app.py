@@ -16,7 +16,7 @@ from textual.worker import get_current_worker
 
 from rlx.config.errors import ConfigError
 from rlx.runs.rollouts import Rollouts, Table
-from rlx.runs.selection import HELP, select, sort
+from rlx.runs.selection import HELP, newest_first, select, sort
 from rlx.view.chosen import summary
 from rlx.view.detail import CompareScreen, RolloutScreen
 from rlx.view.documents import BOLD as HEADING
@@ -135,7 +135,7 @@ class ListScreen(Screen[None]):
 
     def _show(self, keep: tuple[Any, int] | None = None) -> None:
         try:
-            rows = sort(self.table, select(self.table, self.filter), self.by, self.descending)
+            rows = sort(self.table, newest_first(self.table, select(self.table, self.filter)), self.by, self.descending)
             self.wrong = ""
         except ValueError as error:
             self.wrong, rows = str(error), np.empty(0, dtype=np.int64)

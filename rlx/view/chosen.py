@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlx.config.errors import ConfigError
 from rlx.plan.explain import table as aligned
 from rlx.runs.rollouts import Rollouts, Table
-from rlx.runs.selection import select, sort
+from rlx.runs.selection import newest_first, select, sort
 from rlx.view.lines import printable
 
 COLUMNS = ("step", "set", "env", "example", "reward", "advantage", "tokens", "turns", "version", "stop", "error")
@@ -45,7 +45,7 @@ def choose(rollouts: Rollouts, options: Mapping[str, str]) -> tuple[Table, NDArr
         rollouts.sources = [source for source in rollouts.sources if source.step == step]
     table = rollouts.whole()
     try:
-        rows = select(table, options.get("filter", ""))
+        rows = newest_first(table, select(table, options.get("filter", "")))
         if by := options.get("sort", ""):
             rows = sort(table, rows, by.removeprefix("-"), descending=by.startswith("-"))
     except ValueError as error:

@@ -135,7 +135,8 @@ def _widths(table: Table, sorted_by: str = "") -> list[int]:
     for place, name in enumerate(COLUMNS):
         if name in TEXT_COLUMNS:
             column = {"error": "status"}.get(name, name)
-            longest = max(cell_len(table.names[code]) for code in np.unique(c[column])) + (6 if name == "stop" else 0)
+            cut = 6 if name == "stop" and c["truncated"].any() else 0  # for ` (cut)`
+            longest = max(cell_len(table.names[code]) for code in np.unique(c[column])) + cut
         else:
             longest = max(cell_len(cells(table, row)[place]) for row in examples[name])
         widths.append(min(WIDEST, max(longest, len(name) + (2 if name == sorted_by else 0))))

@@ -226,7 +226,7 @@ def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
 def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
     for place, loss in losses_of(cfg).items():
         envs = [name for name in cfg.envs if loss_of(cfg, name) == loss]
-        if loss.get("ce_coef") and envs and not any(cfg.envs[name].learn for name in envs):
+        if loss.get("ce_coef") and envs and not any(cfg.envs[name].learn or cfg.envs[name].played_by == "teacher" for name in envs):
             yield (
                 f"there is nothing for cross-entropy to learn: {of(f'{place}.ce_coef')}, but no environment with it has `learn`.\n"
                 f"Say what: envs.{envs[0]}.learn.tool=1 (or user, system); or set {place}.ce_coef=0."

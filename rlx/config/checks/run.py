@@ -51,6 +51,15 @@ def model_folder(cfg: Config, of: Show) -> Iterator[str]:
         yield f"the model's folder has no config.json: {of('model.name')}. It must be a Hugging Face model folder."
 
 
+@rule("model.name", "model.warm_start")
+def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.model.warm_start is not None and "/" in cfg.model.name:
+        yield (
+            f"{of('model.name')} would only be a label: the chosen model has a warm start, so rlx makes it itself.\n"
+            "Choose a model that is loaded, such as model=qwen3_0_6b, or a file of your own with the sizes of that model."
+        )
+
+
 @rule("seq_len", "model.context_length")
 def model_context(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.seq_len > cfg.model.context_length:

@@ -15,6 +15,27 @@ def taught(cfg: Config) -> list[str]:
     return [name for name in cfg.envs if cfg.teacher.base_url and declared(loss_of(cfg, name)).needs_teacher]
 
 
+def played(cfg: Config) -> list[str]:
+    """The environments that the endpoint's teacher plays."""
+    return [name for name, env in cfg.envs.items() if env.played_by == "teacher"]
+
+
+@rule("teacher", "envs", "loss")
+def played_by_the_teacher(cfg: Config, of: Show) -> Iterator[str]:
+    for name in played(cfg):
+        loss, key = loss_of(cfg, name), f"envs.{name}.loss" if cfg.envs[name].loss else "loss"
+        if not cfg.teacher.base_url:
+            yield f"there is no teacher who could play: {of(f'envs.{name}.played_by')} with {of('teacher.base_url')}. Set teacher.base_url."
+        elif cfg.teacher.model is None:
+            yield f"the model that plays envs.{name} must be named: {of('teacher.model')}. Set teacher.model to its name at the servers."
+        if declared(loss).kind != "ce" or declared(loss).uses_ratio or not loss.get("ce_coef"):
+            yield (
+                f"the teacher samples the tokens of envs.{name}, so no ratio or advantage of the policy applies to them: "
+                f"{of(f'envs.{name}.played_by')} with {of(f'{key}._target_')}, {of(f'{key}.ce_coef')}.\n"
+                f"Learn them by cross-entropy: envs.{name}.loss=sft envs.{name}.loss.ce_coef=1."
+            )
+
+
 @rule("teacher", "inference.base_url")
 def teacher_addresses(cfg: Config, of: Show) -> Iterator[str]:
     for url in cfg.teacher.base_url:
@@ -31,10 +52,10 @@ def teacher_addresses(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("teacher", "ref.name", "loss", "envs")
 def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.teacher.base_url and not taught(cfg):
+    if cfg.teacher.base_url and not taught(cfg) and not played(cfg):
         yield (
             f"nobody learns from the teacher: {of('teacher.base_url')}, but no objective in use needs one.\n"
-            "Set loss=opd, or envs.NAME.loss=opd for one environment; or remove the teacher."
+            "Set loss=opd, or envs.NAME.loss=opd for one environment, or envs.NAME.played_by=teacher; or remove the teacher."
         )
     if taught(cfg) and cfg.ref.name is not None:
         name = target_name(loss_of(cfg, taught(cfg)[0]))

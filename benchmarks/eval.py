@@ -1,0 +1,108 @@
+"""`rlx eval` against a bare load generator on the same server: `python benchmarks/eval.py --run RUN`.
+
+RUN is a finished run; its initial model is served once, by `rlx inference`. The load generator sends the prompts of the evaluation, with
+the lengths of its answers, as fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and
+tokens per second of both, alternately, and the ratio of the medians (goal: at least 0.9). The time of an evaluation counts from its first
+request to its last result, not its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rlx.config.load import load_play
+from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
+from rlx.inference.sampler import Sampler
+from rlx.paths import RunPaths, write_text
+from rlx.policy.chat import load_chat
+from rlx.policy.templates import ends_of, tokenizer_of
+from rlx.waiting import wait_for
+
+KEY = "key-of-the-benchmark"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--examples", type=int, default=256)
+    parser.add_argument("--rollouts", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    run = options.run.absolute()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys = ["--config-dir", str(run), "--config-name", "config", "run.name=null", f"run.dir={folder / 'server'}", "resume=null"]
+        command = [sys.executable, "-m", "rlx.cli", "inference", *keys, f"inference.api_key={KEY}"]
+        paths = RunPaths(folder / "server")
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            wait_for(paths.config.exists, f"the server's directory ({paths.config})", 60)
+            write_text(paths.initial_model, RunPaths(run).initial_model.read_text())
+            file = endpoint_file(paths, 0)
+            endpoint = wait_for(lambda: read_endpoint(file) if server.poll() is None else None, f"the server ({file})", 120)
+            compare(options, run, folder, endpoint)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def compare(options: argparse.Namespace, run: Path, folder: Path, endpoint: Endpoint) -> None:
+    """Run both, alternately, and print what they took."""
+    seconds: dict[str, list[float]] = {"rlx eval": [], "load generator": []}
+    for repeat in range(options.repeats + 1):  # the first warms the server up and does not count
+        root = folder / f"eval_{repeat}"
+        evaluate(run, root, endpoint, options)
+        record = json.loads((root / "metrics.jsonl").read_text().splitlines()[-1])
+        lines = [json.loads(line) for file in sorted(root.glob("eval/*/*/results.jsonl")) for line in file.read_text().splitlines()]
+        bare = asyncio.run(generate(root, endpoint, lines))
+        tokens = sum(line["token_usage"]["output_tokens"] for line in lines)
+        for name, took in (("rlx eval", record["time/evaluation"]), ("load generator", bare)):
+            if repeat:
+                seconds[name].append(took)
+            note = "" if repeat else "   (warming up)"
+            print(f"{name.ljust(14)}  {took:6.2f} s  {len(lines) / took:8.1f} rollouts/s  {tokens / took:8.0f} tokens/s{note}", flush=True)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"rlx eval has {medians['load generator'] / medians['rlx eval']:.2f} of the load generator's throughput")
+
+
+def evaluate(run: Path, root: Path, endpoint: Endpoint, options: argparse.Namespace) -> None:
+    """`rlx eval` of the run's initial model, on the run's environments."""
+    keys = [f"weights_dir={run}", "steps=[0]", f"num_examples={options.examples}", f"rollouts_per_example={options.rollouts}"]
+    served = [f"inference.base_url=[{endpoint.url}]", "inference.api_key=${oc.env:BENCHMARK_KEY}", f"run.dir={root}"]
+    environment = os.environ | {"BENCHMARK_KEY": KEY}
+    subprocess.run(
+        [sys.executable, "-m", "rlx.cli", "eval", *keys, *served], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600
+    )
+
+
+async def generate(root: Path, endpoint: Endpoint, lines: list[dict[str, Any]]) -> float:
+    """Seconds for all prompts of the evaluation, answered with as many tokens as there, `concurrency` at a time."""
+    config = load_play(root)
+    source = RunPaths(root).initial_model.read_text().strip()
+    chat = load_chat(tokenizer_of(source, config.model), config.model, ends=ends_of(source))
+    requests = [(chat.render(line["prompt"]), max(1, line["token_usage"]["output_tokens"])) for line in lines]
+    room = asyncio.Semaphore(config.concurrency)
+    async with Sampler([Endpoint(endpoint.url, KEY)], 600.0) as sampler:
+
+        async def one(number: int, prompt: list[int], length: int) -> None:
+            async with room:
+                sampling = {"max_tokens": length, "min_tokens": length, "seed": number}
+                await sampler.generate(prompt, sampling, f"bare_{root.name}_{number}", number)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one(number, *request) for number, request in enumerate(requests)))
+        return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A teacher that plays in the policy's place: an OpenAI-compatible endpoint answers, and its text is tokenized as the policy writes it.
+
+The turns have no log-probabilities and belong to no policy version (they carry the current one, so that they are never too old), so only
+cross-entropy may train on them: `rlx.config.checks.teacher` refuses everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlx.policy.asked import raw_text
+from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
+from rlx.policy.chat import Chat
+from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
+from rlx.types import Task, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtPolicy:
+    """See `rlx.policy.base.Policy`."""
+
+    endpoint: OpenAIPolicy
+    chat: Chat  # of the policy that learns
+    version: Callable[[], int]  # the version that its servers have
+    context_length: int  # of the policy that learns
+
+    def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
+        return TaughtEpisode(self, self.endpoint.episode(task, member, attempt))
+
+
+class TaughtEpisode:
+    """See `rlx.policy.base.Episode`."""
+
+    __slots__ = ("_turns", "inner", "policy")
+
+    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode) -> None:
+        self.policy, self.inner = policy, inner
+        self._turns: list[tuple[str, Turn]] = []
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for _, turn in self._turns)
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for request_id, turn in self._turns if request_id in wanted)
+
+    @property
+    def replies(self) -> Sequence[Message]:
+        return self.inner.replies
+
+    async def respond(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+    ) -> Reply:
+        """The teacher's answer. Raises PromptTooLong if the policy's context cannot hold it, PolicyError if its template cannot show it."""
+        reply = await self.inner.respond(messages, tools, sampling, trained=trained)
+        if not trained:
+            return reply
+        turn = self._turn(list(messages), reply, [dict(tool) for tool in tools] if tools else None)
+        self._turns.append((reply.request_id, turn))
+        return replace(reply, turn=turn)
+
+    def _turn(self, messages: list[Message], reply: Reply, tools: list[dict] | None) -> Turn:
+        """The answer in the policy's tokens, up to and with its end mark; without one if a length limit cut the answer."""
+        chat = self.policy.chat
+        if raw_text(messages) is not None:
+            raise PolicyError("a teacher plays conversations only, not raw text prompts")
+        prompt = chat.render(messages, tools)
+        whole = chat.transcript([*messages, reply.message], tools)
+        if whole[: len(prompt)] != prompt:
+            raise PolicyError(
+                "the policy's chat format does not write an answer behind its prompt (a reasoning template that opens or strips thoughts), "
+                "so the teacher's answer cannot be tokenized as the policy's"
+            )
+        answer = whole[len(prompt) :]
+        ends = [place for place, token in enumerate(answer) if token in set(chat.stop_token_ids)]
+        if not ends:
+            raise PolicyError("the policy's chat format puts no end mark behind an answer")
+        answer = answer[: ends[-1] + (not reply.truncated)]
+        if not answer or len(prompt) + len(answer) > self.policy.context_length:
+            raise PromptTooLong(
+                f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
+            )
+        return Turn(
+            prompt_ids=np.asarray(prompt, dtype=np.int32),
+            completion_ids=np.asarray(answer, dtype=np.int32),
+            logprobs=np.zeros(len(answer), dtype=np.float32),
+            versions=np.full(len(answer), self.policy.version(), dtype=np.int32),
+            temperature=1.0,
+            finish_reason="length" if reply.truncated else "stop",
+        )

@@ -1,0 +1,409 @@
+"""`rlx eval`: what it evaluates, its records, its table and its errors; and the whole command at an endpoint and on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from api_stand_in import KEY
+from main_job import read_metrics
+
+from rlx.cli import main
+from rlx.cli.playing import eta_of, eval_table
+from rlx.config.errors import ConfigError
+from rlx.config.evaluated import evaluated, played
+from rlx.config.load import compose, load_command, load_run, to_yaml
+from rlx.config.roots import EVAL
+from rlx.config.schema import EvalSampling
+from rlx.config.schema_eval import EvalRoot
+from rlx.paths import COMPLETE, RunPaths
+from rlx.plan.make import make_plan
+from rlx.rollout.play import Player, Records, jobs_of
+from rlx.rollout.results import Outcome
+from rlx.rollout.scored import PLAYED, NothingWorks, Scored
+from rlx.rollout.scoring import columns_of, rows_of, write_summary
+from rlx.runs.weights import initial_model, resolve
+from rlx.types import Rollout, Task
+
+
+@functools.cache
+def config_of(*overrides: str) -> EvalRoot:
+    return compose(["dry_run=true", *overrides], {}, EVAL).cfg
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """The directory of a run with the weights of steps 2 and 4, and with half of step 6."""
+    composed = compose(["env=sums", "envs.sums.args.level=2", "seq_len=48", "sampling.max_tokens=9", "model.dtype=bfloat16"], {})
+    root = tmp_path / "trained"
+    for step in (2, 4, 6):
+        (root / "weights" / f"step_{step}").mkdir(parents=True)
+    for step in (2, 4):
+        (root / "weights" / f"step_{step}" / COMPLETE).touch()
+    (root / "config.yaml").write_text(composed.yaml)
+    return root
+
+
+# what is evaluated
+
+
+def test_model_lengths_sampling_and_environments_are_those_of_the_run_unless_they_are_given(trained: Path) -> None:
+    composed = compose([f"weights_dir={trained}", "sampling.max_tokens=7"], {}, EVAL)
+    cfg = composed.cfg
+    assert (cfg.seq_len, cfg.model.dtype, cfg.sampling.max_tokens) == (48, "bfloat16", 7)
+    assert (list(cfg.envs), cfg.envs["sums"].args, cfg.envs["sums"].split) == (["sums"], {"level": 2}, "eval")
+    assert f"sampling.max_tokens=7 (command line); the run {trained} has 9" in composed.notes
+    assert list(config_of(f"weights_dir={trained}", "env=reverse_text").envs) == ["reverse_text"]
+    with pytest.raises(ConfigError, match=r"model=tiny has no effect: the weights are those of .*, and its model is tiny"):
+        config_of(f"weights_dir={trained}", "model=tiny")
+
+
+def test_the_complete_steps_are_found_and_the_servers_start_from_the_runs_model(trained: Path) -> None:
+    whole = config_of(f"weights_dir={trained}")
+    cfg = replace(whole, eval_base=False)
+    assert (resolve(cfg).versions, resolve(cfg).weights_dir) == ([2, 4], str(trained / "weights"))
+    assert resolve(replace(cfg, weights_dir=str(trained / "weights"), steps=[4])).versions == [4]
+    with pytest.raises(ConfigError, match=r"no complete step_6 \(steps=\[2, 6\]\); it has 2, 4"):
+        resolve(replace(whole, steps=[2, 6]))
+    with pytest.raises(ConfigError, match="version 0 cannot be evaluated"):
+        resolve(whole)
+    assert initial_model(resolve(cfg)) == str(trained / "weights" / "step_2"), "the shape is what the servers need"
+    (trained / "initial_model.txt").write_text("some/hub-name\n")
+    assert resolve(whole).versions == [0, 2, 4]
+    assert initial_model(resolve(cfg)) == "some/hub-name"
+    with pytest.raises(ConfigError, match="needs the weights that it chooses from"):
+        resolve(replace(whole, weights_dir=None, steps=[1]))
+
+
+def test_the_plan_has_servers_only_for_models_that_need_some(trained: Path, tmp_path: Path) -> None:
+    cfg = config_of("env=sums", "rollouts_per_example=4")
+
+    def roles(changed: EvalRoot) -> list[str]:
+        return [spec.name for spec in make_plan(changed, tmp_path)]
+
+    loaded = replace(cfg, model=replace(cfg.model, warm_start=None))
+    assert roles(cfg) == ["prepare", "inference_0", "evaluator"]
+    assert roles(replace(loaded, hardware=replace(cfg.hardware, inference_replicas=2))) == ["inference_0", "inference_1", "evaluator"]
+    assert roles(replace(cfg, weights_dir=str(trained))) == ["inference_0", "evaluator"]
+    assert roles(replace(loaded, inference=replace(cfg.inference, base_url=["http://there:1"]))) == ["evaluator"]
+    assert roles(replace(loaded, client=replace(cfg.client, base_url="http://there/v1"))) == ["evaluator"]
+
+
+def test_a_named_endpoint_gives_its_address_its_key_and_its_model(tmp_path: Path) -> None:
+    file = tmp_path / "endpoints.yaml"
+    file.write_text(yaml.safe_dump({"mine": {"base_url": "http://there/v1", "api_key_var": "MINE", "model": "big"}, "bad": {"url": "x"}}))
+    cfg = config_of("env=sums", f"client.endpoints={file}", "client.endpoint=mine")
+    assert (cfg.client.base_url, cfg.client.api_key_var, cfg.model.name) == ("http://there/v1", "MINE", "big")
+    assert cfg.sampling.max_tokens == 4096, "not the tiny model's"
+    for chosen, says in (("other", "has no endpoint other"), ("bad", "unknown: url")):
+        with pytest.raises(ConfigError, match=says):
+            config_of("env=sums", f"client.endpoints={file}", f"client.endpoint={chosen}")
+
+
+def test_mistakes_are_explained_before_anything_starts(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    endpoint = ["env=sums", "client.base_url=http://there/v1"]
+    for line, parts in (
+        (
+            [*endpoint, "model.name=m", f"weights_dir={trained / 'weights' / '..' / 'weights'}", "inference.base_url=[http://here:1]"],
+            ("an endpoint serves its own weights", "either at an endpoint or on rlx's servers", "OPENAI_API_KEY is not set"),
+        ),
+        ([*endpoint, "model=tiny", "resume=3", "run.name=x"], ("no endpoint serves a model that rlx makes itself", "Use resume=latest")),
+        (["model.name=org/model"], ("would only be a label", "there is no environment")),
+        (["env=sums", "num_exampels=3", "max_steps=3"], ("Did you mean `num_examples`", "It is a key of `rlx train`")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compose(line, {}, EVAL)
+        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_directory_says_which_command_made_it(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "eval").mkdir()
+    cfg = config_of("env=sums", "rollouts_per_example=4")
+    (tmp_path / "eval" / "config.yaml").write_text(to_yaml(cfg))
+    assert load_command(tmp_path / "eval") == cfg == load_run(tmp_path / "eval", EVAL)
+    assert load_command(trained) == load_run(trained)
+    with pytest.raises(ConfigError, match="is a directory of `rlx eval`, not of `rlx train`"):
+        load_run(tmp_path / "eval")
+    assert main(["train", "--config-dir", str(tmp_path / "eval"), "--config-name", "config"]) == 2
+    assert "is the configuration of `rlx eval`" in capsys.readouterr().err
+    assert main(["eval", "--config-dir", str(trained), "--config-name", "config"]) == 2
+    assert "is the configuration of `rlx train`" in capsys.readouterr().err
+    again = compose(["--config-dir", str(tmp_path / "eval"), "--config-name", "config"], {}, EVAL)
+    assert again.cfg == cfg
+
+
+def test_seeds_are_those_of_evaluations_beside_training() -> None:
+    cfg = config_of("env=sums", "rollouts_per_example=4")
+    greedy = EvalSampling(temperature=0)
+    cfg = replace(cfg, envs={"sums": replace(cfg.envs["sums"], sampling=greedy)})
+    assert list(played(cfg)) == ["eval_sums"]
+    spec = evaluated(cfg)["sums"]
+    assert (spec.sampling.temperature, spec.sampling.max_tokens, spec.rollouts_per_example, spec.num_examples) == (0, 12, 4, 128)
+
+
+# playing and recording
+
+
+def outcome(place: int, rollout: int, reward: float = 1.0, **fields: Any) -> Outcome:
+    facts: dict[str, Any] = {"prompt": "", "completion": "", "answer": "", "info": {}, "rewards": {}, "metrics": {}, "timing": {}}
+    state: dict[str, Any] = {"status": "ok", "stop": "stop", "error": None, "is_truncated": False, "num_prompt_tokens": 1, "num_tokens": 1}
+    return Outcome(example_id=place, place=place, rollout=rollout, reward=reward, **{**facts, **state, **fields})
+
+
+def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    records = Records(file, Outcome)
+    for rollout in range(3):
+        records.add(outcome(0, rollout))
+    records.close()
+    file.write_bytes(file.read_bytes()[:-20])
+    again = Records(file, Outcome)
+    assert [one.rollout for one in again.read()] == [0, 1]
+    again.add(outcome(0, 2, info={"of": {1, 2}}))
+    assert [one.rollout for one in Records(file, Outcome).read()] == [0, 1, 2]
+
+
+class Env:
+    """Counts what is in flight; fails `failing` attempts at each rollout, or at those of one example."""
+
+    name, tools = "e", ()
+
+    def __init__(self, failing: int = 0, scores_groups: bool = False, only: int | None = None) -> None:
+        self.failing, self.scores_groups, self.only = failing, scores_groups, only
+        self.rows = [{"example_id": place} for place in range(10)]
+        self.asked: list[tuple[int, tuple[int, ...], int]] = []
+        self.now = self.most = 0
+
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        self.asked.append((task.index, tuple(members), attempt))
+        self.now += len(members)
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= len(members)
+        failed = attempt < self.failing and self.only in (None, task.index)
+        status: Any = "error" if failed else "ok"
+        return [
+            Rollout(task=task, member=m, prompt="", completion="", turns=(), reward=0.5, rewards={}, metrics={},
+                    status=status, stop="boom" if failed else "stop", error="boom" if failed else None, is_truncated=False, timing={})
+            for m in members
+        ]  # fmt: skip
+
+    async def close(self) -> None:
+        pass
+
+
+def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
+    env, found = Env(failing=1), []
+    player = Player(
+        {"x": env}, max_retries=2, room=lambda: 3, played=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
+    )
+    asyncio.run(player.play(jobs_of("x", env, range(10), 2)))
+    assert sorted(found) == [(place, "ok") for place in range(10) for _ in range(2)]
+    assert (env.most, player.finished, player.in_flight) == (3, 20, 0)
+    assert len(env.asked) == 40, "each was played twice"
+
+
+def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
+    done = {(0, 0), (0, 1), (1, 1)}
+    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(), range(3), 2, done.__contains__)]
+    assert jobs == [(1, (0,)), (2, (0,)), (2, (1,))]
+    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(scores_groups=True), range(3), 2, done.__contains__)]
+    assert jobs == [(1, (0, 1)), (2, (0, 1))]
+
+
+class Model:
+    """A model of one version that finds nothing wrong."""
+
+    def away(self) -> float:
+        return 0.0
+
+    def check(self, rollout: Rollout) -> None:
+        pass
+
+
+def scored(root: Path, env: Any) -> Scored:
+    cfg = config_of("env=sums", "rollouts_per_example=4")
+    play = replace(cfg.orchestrator, max_retries=0, max_concurrent=4)
+    return Scored(replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=play), RunPaths(root), {"sums": env}, 0, Model())  # type: ignore[arg-type]
+
+
+def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothing_of_it_is_recorded(tmp_path: Path) -> None:
+    broken = scored(tmp_path, Env(failing=1))
+    with pytest.raises(NothingWorks, match=r"16 rollouts of sums in a row failed.*boom: boom"):
+        asyncio.run(broken.play())
+    again = scored(tmp_path, Env())
+    assert again.player.finished == 0
+    asyncio.run(again.play())
+    values = again.write(None)
+    assert (values["eval/sums/avg@2"], values["eval/sums/error_frac"]) == (0.5, 0)
+    folder = tmp_path / "eval" / "sums--tiny" / "step_0"
+    assert len((folder / "results.jsonl").read_text().splitlines()) == 20
+    again.forget()
+    assert not (folder / PLAYED).exists()
+
+
+def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
+    one = scored(tmp_path, Env(failing=1, only=3))
+    asyncio.run(one.play())
+    values = one.write(None)
+    assert values["eval/sums/error_frac"] == pytest.approx(0.1)
+    assert values["eval/sums/avg@2"] == pytest.approx(0.45)
+    assert len(one._records["sums"].read()) == 20
+
+
+# the table
+
+
+def rows() -> list[dict[str, Any]]:
+    scores = {"avg@2": 0.5, "avg@2_low": 0.4, "avg@2_high": 0.6, "pass@1": 0.5, "pass@2": 0.7}
+    facts = {"examples": 10.0, "error_frac": 0.1, "truncated_frac": 0.0, "completion_mean": 5.0}
+    return [{"step": step, "env": env, **scores, **facts, f"reward/{env}": 0.5} for step in (0, 10) for env in ("a", "b")]
+
+
+def test_the_table_has_every_score_with_its_interval() -> None:
+    head, cells = eval_table(rows())
+    assert head == ["step", "env", "examples", "avg@2", "pass@1", "pass@2", "tokens", "errors", "truncated"]
+    assert cells[0] == ["base", "a", "10", "0.500 [0.400, 0.600]", "0.500", "0.700", "5.0", "10.0%", "0.0%"]
+    assert columns_of(rows())[:7] == ["step", "env", "avg@2", "avg@2_low", "avg@2_high", "pass@1", "pass@2"]
+
+
+def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_summary(tmp_path, rows(), {"model": "m"})
+    assert json.loads((tmp_path / "summary.json").read_text())["rows"][2]["step"] == 10
+    with (tmp_path / "summary.csv").open() as file:
+        assert [row["env"] for row in csv.DictReader(file)] == ["a", "b", "a", "b"]
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_left_follows_from_the_pace_of_this_attempt() -> None:
+    assert eta_of({"done": 60, "total": 100, "before": 50, "seconds": 5.0}) == "ETA 0:20"
+    assert eta_of({"done": 50, "total": 100, "before": 50, "seconds": 5.0}) == ""
+
+
+# the whole command
+
+
+class Command:
+    """One `rlx eval`."""
+
+    def __init__(self, root: Path, *overrides: str, key: str = KEY) -> None:
+        self.root, self.output = root, root.with_suffix(f".{time.monotonic_ns()}.out")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlx.cli", "eval", f"run.dir={root}", *overrides],
+            cwd=root.parent,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "THE_KEY": key},
+            stdout=self.output.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes at once."""
+        whole = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in whole:
+            process.suspend()
+        for process in whole:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(whole, timeout=20)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
+    """`api(mode)` starts an endpoint and returns the keys that name it."""
+    started = []
+
+    def begin(mode: str) -> list[str]:
+        file = tmp_path / f"{mode}.url"
+        started.append(subprocess.Popen([sys.executable, str(Path(__file__).parent / "api_stand_in.py"), str(file), mode]))
+        deadline = time.monotonic() + 20
+        while not file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return [f"client.base_url={file.read_text()}", "client.api_key_var=THE_KEY", "model.name=m"]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rollouts_per_example=2", "orchestrator.env_workers=0"]
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
+    flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))
+    assert flaky.process.wait(100) == 0, flaky.text
+    (row,) = rows_of(RunPaths(tmp_path / "flaky"), ["reverse_text"])
+    assert (row["avg@2"], row["error_frac"], row["examples"]) == (1.0, 0.0, 12)
+    assert "1.000 [" in flaky.text
+    slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "orchestrator.max_concurrent=4")
+    assert slow.process.wait(100) == 0, slow.text
+    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA 0:0\d", slow.text), slow.text
+    holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
+    assert holds == [], "no file has the key"
+
+
+@pytest.mark.slow
+def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_continued(api, tmp_path: Path) -> None:
+    wrong = Command(tmp_path / "wrong", *KEYS, *api("slow"), key="not-the-key")
+    assert wrong.process.wait(60) == 1
+    assert "Incorrect API key provided: <secret>; its key is $THE_KEY (client.api_key_var)" in wrong.text, wrong.text
+    assert "Traceback" not in wrong.text
+    keys = [*KEYS, "client.max_retries=0", "orchestrator.max_retries=0"]
+    down = Command(tmp_path / "down", *keys, *api("down"))
+    assert down.process.wait(60) == 1
+    assert "rollouts of reverse_text in a row failed" in down.text
+    assert "resume=latest" in down.text
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluations_also_after_a_kill(start, tmp_path: Path) -> None:
+    training = start(
+        "run", "max_steps=20", "weight_broadcast.keep_last=20", "eval.interval=10", "eval.num_examples=24", "ckpt.interval=null"
+    )
+    assert training.wait(timeout=250) == 0, training.text()
+    beside = {one["step"]: one["eval/reverse_text/avg@1"] for one in training.metrics("eval")}
+    keys = [f"weights_dir={training.run_dir}", "steps=[10,20]", "num_examples=24"]
+    whole = Command(tmp_path / "whole", *keys)
+    assert whole.process.wait(120) == 0, whole.text
+    records = {one["step"]: one for one in read_metrics(tmp_path / "whole")}
+    assert {step: one["eval/reverse_text/avg@1"] for step, one in records.items()} == beside
+    assert [records[step]["eval/attested"] for step in (10, 20)] == [1.0, 1.0]
+    assert beside[20] > beside[0]
+    killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
+    file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED
+    deadline = time.monotonic() + 120
+    while not (file.exists() and len(file.read_bytes().splitlines()) >= 8):
+        assert killed.process.poll() is None, killed.text
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    assert not (tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_20" / PLAYED).exists()
+    time.sleep(3.0)  # the directory's lock is held until the last process is gone
+    again = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1", "resume=latest")
+    assert again.process.wait(120) == 0, again.text
+    assert (tmp_path / "killed" / "summary.csv").read_text() == (tmp_path / "whole" / "summary.csv").read_text()
+    assert "rollouts are done already" in (tmp_path / "killed" / "logs" / "latest" / "evaluator.log").read_text()

@@ -1,0 +1,92 @@
+"""A teacher that plays: its text becomes tokens as the policy writes them, and only cross-entropy trains on them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import HERMES, OPENING, PLAIN, small_tokenizer
+from policy_stand_in import tiny_chat
+
+from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
+from rlx.policy.chat import Chat
+from rlx.policy.taught import TaughtEpisode, TaughtPolicy
+from rlx.rollout.samples import samples_of
+from rlx.types import Group, Rollout, Task, Turn
+
+TASK = Task(env="e", example_id=0, index=0, row={})
+USER: Message = {"role": "user", "content": "abc"}
+
+
+class Says:
+    """An endpoint's episode with given answers."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.left = list(replies)
+        self.replies: list[Message] = []
+
+    async def respond(self, messages: Any, tools: Any = None, sampling: Any = None, *, trained: bool = True) -> Reply:
+        return self.left.pop(0)
+
+
+def episode_of(chat: Chat, *replies: Reply, context: int = 200) -> TaughtEpisode:
+    policy: Any = TaughtPolicy(SimpleNamespace(), chat, lambda: 7, context)  # type: ignore[arg-type]
+    inner: Any = Says(*replies)
+    return TaughtEpisode(policy, inner)
+
+
+@pytest.mark.parametrize("chat", [tiny_chat(), Chat(small_tokenizer(PLAIN)), Chat(small_tokenizer(HERMES))])
+def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
+    episode = episode_of(chat, Reply("cba", request_id="r1"), Reply("long", truncated=True, request_id="r2"))
+
+    async def whole() -> None:
+        first = await episode.respond([USER])
+        await episode.respond([USER, first.message, USER])
+
+    asyncio.run(whole())
+    one, two = episode.turns
+    assert one.prompt_ids.tolist() == chat.render([USER])
+    assert chat.tokenizer.decode(one.completion_ids, skip_special_tokens=True) == "cba"
+    assert int(one.completion_ids[-1]) in chat.stop_token_ids, "the policy must learn to end"
+    assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
+    assert set(one.versions.tolist()) == {7}
+    assert episode.keep(["r2"]) == (two,)
+
+
+def test_a_request_beside_the_trajectory_is_not_learned():
+    episode = episode_of(tiny_chat(), Reply("a verdict"))
+    asyncio.run(episode.respond([USER], trained=False))
+    assert episode.turns == ()
+
+
+def test_what_cannot_be_tokenized_as_the_policys_is_refused():
+    with pytest.raises(PromptTooLong):
+        asyncio.run(episode_of(tiny_chat(), Reply("x" * 60), context=30).respond([USER]))
+    with pytest.raises(PolicyError, match="raw text"):
+        asyncio.run(episode_of(tiny_chat(), Reply("x")).respond([{"role": "text", "content": "abc"}]))
+    with pytest.raises(PolicyError, match="does not write an answer behind its prompt"):
+        asyncio.run(episode_of(Chat(small_tokenizer(OPENING)), Reply("x")).respond([USER]))
+
+
+def test_a_teachers_tokens_are_for_cross_entropy_alone():
+    turn = Turn(
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_ids=np.array([3, 4], np.int32),
+        logprobs=np.zeros(2, np.float32),
+        versions=np.full(2, 7, np.int32),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+    rollout = Rollout(
+        task=TASK, member=0, turns=(turn,), prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
+    )
+    group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
+    (sample,) = samples_of(group, strategy="interleaved", taught=True)
+    assert not sample.loss_mask.any()
+    assert not sample.advantages.any()
+    assert sample.versions.tolist() == [-1] * 4
+    assert sample.ce_weights is not None
+    assert sample.ce_weights.tolist() == [0, 0, 1, 1]
