@@ -69,9 +69,7 @@ class Trainer:
         self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.publisher = Publisher.of(
-            self.model,
-            self.mesh,
-            paths,
+            *(self.model, self.mesh, paths),
             source=name,
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
@@ -79,9 +77,7 @@ class Trainer:
         )
         watch.checks.append(self.publisher.check)
         self.checkpoints = Checkpoints(
-            paths,
-            cfg.ckpt,
-            self.step_trainer,
+            *(paths, cfg.ckpt, self.step_trainer),
             last=cfg.max_steps,
             facts={"ranks": self.mesh.world_size, "model": cfg.model.name},
             with_orchestrator=cfg.has_orchestrator,
