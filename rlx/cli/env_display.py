@@ -55,10 +55,8 @@ def facts_in_words(facts: Assessment) -> list[str]:
         named = [f"{name} {value:.3g}" for name, value in facts.by_function.items() if name not in hidden]
         lines += [f"  functions  {' · '.join(named)}"] if named else []
         low, high = facts.scale
-        lines.append(
-            f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); "
-            f"{facts.equal_low:.0%} all {low:g}, {facts.equal_high:.0%} all {high:g}"
-        )
+        ends = f"{facts.equal_low:.0%} all {low:g}" + (f", {facts.equal_high:.0%} all {high:g}" if low < high else "")
+        lines.append(f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); {ends}")
     lines.append(f"  failed     {facts.failed:.0%}" + "".join(f" · {one.cause} {one.count}" for one in facts.failures))
     lines += [f"             {one.cause}: {one.first}" for one in facts.failures]
     if facts.baseline is None:
