@@ -87,12 +87,14 @@ def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
     from rlx.config.shipped import shipped_groups
 
     groups = {*shipped_groups(), "env"}
+    of_an_endpoint = any(word.startswith("client.") for word in given)  # its model is not one that can be trained here
     kept = [
         word
         for word in given
         if (key := word.partition("=")[0].lstrip("+")) not in OF_A_CHECK
         and (key in groups or key.startswith(("env.", "envs.")) or has_key(TRAIN.schema, key))
         and not key.endswith((".split", ".num_examples"))
+        and not (of_an_endpoint and key.partition(".")[0] == "model")
     ]
     chosen = [f"env={env}", *([f"envs.custom.id={env_id}"] if env == "custom" else [])]
     return "python train.py " + " ".join(shlex.quote(word) if any(c in word for c in " {}$") else word for word in [*chosen, *kept])
