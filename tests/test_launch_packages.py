@@ -81,7 +81,6 @@ def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training
         "model=qwen3_0_6b",
         "seq_len=512",
         "num_examples=4",
-        "client.timeout=5",
         "envs.custom.python=/p",
         "env.split=eval",
         "run.name=x",
