@@ -81,13 +81,13 @@ def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training
         "model=qwen3_0_6b",
         "seq_len=512",
         "num_examples=4",
-        "client.timeout=5",
         "envs.custom.python=/p",
         "env.split=eval",
         "run.name=x",
     ]
     line = train_command("custom", "my-env", given)
     assert line == "python train.py env=custom envs.custom.id=my-env model=qwen3_0_6b seq_len=512 envs.custom.python=/p"
+    assert train_command("math", "rlx-math", ["client.base_url=http://h/v1", "model.name=m"]) == "python train.py env=math"
     assert train_command("math", "rlx-math", []) == "python train.py env=math"
     assert next_commands("rlx-math") == ["rlx env check math", "python train.py env=math"]
     assert next_commands("my-env", "/p")[1] == "python train.py env=custom envs.custom.id=my-env envs.custom.python=/p"

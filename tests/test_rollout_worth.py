@@ -78,6 +78,7 @@ def test_facts_are_those_of_the_rollouts() -> None:
         (rewards([1, 1], [0, 0]), "never differ inside a group"),
         (rewards([1, 0], *[[1, 1]] * 9), "above 80 % of 1"),
         (rewards([1, 0], *[[0, 0]] * 14), "only in 7 % of the groups"),
+        (rewards([-1, -1], [-1, -1]), "all rewards are -1, whatever the reply"),
         (rewards([1], [0]), "must be 2 or more"),
         ([[outcome(1), outcome(0), outcome(0, **FAILED)]], "33 % of the rollouts failed, most by environment_error; the first: ValueError"),
         ([[outcome(1), outcome(0, metrics={"reward_error": 1.0}, error="right raised KeyError")]], "raised in 50 % of the rollouts"),

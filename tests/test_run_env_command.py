@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from main_job import read_metrics
+from public_classic import folder, judge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Rlx = Callable[..., subprocess.CompletedProcess]
@@ -33,9 +34,11 @@ def rlx(tmp_path: Path, model_cache: Path) -> Rlx:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for uv
     own = {"RLX_CACHE": str(model_cache), "RLX_PYTHONS": str(tmp_path / "pythons"), "HF_HUB_OFFLINE": "1", "PATH": path, "PYTHONPATH": ""}
 
-    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+    def run(*arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
         command = [venv / "bin" / "python", "-m", "rlx.cli", *arguments]
-        done = subprocess.run(command, cwd=work, env=os.environ | own, capture_output=True, text=True, check=False, timeout=280)
+        done = subprocess.run(
+            command, cwd=work, env={**os.environ, **own, **(env or {})}, capture_output=True, text=True, check=False, timeout=280
+        )
         assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done
 
@@ -144,3 +147,22 @@ def load_environment():
     rlx("env", "install", f"./{name}")
     done = rlx("env", "check", name, code=code)
     assert says in done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tool_test", "tool_call_reward_func raised TypeError: 'NoneType' object is not iterable"),
+        ("reasoning_gym_env", "all rewards are 0: too hard for this model as it is asked"),
+        ("gsm8k", "Couldn't reach 'openai/gsm8k'"),
+    ],
+)
+def test_environments_of_others_are_judged_by_an_endpoints_answers(rlx: Rlx, name: str, says: str) -> None:
+    """The endpoint says `yes` to everything, or calls no tool."""
+    with judge("yes") as endpoint:
+        own = {"PYTHONPATH": str(folder() / name), "OPENAI_API_KEY": "none", "HF_DATASETS_OFFLINE": "1"}
+        keys = [f"client.base_url={endpoint.url}", "model.name=m", "num_examples=3", "rollouts_per_example=2"]
+        done = rlx("env", "check", name, *keys, code=1 if name == "gsm8k" else 3, env=own)
+        assert says in done.stdout + done.stderr
+        assert (len(endpoint.asked) >= 6) == (name != "gsm8k")

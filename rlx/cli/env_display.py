@@ -55,10 +55,8 @@ def facts_in_words(facts: Assessment) -> list[str]:
         named = [f"{name} {value:.3g}" for name, value in facts.by_function.items() if name not in hidden]
         lines += [f"  functions  {' · '.join(named)}"] if named else []
         low, high = facts.scale
-        lines.append(
-            f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); "
-            f"{facts.equal_low:.0%} all {low:g}, {facts.equal_high:.0%} all {high:g}"
-        )
+        ends = f"{facts.equal_low:.0%} all {low:g}" + (f", {facts.equal_high:.0%} all {high:g}" if low < high else "")
+        lines.append(f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); {ends}")
     lines.append(f"  failed     {facts.failed:.0%}" + "".join(f" · {one.cause} {one.count}" for one in facts.failures))
     lines += [f"             {one.cause}: {one.first}" for one in facts.failures]
     if facts.baseline is None:
@@ -89,12 +87,14 @@ def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
     from rlx.config.shipped import shipped_groups
 
     groups = {*shipped_groups(), "env"}
+    of_an_endpoint = any(word.startswith("client.") for word in given)  # its model is not one that can be trained here
     kept = [
         word
         for word in given
         if (key := word.partition("=")[0].lstrip("+")) not in OF_A_CHECK
         and (key in groups or key.startswith(("env.", "envs.")) or has_key(TRAIN.schema, key))
         and not key.endswith((".split", ".num_examples"))
+        and not (of_an_endpoint and key.partition(".")[0] == "model")
     ]
     chosen = [f"env={env}", *([f"envs.custom.id={env_id}"] if env == "custom" else [])]
     return "python train.py " + " ".join(shlex.quote(word) if any(c in word for c in " {}$") else word for word in [*chosen, *kept])

@@ -159,7 +159,7 @@ def judge(facts: Assessment, max_tokens: int | None = None) -> Verdict:
     if facts.truncated > MANY_CUT:
         limit = f" (sampling.max_tokens={max_tokens}, or the context)" if max_tokens else ""
         notes.append(f"a length limit{limit} cuts {_share(facts.truncated)} of the rollouts; a longer one may raise the baseline")
-    if facts.scale != UNIT:
+    if facts.scale != UNIT and low < high:
         notes.append(f"rewards are not between 0 and 1; the baseline was compared with those that were seen, {low:g} to {high:g}")
     if against:
         return Verdict(playable=True, worth=False, reasons=tuple(against), notes=tuple(notes))
@@ -179,6 +179,8 @@ def _why_all_equal(facts: Assessment) -> str:
     """Why no group has rewards that differ."""
     assert facts.baseline is not None
     low, high = facts.scale
+    if low == high:
+        return f"all rewards are {low:g}, whatever the reply: too hard for this model, too easy, or not a function of the reply"
     if facts.equal_low == 1:
         return (
             f"all rewards are {low:g}: too hard for this model as it is asked; try easier examples, a reward for the form, or a larger "
