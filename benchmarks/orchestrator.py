@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
@@ -165,7 +165,7 @@ def main() -> None:
         seq_len=seq_len,
         loss={"_target_": "unused", "aggregate": "token_mean"},
         advantage={"_target_": "rlx.advantages.group.group_norm"},
-        envs={"reverse_text": EnvConfig(id="rlx-reverse-text")},
+        envs={"reverse_text": TrainedEnvConfig(id="rlx-reverse-text")},
     )
     config.sampling.max_tokens = options.tokens
     config.orchestrator.batch_size, config.orchestrator.rollouts_per_example = options.batch, 8

@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 from orchestrator import publish, serve
 
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.envs.pool import WorkerPool
 from rlx.heartbeat import Heartbeat
@@ -60,7 +60,7 @@ def config_of(options: argparse.Namespace, workers: int) -> Config:
         seq_len=64 + options.tokens,
         loss={"_target_": "unused", "aggregate": "token_mean"},
         advantage={"_target_": "rlx.advantages.group.group_norm"},
-        envs={"reverse_text": EnvConfig(id="rlx-reverse-text")},
+        envs={"reverse_text": TrainedEnvConfig(id="rlx-reverse-text")},
     )
     config.sampling.max_tokens = options.tokens
     config.orchestrator.batch_size, config.orchestrator.rollouts_per_example = options.batch, 8
@@ -154,7 +154,7 @@ def throughput(options: argparse.Namespace, workers: int) -> None:
         (Path(folder) / "blocking_reward.py").write_text(BLOCKING)
         os.environ["PYTHONPATH"] = folder
         config = config_of(options, workers)
-        config.envs = {"slow": EnvConfig(id="blocking_reward", args={"seconds": options.seconds, "cpu": options.cpu})}
+        config.envs = {"slow": TrainedEnvConfig(id="blocking_reward", args={"seconds": options.seconds, "cpu": options.cpu})}
         envs: Any = load_environments(config, lambda _: None)
         wait_loaded(envs, lambda _: None)
         give_policy(envs, config, Chat(build_tokenizer(256)), Instant())

@@ -43,20 +43,23 @@ def test_a_server_and_a_worker_killed_on_their_nodes_are_started_again(submit: C
 
 
 def test_a_stopped_trainer_on_another_node_is_named_and_the_run_goes_on(submit: Callable[..., SlurmJob]) -> None:  # noqa: F811
-    job = submit("run", NODES, *LONG, "launcher.stall_timeout=8")
+    job = submit("run", NODES, *LONG, "launcher.stall_timeout=12")
     job.until_step(1)
     pid = job.pid("trainer", 1)
-    accounts = lambda: [file.read_text() for file in sorted(job.run_dir.glob("logs/latest/stall_*.txt"))]  # noqa: E731
+
+    def account() -> str | None:
+        """A slow machine may have stalled before, while the roles were starting."""
+        texts = [file.read_text() for file in job.run_dir.glob("logs/latest/stall_*.txt")]
+        return next((text for text in texts if "waiting for trainer_1, " in text.splitlines()[0]), None)
+
     os.kill(pid, signal.SIGSTOP)
     try:
-        job.until(accounts, "account of the stall", timeout=120)
+        text = job.until(account, "account that names the trainer", timeout=120)
     finally:
         os.kill(pid, signal.SIGCONT)
-    (text,) = accounts()
-    assert "waiting for trainer_1" in text.splitlines()[0], text
     assert "== orchestrator\nthread MainThread\n" in text, "the stacks of those that answer, on other nodes too"
     job.until_step(trained(job) + 3)
-    assert "progress again, after " in accounts()[0]
+    job.until(lambda: "progress again, after " in str(account()), "end of the stall", timeout=30)
     assert job.status()["state"] == "running"
     slurm("scancel", job.id)
     assert job.until_over(timeout=60) == "interrupted", job.text()
