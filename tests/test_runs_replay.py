@@ -28,6 +28,7 @@ RECORDED = ("env=reverse_text", "hardware=cpu", "loss=grpo")
         ["loss=gspo", "loss.kl.beta=0.1", "optim.lr=1e-5"],
         ["trainer.micro_batch_tokens=4096", "trainer.num_minibatches=4", "trainer.num_iterations=2"],
         ["hardware.trainer_processes=2", "ckpt.interval=3", "max_steps=7", "scheduler.warmup_steps=1"],
+        ["envs.reverse_text.loss=gspo", "envs.reverse_text.loss.eps_high=0.1"],
         ["inference.max_num_seqs=8", "logger=tensorboard", "run.name=x"],
     ],
 )
@@ -43,6 +44,7 @@ def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
         ("orchestrator.rollouts_per_example=4", "orchestrator.rollouts_per_example is 4, and the run was recorded with 8"),
         ("reward.soft_overlong=true", "reward.soft_overlong is True, and the run was recorded with False"),
         ("loss.mask_overlong=true", "loss.mask_overlong is True, and the run was recorded with False"),
+        ("envs.reverse_text.loss.mask_overlong=true", "envs.reverse_text.loss.mask_overlong is True, and the run was recorded without it"),
         ("max_async_level=3", "max_async_level is 3, and the run was recorded with 1"),
         ("envs.reverse_text.weight=2", "envs.reverse_text.weight is 2.0, and the run was recorded with 1.0"),
         (

@@ -6,6 +6,7 @@ rows, ranks, mini-batches. It cannot change what made them: environments, sampli
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,8 @@ WITHOUT_EFFECT = (
     "loss.mask_overlong",  # masked rollouts have no recorded samples
 )
 """Keys and sections that took effect when the batches were made, so a replay cannot change them."""
+
+OWN_LOSS = re.compile(r"envs\.[^.]+\.loss(\.(?!mask_overlong$).*)?")  # an environment's own objective is the trainer's, like the run's
 
 
 def check_replay(cfg: Config, first: int) -> RunPaths:
@@ -76,7 +79,9 @@ def without_effect(cfg: Config, recorded: Config) -> Iterator[str]:
 
 def _used_up(cfg: Config, without: set[str]) -> dict[str, Any]:
     leaves = {"loss.mask_overlong": False, **flat(asdict(cfg))}
-    return {name: value for name, value in leaves.items() if _under(name, WITHOUT_EFFECT) and not _under(name, without)}
+    used = {name: value for name, value in leaves.items() if _under(name, WITHOUT_EFFECT) and not _under(name, without)}
+    same = {f"envs.{name}.advantage" for name, env in cfg.envs.items() if env.advantage in ({}, cfg.advantage)}  # the run's, if it has none
+    return {name: value for name, value in used.items() if not OWN_LOSS.fullmatch(name) and not _under(name, same)}
 
 
 def _under(name: str, keys: Iterable[str]) -> bool:
