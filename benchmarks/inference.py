@@ -1,86 +1,213 @@
-"""The cost of the policy server's engine on CPU: `python benchmarks/inference.py --run RUN`.
+"""How much of a vLLM server's throughput reaches the rollouts, and the CPU that each costs: `python benchmarks/inference.py`.
 
-A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
-and gets as many concurrent requests as a step has rollouts. Prints seconds and CPU seconds per batch of rollouts, first undisturbed,
-then with one weight update as soon as the batch's first rollout has ended, applied at once or when the batch is done.
+One real server on CPU (the tiny architecture with random weights), 64 requests at once, single-turn rollouts of `reverse_text`, each answer
+exactly as long as the others. Four clients play the same prompts in turn, several rounds:
+
+- `completions`: a bare load generator on vLLM's own `/v1/completions`: token ids in, no rollouts, no rewards.
+- `generate`: a bare load generator on the policy server's `/generate`: one message a request, nothing kept.
+- `rlx`: environment, worker, chat format, policy and sampler, as the orchestrator plays them.
+- `verifiers`: verifiers alone with its own OpenAI client, on `/v1/chat/completions`.
+
+Prints the median of the rounds: rollouts and tokens a second, CPU milliseconds a rollout of the client (workers included, without the
+server), and the share of the better bare generator. The server and the clients share the machine, so a client that needs less CPU leaves
+more of it to the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlx.config.load import load_run
-from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
+import aiohttp
+import msgspec
+
+from rlx.config.load import compose, to_yaml
+from rlx.config.schema import Config
+from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
+from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
+from rlx.inference.protocol import Answer, Asked, GenerateRequest, Sampling, pack_ids
+from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
-from rlx.weights.files import latest_version
+from rlx.policy.chat import Chat
+from rlx.types import Task
 
-LIMIT = 1 << 20  # tokens: more than any rollout has, so every update waits for the batch
-
-
-async def measure(run: Path, batches: int) -> None:
-    from rlx.inference.protocol import GenerateRequest, Sampling, pack_ids
-    from rlx.inference.server.engine import PolicyEngine
-
-    config, paths = load_run(run), RunPaths(run)
-    model = paths.initial_model.read_text().strip()
-    engine = await PolicyEngine.start(engine_arguments(config, model, 0), cpu=True, in_process=runs_in_process(config))
-    prompts = read_prompts(paths, model)
-    version = latest_version(paths)
-    assert version is not None
-    serial = 0
-
-    async def rollout(prompt: list[int], seed: int) -> int:
-        sampling = Sampling(max_tokens=config.sampling.max_tokens, seed=seed)
-        request = GenerateRequest(f"r{seed}", pack_ids(prompt), sampling)
-        return sum(count for _, count in (await engine.generate(request)).versions)
-
-    async def batch(update: bool, drain: int) -> tuple[float, float, int]:
-        nonlocal serial
-        began, cpu = time.perf_counter(), time.process_time()
-        serial += len(prompts)
-        work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
-        if update:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            engine.core.version = version - 1  # so that the same files can be loaded again
-            await engine.update_weights(paths.weights_of(version), version, drain)
-        tokens = sum(await asyncio.gather(*work))
-        return time.perf_counter() - began, time.process_time() - cpu, tokens
-
-    for what, update, drain in (("undisturbed", False, 0), ("an update in flight", True, 0), ("an update, drained", True, LIMIT)):
-        await batch(update, drain)
-        measured = [await batch(update, drain) for _ in range(batches)]
-        seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
-        rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
-        print(f"{what}: {rate}", flush=True)
+ENV = "reverse_text"
+Client = Callable[[int], Awaitable[None]]  # plays the example of this number
 
 
-def read_prompts(paths: RunPaths, model: str) -> list[list[int]]:
-    """The prompts of the last step's rollouts."""
-    import json
+def cpu_of(pids: Sequence[int]) -> float:
+    """CPU seconds of this process and of others."""
+    ticks = sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) for pid in pids)
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
-    import zstandard
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    last = sorted(paths.root.glob("rollouts/*.jsonl.zst"))[-1]
-    with zstandard.open(last, "rt") as file:
-        messages = [json.loads(line)["prompt"] for line in file]
-    return [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)) for m in messages]
+async def at_once(client: Client, count: int, concurrent: int, serial: itertools.count[int]) -> None:
+    """Play `count` examples, `concurrent` at once."""
+    numbers = itertools.islice(serial, count)
+
+    async def lane() -> None:
+        for number in numbers:
+            await client(number)
+
+    await asyncio.gather(*(lane() for _ in range(concurrent)))
+
+
+class Bench:
+    """The clients, on one server."""
+
+    def __init__(self, config: Config, server: Endpoint, chat: Chat, env: Any, tokens: int) -> None:
+        self.config, self.server, self.chat, self.env, self.tokens = config, server, chat, env, tokens
+        self.rows = [env.rows[place] for place in range(256)]
+        self.prompts = [chat.render(row["prompt"]) for row in self.rows]
+        self.model = ""
+
+    def _row(self, number: int) -> int:
+        return number % len(self.rows)
+
+    async def completions(self, session: aiohttp.ClientSession, number: int) -> None:
+        body = {"model": self.model, "prompt": self.prompts[self._row(number)], "max_tokens": self.tokens, "min_tokens": self.tokens}
+        body |= {"seed": number, "temperature": 1.0}
+        async with session.post(f"{self.server.url}/v1/completions", json=body, headers=self.server.headers) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == self.tokens
+
+    async def rlx(self, number: int) -> None:
+        place = self._row(number)
+        task = Task(env=ENV, example_id=int(self.rows[place]["example_id"]), index=number, row=self.rows[place])
+        (rollout,) = await self.env.play(task, [0], 0)
+        assert rollout.status == "ok", rollout.error
+        assert rollout.num_completion_tokens == self.tokens
+
+    def verifiers(self) -> Client:
+        import verifiers as vf
+
+        os.environ["RLX_BENCH_KEY"] = self.server.api_key
+        env = vf.load_environment("rlx-reverse-text")
+        rows = env.get_dataset()
+        client = vf.ClientConfig(api_key_var="RLX_BENCH_KEY", api_base_url=f"{self.server.url}/v1")
+        from verifiers.legacy.clients import resolve_client
+
+        opened = resolve_client(client)
+        sampling = {"max_tokens": self.tokens, "temperature": 1.0, "extra_body": {"min_tokens": self.tokens}}
+
+        async def play(number: int) -> None:
+            row = dict(rows[self._row(number)])
+            await env.run_rollout(row, opened, self.model, sampling | {"seed": number})
+
+        return play
+
+
+class Generate:
+    """A bare client of `/generate`."""
+
+    def __init__(self, bench: Bench, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.bench, self.socket = bench, socket
+        self.waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Answer]).decode
+        self.reading = asyncio.ensure_future(self.read())
+
+    async def read(self) -> None:
+        async for message in self.socket:
+            for answer in self.decode(message.data):
+                self.waiting.pop(answer.number).set_result(answer)
+
+    async def ask(self, number: int) -> None:
+        sampling = Sampling(self.bench.tokens, seed=number, min_tokens=self.bench.tokens)
+        prompt = pack_ids(self.bench.prompts[number % len(self.bench.prompts)])
+        future = self.waiting[number] = asyncio.get_running_loop().create_future()
+        await self.socket.send_bytes(self.encode(Asked([(number, GenerateRequest(f"bare-{number}", prompt, sampling))])))
+        assert (await future).status == 200
+
+
+async def measure(config: Config, paths: RunPaths, server: Endpoint, options: argparse.Namespace) -> None:
+    envs: Any = load_environments(config, lambda phase: None)
+    wait_loaded(envs, lambda phase: None)
+    chat = load_tokenizer(config, paths, lambda phase: None)
+    bench, serial = Bench(config, server, chat, envs[ENV], options.tokens), itertools.count()
+    workers = [worker.child.pid for worker in getattr(envs[ENV], "_workers", [])]
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with Sampler([server], 600.0) as sampler, aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with session.get(f"{server.url}/v1/models", headers=server.headers) as answer:
+            bench.model = (await answer.json())["data"][0]["id"]
+        give_policy(envs, config, chat, sampler)
+        async with session.ws_connect(server.url + "/generate", headers=server.headers, max_msg_size=0) as socket:
+            clients: dict[str, Client] = {
+                "completions": lambda number: bench.completions(session, number),
+                "generate": Generate(bench, socket).ask,
+                "rlx": bench.rlx,
+                "verifiers": bench.verifiers(),
+            }
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
+            for client in clients.values():
+                await at_once(client, options.concurrent, options.concurrent, serial)  # warm
+            for _ in range(options.rounds):
+                for name, client in clients.items():
+                    began, cpu = time.perf_counter(), cpu_of(workers)
+                    await at_once(client, options.rollouts, options.concurrent, serial)
+                    found[name].append((options.rollouts / (time.perf_counter() - began), (cpu_of(workers) - cpu) / options.rollouts))
+        rates = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
+        best = max(rates["completions"], rates["generate"])
+        print(f"{options.concurrent} at once, {options.tokens} tokens each, {options.rollouts} rollouts a round, {options.rounds} rounds")
+        for name, rounds in found.items():
+            cpu = statistics.median(seconds for _, seconds in rounds)
+            spread = f"{min(rate for rate, _ in rounds):.1f}-{max(rate for rate, _ in rounds):.1f}"
+            print(
+                f"{name:12} {rates[name]:7.1f} rollouts/s ({spread})  {rates[name] * options.tokens:8.0f} tokens/s  "
+                f"{1e3 * cpu:6.2f} ms CPU a rollout  {rates[name] / best:.3f} of the better bare generator",
+                flush=True,
+            )
+        for env in envs.values():
+            await env.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="directory of a finished run")
-    parser.add_argument("--batches", type=int, default=20)
-    args = parser.parse_args()
-    os.environ |= environment(load_run(args.run), os.environ)
-    asyncio.run(measure(args.run, args.batches))
-    os._exit(0)
+    parser.add_argument("--concurrent", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--rollouts", type=int, default=256, help="rollouts of one client in one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    length = 64 + options.tokens
+    overrides = [
+        "hardware=cpu", f"seq_len={length}", f"sampling.max_tokens={options.tokens}", f"sampling.min_tokens={options.tokens}",
+        "sampling.allow_biased_ratio=true", f"inference.max_num_seqs={options.concurrent}", f"model.context_length={max(256, length)}",
+    ]  # fmt: skip
+    config = compose(overrides, {}).cfg
+    with tempfile.TemporaryDirectory() as folder:
+        paths = RunPaths(Path(folder))
+        paths.config.write_text(to_yaml(config))
+        make_model(config, paths)
+        with (paths.root / "server.log").open("wb") as log:
+            server = subprocess.Popen([sys.executable, "-m", "rlx.roles.inference", "--run-dir", folder], stdout=log, stderr=log)
+        try:
+            while (endpoint := read_endpoint(endpoint_file(paths, 0))) is None:
+                if server.poll() is not None:
+                    sys.exit((paths.root / "server.log").read_text()[-2000:])
+                time.sleep(0.2)
+            asyncio.run(measure(config, paths, endpoint, options))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def make_model(config: Config, paths: RunPaths) -> None:
+    """A random model of the tiny architecture: what it says does not matter here, only how fast."""
+    from rlx.models import tiny
+
+    assert config.model.warm_start is not None
+    folder = paths.root / "model"
+    tiny.save(tiny.build_model(config.model.warm_start, config.model.context_length), tiny.build_tokenizer(config.seq_len), folder)
+    paths.initial_model.write_text(f"{folder}\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 SILENT = 20.0  # seconds without a heartbeat after which a process no longer counts as at work
 WAITING_FOR_MODEL = "waiting for the initial model"
 EVALUATING = "evaluating"  # prefix of the orchestrator's phase when training waits for an evaluation
+SERVING = "serving"  # phase of a server that answers requests
 FETCHING = "fetching"  # prefix of the phase of a process that downloads a model
 
 

@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "plan.txt"
 
     @property
+    def report(self) -> Path:
+        """The page that `rlx report` makes, of this run or of the sweep in this directory."""
+        return self.root / "report.html"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 
@@ -126,6 +131,19 @@ class RunPaths:
 
     def recorded_of(self, step: int) -> Path:
         return self.recorded / f"step_{step:06d}.batch.zst"
+
+    def scores_of(self, step: int, rank: int) -> Path:
+        """What a trainer rank computed for the tokens of a recorded batch (`rlx.data.scores`)."""
+        return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
+
+    @property
+    def replays(self) -> Path:
+        """Steps that were trained again under another objective (`rlx replay`)."""
+        return self.root / "replays"
+
+    def replay_of(self, step: int, label: str) -> Path:
+        """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
+        return self.replays / f"step_{step}--{label}"
 
     @property
     def failures(self) -> Path:

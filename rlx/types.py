@@ -59,6 +59,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
+    answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class Rollout:
     stop: str  # the environment's stop condition, or the failure's cause
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
-    timing: dict[str, float] = field(default_factory=dict)  # seconds
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
+    agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
@@ -106,6 +108,11 @@ class TrainingSample:
     """A token sequence to train on. A rollout gives one sample, or several if its turns do not share a prefix.
 
     The optional streams are per-token numbers for objectives that read them. `STREAMS` defines their meanings and their defaults for None.
+    A token may belong to several losses: a sampled one to its objective's own loss and to the KL term, any token but a sample's first to
+    cross-entropy. Continuing the worked case above, with cross-entropy on the tool's reply, at half weight:
+
+        loss_mask    ·  ·  ·  T  T  ·  ·  T
+        ce_weights   0  0  0  0  0 .5 .5  0
     """
 
     group: int
@@ -116,7 +123,7 @@ class TrainingSample:
     inference_logprobs: Float  # [L] 0 where loss_mask is False
     advantages: Float  # [L] 0 where loss_mask is False
     temperature: Float  # [L] of the request that sampled the token; 1 where loss_mask is False
-    versions: Int  # [L] policy version of each sampled token, -1 where loss_mask is False
+    versions: Int  # [L] policy version of each sampled token; -1 where loss_mask is False, and for tokens that no policy sampled
     policy_weights: Float | None = None  # [L]
     ce_weights: Float | None = None  # [L]
     ref_kl_weights: Float | None = None  # [L]
@@ -125,9 +132,9 @@ class TrainingSample:
 
 
 STREAMS = {
-    "policy_weights": 1.0,  # factor of the policy loss
-    "ce_weights": 0.0,  # factor of a cross-entropy loss on the token
-    "ref_kl_weights": 1.0,  # factor of the KL term against the reference
+    "policy_weights": 1.0,  # factor of the objective's own loss on a sampled token; 0: the token does not belong to it
+    "ce_weights": 0.0,  # factor of cross-entropy on the token, sampled or not; 0: it does not belong to it
+    "ref_kl_weights": 1.0,  # factor of a sampled token in the KL term, and in the own loss of an objective that distils; 0: in neither
     "teacher_logprobs": float("nan"),  # log-probability of the token under a teacher; NaN: not scored
 }
 """The optional per-token streams of a sample, each with its value for tokens of samples without the stream."""
@@ -167,10 +174,52 @@ class MicroBatch:
     group_lengths: Int  # [R] trainable tokens of each rollout's group, in the whole mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
     adapters: Int  # [S] adapter of each sample; 0: the policy's own weights
+    objectives: Int  # [R] number of each rollout's objective; 0 in a run with one objective
     policy_weights: Float | None = None  # [T], like the next three; None: no sample of the mini-batch has the stream
     ce_weights: Float | None = None
     ref_kl_weights: Float | None = None
     teacher_logprobs: Float | None = None
+
+    @property
+    def scored(self) -> Bool:
+        """[T] where a loss reads the log-probability of `labels[t]`: sampled tokens, and those of cross-entropy."""
+        return self.loss_mask if self.ce_weights is None else self.loss_mask | (self.ce_weights != 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Tokens of one loss in the global batch: over all ranks and micro-batches of an optimizer step."""
+
+    tokens: int  # N_tok
+    sequences: int  # N_seq: rollouts with at least one such token
+    groups: int  # groups with at least one
+
+
+NOTHING = Count(tokens=0, sequences=0, groups=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCounts:
+    """The numbers that losses are divided by. Each kind of loss has its own, so that none dilutes another."""
+
+    all: Count  # sampled tokens that belong to their objective's own loss
+    own: dict[str, Count]  # the same by kind of objective: `policy`, `ce`, `ref_kl`. One objective alone may be named `policy`
+    kl: Count  # sampled tokens in the KL term
+    ce_tokens: int = 0  # tokens of cross-entropy
+
+    def of(self, kind: str) -> Count:
+        """The count of the own losses of one kind of objective."""
+        return self.own.get(kind, self.all if len(self.own) <= 1 else NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOf:
+    """Which losses an environment's samples have, for counting."""
+
+    number: int  # of its objective
+    kind: str  # of its objective: `policy`, `ce`, `ref_kl`
+    has_kl: bool  # a KL term
+    has_ce: bool  # cross-entropy on tokens with `ce_weights`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +227,27 @@ class MiniBatch:
     """One rank's rows of one optimizer step, and the global batch's counts. Every rank has the same number of rows."""
 
     micro_batches: tuple[MicroBatch, ...]
-    num_loss_tokens: int  # N_tok: trainable tokens over all ranks and micro-batches
-    num_sequences: int  # N_seq: rollouts with at least one trainable token, over all ranks and micro-batches
-    num_groups: int  # groups with at least one trainable token, over all ranks and micro-batches
+    counts: LossCounts
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N_tok: trainable tokens of objectives' own losses, over all ranks and micro-batches."""
+        return self.counts.all.tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """N_seq: rollouts with at least one such token."""
+        return self.counts.all.sequences
+
+    @property
+    def num_groups(self) -> int:
+        """Groups with at least one such token."""
+        return self.counts.all.groups
+
+    @property
+    def trains(self) -> bool:
+        """Whether a token of any rank belongs to a loss."""
+        return bool(self.counts.all.tokens or self.counts.kl.tokens or self.counts.ce_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +257,7 @@ class RankBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     num_tokens: int  # tokens of all trained samples, over all ranks
+    sampled: bool = True  # a policy version sampled trained tokens; False: supervised data, which has no versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

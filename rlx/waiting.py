@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ class WaitTimeout(TimeoutError):
 
 
 LEFT = 75  # exit code of a preempted run, and of the roles that left because of the preemption (EX_TEMPFAIL)
+UNFIT = 70  # exit code of a server that found its weights wrong (EX_SOFTWARE): another start would hide the defect
 
 
 class Preempted(Exception):
@@ -63,6 +65,13 @@ def wait_for(
         if tick is not None:
             tick()
         time.sleep(pause.seconds())
+
+
+async def at_most(seconds: float | None, *parts: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines concurrently, and cancel what still runs after `seconds`. None: run all to their end. Raises their first error."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*parts)
 
 
 async def first_failure(*parts: Coroutine[Any, Any, None], forever: Sequence[Coroutine[Any, Any, None]] = ()) -> None:

@@ -30,6 +30,12 @@ PLAIN = """\
 {% endif -%}
 """
 
+# As SmolLM2's own: a conversation without a system message gets one.
+SMOLLM2 = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, "
+    "trained by Hugging Face<|im_end|>\\n' }}{% endif %}" + PLAIN
+)
+
 _HEAD = """\
 {%- if tools %}{{ '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '</tools><|im_end|>\\n' }}{% endif %}

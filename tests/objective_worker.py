@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mixed_examples import MIXES, mix_of, mixed_samples
 from test_train_step import LOSSES
 from trainer_examples import make_samples, step_batch
 
@@ -56,6 +57,19 @@ def train(folder: Path, mesh: Mesh) -> dict[str, Any]:
         gradients = {name: _whole(p.grad).clone() for name, p in model.named_parameters()}
         trainer.optimizer.zero_grad()
         values = trainer.train_batch(batch, iterations=2)
+        results[case] = gradients, {k: v for k, v in values.items() if not k.startswith("time/")}
+    for case, specs in MIXES.items():
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), initial, strict=True):
+                parameter.copy_(value)
+        mix = mix_of(specs)
+        samples = mixed_samples(mix)
+        keys = {"rank": mesh.data_rank, "ranks": mesh.num_data_ranks, "tokens": 120, "loss_of": mix.loss_of}
+        trainer = PolicyTrainer(model, mix, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=0.5, mesh=mesh, reference=frozen)
+        trainer.accumulate_gradients(pack(step_batch(2, [samples]), **keys).mini_batches[0], step=2)
+        gradients = {name: _whole(p.grad).clone() for name, p in model.named_parameters()}
+        trainer.optimizer.zero_grad()
+        values = trainer.train_batch(pack(step_batch(2, [samples[:9], samples[9:]]), **keys))
         results[case] = gradients, {k: v for k, v in values.items() if not k.startswith("time/")}
     frozen.sync_interval, frozen.alpha = 1, 0.25
     assert frozen.after_step(0, model)

@@ -26,6 +26,8 @@ class StandIn:
     `version` is stamped on the tokens sampled after it was set, `delay` is seconds a request takes.
     """
 
+    away = 0.0  # `Sampler.away`
+
     def __init__(self, chat: Chat, answer: Callable[[str], str] = lambda text: text[::-1], error: float = 0.5, delay: float = 0.0) -> None:
         self.chat = chat
         self.answer = answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rlx.advantages.base import GroupScores, Remembers
 from rlx.advantages.batch import Ema, batch_norm
 from rlx.advantages.group import group_mean, group_norm, leave_one_out, max_rl, none, opo
+from rlx.advantages.mix import AdvantageMix
 from rlx.config.shipped import conf_directory
 
 GROUPS = [
@@ -133,3 +135,37 @@ def test_the_moving_average_is_of_the_environment_and_of_earlier_batches():
     assert [a.tolist() for a in other(batch)] == [a.tolist() for a in ema(batch)]
     with pytest.raises(ValueError, match=r"advantage\.decay is 1\.5; it must be from 0 to 1"):
         Ema(decay=1.5)
+
+
+def test_each_agent_of_an_environment_has_its_own_baseline():
+    """In a game of two, one wins what the other loses: a common average would be the mean of both."""
+    batch = replace(scores([[1.0, 1.0], [-1.0, -1.0], [0.5]], envs=["game", "game", "alone"]), agents=["x", "o", None])
+    ema = Ema(decay=0.5)
+    ema.update(batch)
+    assert ema.baselines == {"game/x": 0.5, "game/o": -0.5, "alone": 0.25}
+    assert [a.tolist() for a in ema(batch)] == [[0.5, 0.5], [-0.5, -0.5], [0.25]]
+
+
+def test_each_environment_may_have_its_own_advantage_as_if_its_groups_were_the_batch():
+    batch = scores([[0.0, 1.0], [1.0, 3.0], [0.0, 4.0], [5.0, 5.0]], envs=["a", "b", "a", "b"])
+    mix = AdvantageMix([batch_norm, group_mean, Ema(decay=0.0)], {"a": 0, "b": 1, "c": 2})
+    own = batch_norm(scores([[0.0, 1.0], [0.0, 4.0]]))
+    found = mix(batch)
+    assert [a.tolist() for a in found] == [own[0].tolist(), [-1.0, 1.0], own[1].tolist(), [0.0, 0.0]]
+    mix.update(batch)
+    assert mix.state_dict() == {"2": {"baselines": {}}}, "its environment is not in this batch"
+    mix.update(scores([[2.0]], envs=["c"]))
+    again = AdvantageMix([batch_norm, group_mean, Ema(decay=0.0)], {"a": 0, "b": 1, "c": 2})
+    again.load_state_dict(mix.state_dict())
+    assert again(scores([[2.0]], envs=["c"]))[0].tolist() == [0.0]
+
+
+def test_one_advantage_is_itself_and_its_state_has_no_number():
+    ema = Ema(decay=0.5)
+    mix = AdvantageMix([ema], {})
+    mix.update(scores([[1.0]]))
+    assert mix.state_dict() == ema.state_dict() == {"baselines": {"e": 0.5}}
+    other = AdvantageMix([Ema()], {"e": 0})
+    other.load_state_dict(mix.state_dict())
+    assert other(scores([[1.0]]))[0].tolist() == [0.5]
+    assert AdvantageMix([group_mean], {}).state_dict() is None

@@ -90,6 +90,12 @@ def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:
         ("eval.interval=50 ckpt.keep_best=eval/reverse_text/avg@4", r"has no avg@4, because it plays 1 rollouts"),
         ("eval.interval=50 ckpt.keep_best=eval/reverse_text/pass@2_low", r"has no pass@2_low, because it plays 1 rollouts"),
         ("eval.interval=50 ckpt.keep_best=eval/reverse_text/reward/", r"has no reward/: .*\nChoose from avg@1, pass@1, .* reward/FUNCTION"),
+        ("eval.interval=50 ckpt.keep_best=eval/reverse_text/error_frac", r"highest value, but a lower error_frac is better"),
+        ("eval.interval=50 eval.envs.reverse_text.weight=2", r"`eval.envs.reverse_text.weight` has no effect: .* in full: .*Remove it"),
+        (
+            "eval.interval=50 eval.envs.reverse_text.curriculum=level",
+            r"`eval.envs.reverse_text.curriculum` has no effect: .* in their order",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(argv: str, says: str) -> None:

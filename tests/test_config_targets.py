@@ -160,7 +160,7 @@ def test_the_rules_know_a_users_own_objective_by_what_it_declares(declaring: Pat
 
 def test_a_users_own_objective_that_needs_a_teacher_is_refused_without_one(declaring: Path):
     declaring.write_text(DECLARING.replace("NEEDS", "True"))
-    with pytest.raises(ConfigError, match=r"the objective own learns from a teacher, but ref\.name is null"):
+    with pytest.raises(ConfigError, match=r"the objective own learns from a teacher, but there is none: ref\.name=null"):
         compose(OWN, {})
 
 

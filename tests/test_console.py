@@ -27,7 +27,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.history import History
 from rlx.runs.rewind import trim_metrics
-from rlx.runs.status import Status
+from rlx.runs.status import Restart, Status
 
 DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "rollouts/failed_no_answer": 0.0}
 
@@ -151,6 +151,22 @@ def test_a_stall_is_shown_once_and_its_end_too(run, capsys):
     assert "waiting for trainer" in rendered(console)
     paths.stall_of(0, 1).write_text(f"{head}\nprogress again, after 412 s\n{STACKS}\n== trainer\n")
     assert said() == "progress again, after 412 s\n"
+
+
+def test_a_server_that_died_and_starts_again_is_said_at_once_and_counted_at_the_end(run, capsys):
+    console = Console(run, Config(max_steps=10))
+    capsys.readouterr()
+    died = [Restart(name=f"inference_{number}", reason="killed by SIGKILL", log=f"logs/{number}.log", time=0.0) for number in (0, 1, 0)]
+    for restarts in (died[:1], died):
+        Status(max_steps=10, restarts=restarts).write(RunPaths(run))
+        console._looked = 0.0
+        console.update()
+    said = capsys.readouterr().out
+    assert said.count("killed by SIGKILL; it starts again") == 3
+    assert f"(its log: {run}/logs/1.log)" in said
+    assert "started again: inference_0 2 ×, inference_1 1 ×" in rendered(console)
+    Status(max_steps=10, restarts=died, state="completed").write(RunPaths(run))
+    assert "  restarted inference_0 2 ×, inference_1 1 ×; the last: killed by SIGKILL, logs/0.log" in Console(run, Config()).summary(0)
 
 
 def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(run):
@@ -278,16 +294,17 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
     from rlx.rollout.record import write_rollouts
 
     console = finished(run, max_steps=2)
-    assert not any(" show " in command for command in next_commands(console))
+    assert not any(" view " in command for command in next_commands(console))
     write_rollouts(console.paths.rollouts_of(1), [], [])
-    (look,) = [command for command in next_commands(console) if " show " in command]
+    (look,) = [command for command in next_commands(console) if " view " in command]
     _, option, name, command, path = shlex.split(look)
-    assert (option, name, command, path) == ("-m", "rlx.cli", "show", str(console.paths.root))
-    assert main([command, path]) == 0
-    assert main([command, path, "step=7"]) == 2
-    assert "only of steps 1 … 1" in capsys.readouterr().err
-    assert main([command, path + ".absent"]) == 2
-    assert "there is no directory" in capsys.readouterr().err
+    assert (option, name, command, path) == ("-m", "rlx.cli", "view", str(console.paths.root))
+    for command in ("view", "show"):
+        assert main([command, path]) == 0
+        assert main([command, path, "step=7"]) == 2
+        assert "only of steps 1 … 1" in capsys.readouterr().err
+        assert main([command, path + ".absent"]) == 2
+        assert "there is no directory" in capsys.readouterr().err
 
 
 def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys):
@@ -306,8 +323,8 @@ def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys
     path.write_bytes(zstandard.compress("\n".join(json.dumps(each) for each in (record, failed, record)).encode()))
     assert show([str(path), "count=2"]) == 0
     assert capsys.readouterr().out == (
-        "math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
-        "math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
+        "step 0   math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
+        "step 0   math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
     )
     assert show([]) == 2
 

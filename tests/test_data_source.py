@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from test_codec_records import same
 from trainer_examples import make_samples, step_batch
 
 from rlx.codec import CodecError
-from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, SupervisedSource, send, shuffled_batches, split
+from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, send, split
 from rlx.heartbeat import EVALUATING, Heartbeat
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.paths import RunPaths
@@ -173,28 +172,6 @@ def test_a_run_that_gives_way_while_rank_0_waits_gives_way_on_every_rank(tmp_pat
 
 
 # without files
-
-
-def test_batches_visit_every_example_before_any_again() -> None:
-    batches = shuffled_batches(10, 4, seed=0)
-    visited = [i for _ in range(5) for i in next(batches)]
-    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
-    assert visited[:10] != visited[10:]
-
-
-def test_a_supervised_source_gives_the_same_batch_for_a_step_in_any_order() -> None:
-    samples = [dataclasses.replace(s, group=0) for s in make_samples()]
-    source = SupervisedSource(samples, batch_size=6, seed=1)
-    in_order = [source.receive(step) for step in range(5)]
-    for step in (4, 1, 3, 0):
-        assert same(source.receive(step), in_order[step])
-    assert same(SupervisedSource(samples, batch_size=6, seed=1).receive(3), in_order[3])
-    assert not same(SupervisedSource(samples, batch_size=6, seed=2).receive(3), in_order[3])
-    order = shuffled_batches(len(samples), 6, seed=1)
-    for batch in in_order:
-        (mini_batch,) = batch.mini_batches
-        assert [s.group for s in mini_batch] == list(range(6)), "every example is its own group, even if it comes twice"
-        assert same([s.token_ids for s in mini_batch], [samples[i].token_ids for i in next(order)])
 
 
 def test_a_fake_source_has_the_lengths_that_were_asked_for_and_follows_its_seed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import verifiers as vf
 from policy_stand_in import load, play_texts, tiny_chat
 
 from rlx.config.load import compose
-from rlx.data.demonstrations import demonstrate
+from rlx.data.conversations import Conversation
+from rlx.data.masks import mark
 from rlx.envs.answers import conversations
 from rlx.envs.base import sampling_of
 
@@ -168,6 +171,17 @@ def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | Non
     assert rlx_tool_math.last_number(text) == number
 
 
+def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses_wrongly_without_it() -> None:
+    env: Any = rlx_tool_math.load_environment(level=1, num_examples=4)
+    row = {"info": {"expression": "7*8"}}
+    call, result, answer = env.demonstration(row, False, random.Random(0))
+    assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"x": "7*8"}
+    assert (result["content"], answer["content"]) == ("56", "56")
+    guesses = [env.demonstration(row, True, random.Random(seed)) for seed in range(50)]
+    assert {len(said) for said in guesses} == {1}
+    assert "56" not in {said[0]["content"] for said in guesses}
+
+
 # word_guess
 
 
@@ -235,6 +249,10 @@ def text_of(message: dict[str, Any]) -> str:
     )
 
 
+def marked(said):
+    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), tiny_chat())
+
+
 @pytest.mark.parametrize(
     ("id", "arguments"), TAUGHT, ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values()))
 )
@@ -246,8 +264,8 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
         assert (rollout.status, rollout.reward) == ("ok", 1.0)
         theirs = [message["content"] for message in rollout.completion if message["role"] != "assistant"]
         assert theirs == [message["content"] for message in said.played if message["role"] != "assistant"]
-        (whole,) = demonstrate("e", said.prompt, said.played, tiny_chat(), said.tools)
-        assert whole.token_ids == (*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids), "what the policy will see"
+        (whole,) = marked(said)
+        assert whole.token_ids == [*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids], "what the policy will see"
     wrong = conversations(env, list(env.rows), teacher_error=1.0, seed=1)
     rewards = [
         play_texts(env, *(text_of(m) for m in said.played if m["role"] == "assistant"), index=i).reward for i, said in enumerate(wrong)
@@ -258,13 +276,13 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
 @pytest.mark.parametrize("experiment", ["word_guess_tiny", "tool_math_tiny", "alphabet_sort_tiny", "sums_tiny"])
 def test_what_the_tiny_model_learns_fits_into_its_lengths(experiment: str) -> None:
     cfg = compose([f"experiment={experiment}"], {}).cfg
-    ((name, config),) = cfg.envs.items()
+    (config,) = cfg.envs.values()
     env = load(config.id, **config.args, num_examples=64)
     limit = sampling_of(cfg, config)["max_tokens"]
     for said in conversations(env, list(env.rows), teacher_error=0.5, seed=1):
-        (whole,) = demonstrate(name, said.prompt, said.played, tiny_chat(), said.tools)
+        (whole,) = marked(said)
         assert len(whole) <= cfg.seq_len
-        assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.spoken).split()) <= limit
+        assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.trained).split()) <= limit
 
 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)

@@ -70,6 +70,7 @@ def test_each_group_trains_one_agent_with_its_own_reward():
         generator = Recorder()
         (rollout,) = play(env, generator, index_of(env, agent))
         assert (rollout.status, rollout.stop) == ("ok", "user_closed")
+        assert rollout.agent == agent
         seen[agent] = rollout
         asked = len(rollout.turns)
         assert asked == {"left": 2, "right": 1}[agent]
@@ -115,6 +116,32 @@ def test_every_sampled_token_of_the_trained_agent_is_kept_once_with_its_context(
         assert set(turn.versions.tolist()) == {3}
         assert len(turn.logprobs) == len(turn.completion_ids)
         assert sum(turn is one for one in generator.turns) == 1
+
+
+def test_an_answer_that_arrives_after_the_trace_was_stopped_is_not_trained(monkeypatch: pytest.MonkeyPatch):
+    """Two requests at once: the first answer stops the trace, so verifiers discards the second."""
+    from rlx.envs import verifiers_v1_client as client
+
+    async def both(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *more: Any, **others: Any) -> Any:
+        async def ask(text: str) -> int:
+            request = {"model": ctx.model, "messages": [{"role": "user", "content": text}]}
+            return (await self._post(self.server._handler_for(client.CHAT), secret, request))[0]
+
+        answered.append(await asyncio.gather(ask("now"), ask("later")))
+        return client.ProgramResult(0, "", "")
+
+    class Late(Recorder):
+        async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+            if "later" in self.chat.tokenizer.decode(prompt_ids):
+                await asyncio.sleep(0.2)
+            return await super().generate(prompt_ids, sampling, request_id, affinity)
+
+    answered: list[list[int]] = []
+    monkeypatch.setattr(client.ChatLoop, "launch", both)
+    (rollout,) = play(load(agents=("left",)), Late(lambda prompt: "STOP 1" if "now" in prompt else "5"))
+    assert answered[-1] == [400, 400], "the stop refuses both"
+    assert (rollout.status, rollout.stop) == ("ok", "said_stop")
+    assert ["now" in text_of(turn) for turn in rollout.turns] == [True], "the answer that stopped the trace, alone"
 
 
 def test_two_runs_are_equal():

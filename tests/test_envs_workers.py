@@ -26,6 +26,7 @@ from rlx.envs.stacks import environments_line, threads
 from rlx.envs.watch import Verdict, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
+from rlx.waiting import at_most
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 0.4
@@ -239,6 +240,21 @@ def test_signals_to_all_processes_of_a_job_end_no_worker(pool_of: Any, tmp_path:
     assert [one.status for (one,) in play(pool, range(4), meanwhile=signals)] == ["ok"] * 4
     assert not pool.replaced
     assert (tmp_path / "closed").exists(), "its environment was closed"
+
+
+def test_a_run_that_must_stop_does_not_wait_for_an_environment_that_closes_slowly(pool_of: Any) -> None:
+    pool = pool_of(closing=60.0)
+    pool.wait_loaded()
+    (worker,) = pool._workers
+
+    async def main() -> None:
+        (one,) = await pool.play(task_of(pool, 0), [0], 0)
+        assert one.status == "ok"
+        await at_most(0.2, pool.close())
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert worker.child.process.poll() is not None
+    assert pool._workers == []
 
 
 def test_a_defect_of_the_adapter_ends_the_run_with_its_traceback(pool_of: Any) -> None:

@@ -26,9 +26,11 @@ FLOORS = {
     "plan": 4,
     "runs": 5,
     "launch": 6,
+    "view": 6,
+    "report": 6,
     "cli": 7,
 }
-WITHOUT_TORCH = ("config", "plan", "runs", "launch", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
+WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "report", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
@@ -37,6 +39,8 @@ OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/kernels/logprob.py": "triton",
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",
+    "rlx/data/rows.py": "datasets",  # for Parquet and the hub; a JSONL file needs none
+    "rlx/data/scores.py": "zstandard",
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
 ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it
@@ -47,6 +51,7 @@ HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "submitit": ("launch",),
     "hydra": ("config", "cli"),
     "omegaconf": ("config", "cli"),
+    "textual": ("view",),
 }
 LONGEST = 420
 BY_NAME = {
@@ -161,7 +166,17 @@ def test_only_the_mesh_knows_torchs_ranks_and_collectives():
 
 @pytest.mark.parametrize(
     "module",
-    ["rlx.cli", "rlx.plan.rl", "rlx.runs.claim", "rlx.launch.supervisor", "rlx.types", "rlx.codec", "rlx.data.source", "rlx.config.load"],
+    [
+        "rlx.cli",
+        "rlx.plan.rl",
+        "rlx.runs.claim",
+        "rlx.launch.supervisor",
+        "rlx.types",
+        "rlx.codec",
+        "rlx.data.source",
+        "rlx.config.load",
+        "rlx.view.app",
+    ],
 )
 def test_the_outer_floors_load_without_torch(module: str):
     check = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"

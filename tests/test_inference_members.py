@@ -14,7 +14,7 @@ from test_inference_clients import SAMPLING, Stand, play
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
-from rlx.inference.protocol import InferenceError, RequestRefused
+from rlx.inference.protocol import InferenceError, RequestRefused, ServerUnreachable
 from rlx.paths import RunPaths
 
 
@@ -192,3 +192,39 @@ def test_a_parameter_that_cannot_be_sent_fails_its_own_request_alone() -> None:
         assert (await good).completion_ids.tolist() == [2, 1]
 
     play(scene, Stand(0.05))
+
+
+def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limits_and_that_time_is_counted() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(Path("weights"), 1)
+        assert client.sampler.away == 0.0
+        asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
+        await until(lambda: stand.in_flight)
+        await stand.__aexit__()
+        updating = asyncio.ensure_future(client.update(Path("weights"), 2, timeout=0.4))
+        await asyncio.sleep(1.2)
+        assert not asked.done()
+        assert not updating.done()
+        assert client.sampler.away > 0.8
+        stand.version, stand.delay = 0, 0.0
+        await stand.__aenter__()
+        await asyncio.gather(asked, updating)
+        assert stand.version == 2
+        assert stand.served[-1] >= 1
+        away = client.sampler.away
+        await asyncio.sleep(0.1)
+        assert client.sampler.away == away, "the outage is over"
+
+    play(scene, Stand(0.3), request_timeout=0.5, restart_timeout=30, look=60)
+
+
+def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_start() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await stand.__aexit__()
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachable, match="does not answer"):
+            await client.generate([1], SAMPLING, "a")
+        assert time.monotonic() - started > 0.6
+        await stand.__aenter__()
+
+    play(scene, Stand(), request_timeout=0.3, restart_timeout=0.7, look=60)

@@ -13,7 +13,7 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import Config
-from rlx.envs.probe import _why, files_of
+from rlx.envs.probe import files_of, why
 from rlx.launch import probes
 from rlx.launch.processes import start_time
 
@@ -68,7 +68,7 @@ def raised(text: str) -> BaseException:
     ],
 )
 def test_a_problem_is_said_in_the_packages_own_words(text: str, problem: str, fix: str):
-    probed = _why("mine", "my-env-that-is-not", raised(text))
+    probed = why("mine", "my-env-that-is-not", raised(text))
     assert problem in (probed.problem or "")
     assert fix in probed.fix
 

@@ -98,6 +98,66 @@ def test_a_service_that_leaves_early_is_a_failure_even_with_exit_code_0(start: C
     assert "serve" in cause.reason
 
 
+SERVES = """
+import json, os, signal, sys, time
+from pathlib import Path
+from rlx.heartbeat import SERVING, Heartbeat
+from rlx.paths import RunPaths
+paths = RunPaths(Path(sys.argv[1]))
+Heartbeat(paths, "inference_0").beat(SERVING)
+print("serving", flush=True)
+"""
+
+
+def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_counted(start: Callable[..., Run]) -> None:
+    dies_twice = (
+        SERVES
+        + "life = paths.root / 'life'\n"
+        + (
+            "with life.open('a') as file: file.write(f'{os.getpid()}\\n')\n"
+            "if len(life.read_text().split()) < 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "while True: time.sleep(0.05)\n"
+        )
+    )
+    waits = "import sys, time\nfrom pathlib import Path\nlife = Path(sys.argv[1]) / 'life'\n" + (
+        "while not life.exists() or len(life.read_text().split()) < 3: time.sleep(0.02)\ntime.sleep(0.3)"
+    )
+    plan = [toy("inference", dies_twice, service=True, arguments=(RUN_DIR,)), toy("trainer", waits, arguments=(RUN_DIR,))]
+    run = start(plan, max_restarts=2)
+    status = run.wait()
+    assert status.state == "completed", run.log("launcher")
+    assert [(one.name, one.log) for one in status.restarts] == [
+        ("inference_0", "logs/attempt_0/inference_0.log"),
+        ("inference_0", "logs/attempt_0/inference_0.1.log"),
+    ]
+    assert all("SIGKILL" in one.reason for one in status.restarts)
+    assert [run.log(name) for name in ("inference_0", "inference_0.1", "inference_0.2")] == ["serving\n"] * 3
+    assert run.pid("inference") == int((run.paths.root / "life").read_text().split()[-1]), "the process that serves now"
+    assert "inference_0: killed by SIGKILL" in run.log("launcher")
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_service_that_keeps_dying_or_does_not_come_to_serve_again_ends_the_run(start: Callable[..., Run]) -> None:
+    def fails(code: str) -> Run:
+        return start(
+            [toy("inference", code, service=True, arguments=(RUN_DIR,)), toy("trainer", FOREVER)], f"run{len(code)}", max_restarts=2
+        )
+
+    keeps_dying = fails(SERVES + "sys.exit(3)")
+    fails_at_start = fails(
+        SERVES.replace("Heartbeat(", "if list(paths.latest_logs.glob('*.1.log')): sys.exit('no GPU')\nHeartbeat(") + "sys.exit(4)"
+    )
+    status = keeps_dying.wait()
+    assert (status.state, len(status.restarts)) == ("failed", 2)
+    assert status.cause is not None
+    assert (status.cause.role, status.cause.returncode, status.cause.log) == ("inference", 3, "logs/attempt_0/inference_0.2.log")
+    status = fails_at_start.wait()
+    assert (status.state, len(status.restarts)) == ("failed", 1)
+    assert status.cause is not None
+    assert status.cause.last_lines == ("no GPU",), "the log of its last start"
+
+
 @pytest.mark.slow
 def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run]) -> None:
     missing = ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=("/nowhere/python",))

@@ -8,22 +8,26 @@ import pytest
 
 from rlx.heartbeat import Ages, in_phase
 from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
-from rlx.waiting import LEFT
+from rlx.waiting import LEFT, UNFIT
 
 LATE = {"waited": 10.0}  # seconds; the verdict no longer waits for more information
 COMPLETED = Verdict(state="completed")
 PREEMPTED = Verdict(state="preempted")
 
 
-def seen(trainer: int | None = None, orchestrator: int | None = None, inference: int | None = None, *, order: str = "") -> View:
-    """A run with these return codes. `order`: initials of the processes in order of exit; by default one look sees all exits."""
+def seen(
+    trainer: int | None = None, orchestrator: int | None = None, inference: int | None = None, *, order: str = "", spare: int = 0
+) -> View:
+    """A run with these return codes. `order`: initials of the processes in order of exit; by default one look sees all exits.
+
+    `spare`: how often the server may be started again."""
 
     def look(name: str, code: int | None) -> int:
         return 0 if code is None else 1 + (order.index(name[0]) if order else 0)
 
     return View(
         processes=(
-            Process(name="inference_0", service=True, code=inference, look=look("inference", inference)),
+            Process(name="inference_0", service=True, code=inference, look=look("inference", inference), spare=spare),
             Process(name="orchestrator", service=False, code=orchestrator, look=look("orchestrator", orchestrator)),
             Process(name="trainer", service=False, code=trainer, look=look("trainer", trainer)),
         )
@@ -36,6 +40,9 @@ def failed(blamed: str, code: int | None, reason: str) -> Verdict:
 
 ONE = failed("trainer", 1, "exit code 1")
 CRASH = "killed by SIGSEGV (a crash in native code)"
+AGAIN = Verdict(again=("inference_0",))
+KILLED = "killed by SIGKILL (by a user, or by the kernel because memory ran out: see `dmesg`, or the memory estimate of `dry_run=true`)"
+WANTED_BACK = "SLURM sent inference_0 SIGTERM: it wants the machine back"
 EARLY = "exited early with exit code 0; it must serve until the run ends"
 NOTHING = "no step has begun: there is no progress to save"
 CASES = [
@@ -65,6 +72,20 @@ CASES = [
     ("a role leaves although nobody told it to", seen(LEFT), LATE, failed("trainer", LEFT, f"exit code {LEFT}")),
     ("told, but it fails", seen(1), {"told": True, **LATE}, ONE),
     ("told, and the stopped server is not to blame", seen(1, inference=0), {"told": True, **LATE}, ONE),
+    # a server that has served starts again
+    ("a server was killed", seen(inference=-9, spare=2), {}, AGAIN),
+    ("its engine died", seen(inference=1, spare=1), {}, AGAIN),
+    ("it left with 0", seen(inference=0, spare=1), {}, AGAIN),
+    ("it was started again often enough, or never served", seen(inference=-9), {}, failed("inference_0", -9, KILLED)),
+    ("it found its weights wrong", seen(inference=UNFIT, spare=2), {}, failed("inference_0", UNFIT, f"exit code {UNFIT}")),
+    ("another process failed, too", seen(1, inference=-9, spare=2), {}, failed("inference_0", -9, KILLED)),
+    ("the orchestrator is done, the trainer is not", seen(None, 0, -9, spare=2), {}, AGAIN),
+    ("a step's server: is SLURM stopping the job?", seen(inference=-9, spare=2), {"remote": True}, SETTLING),
+    ("it is not", seen(inference=-9, spare=2), {"remote": True, **LATE}, AGAIN),
+    ("SLURM's notice killed the server", seen(inference=-15, spare=2), {"remote": True, **LATE}, Verdict(give_way=True, say=WANTED_BACK)),
+    ("a server killed by SIGTERM on this machine", seen(inference=-15, spare=2), {}, AGAIN),
+    ("told to leave: no server is needed", seen(inference=-9, spare=2), {"told": True}, GO_ON),
+    ("Ctrl-C, while a server is dead", seen(inference=-9, spare=2), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
     # in a SLURM job, SLURM may be the cause
     ("a step fails: is SLURM stopping the job?", seen(1), {"remote": True}, SETTLING),
     ("a step's server fails: the same question", seen(inference=-9), {"remote": True}, SETTLING),

@@ -414,5 +414,5 @@ def test_an_unknown_aggregate_and_a_missing_length_are_refused():
 def test_a_gate_that_cannot_be_and_a_teacher_that_is_not_there_are_refused():
     with pytest.raises(ValueError, match=r"loss\.tau_pos=0\.0 and loss\.tau_neg=1\.05 must be above 0"):
         sapo(make("random"), tau_pos=0.0)
-    with pytest.raises(ValueError, match=r"got none; name the teacher with ref\.name"):
+    with pytest.raises(ValueError, match=r"got none; name a teacher: ref\.name or teacher\.base_url"):
         opd(changed(make("random"), ref_logp=None))

@@ -15,7 +15,7 @@ from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
 from rlx.checkpoints.folders import begin, writing
 from rlx.checkpoints.orchestrator import STATE
 from rlx.codec import encode
-from rlx.config.schema import Config, EnvConfig
+from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
@@ -38,7 +38,7 @@ def config_of(**overrides: Any) -> Config:
         seq_len=128,
         loss={"_target_": "x", "aggregate": "token_mean"},
         advantage={"_target_": "rlx.advantages.group.group_norm"},
-        envs={"e": EnvConfig(id="rlx_reverse_text", args={"num_examples": 64})},
+        envs={"e": TrainedEnvConfig(id="rlx_reverse_text", args={"num_examples": 64})},
     )
     config.sampling.max_tokens = 12
     config.orchestrator.batch_size = 8
@@ -267,8 +267,8 @@ def test_mini_batches_are_whole_groups_and_know_nothing_of_the_trainers_layout(t
 
 def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path) -> None:
     envs = {
-        "a": EnvConfig(id="rlx_reverse_text", args={"num_examples": 16}, weight=3.0),
-        "b": EnvConfig(id="rlx_test_multi", args={"num_examples": 16}),
+        "a": TrainedEnvConfig(id="rlx_reverse_text", args={"num_examples": 16}, weight=3.0),
+        "b": TrainedEnvConfig(id="rlx_test_multi", args={"num_examples": 16}),
     }
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=2, orchestrator__batch_size=16))
     for record in metrics(paths):
@@ -277,12 +277,12 @@ def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path)
 
 
 def test_group_rewards_train(tmp_path: Path) -> None:
-    paths, _ = play(tmp_path, config_of(max_steps=1, envs={"g": EnvConfig(id="rlx_test_group")}))
+    paths, _ = play(tmp_path, config_of(max_steps=1, envs={"g": TrainedEnvConfig(id="rlx_test_group")}))
     assert metrics(paths)[0]["reward/g/shortest"] > 0
 
 
 def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) -> None:
-    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 5})}
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 5})}
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
     last = metrics(paths)[-1]
     assert last["rollouts/failed_sandbox_error"] > 0
@@ -294,25 +294,25 @@ def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) 
 
 
 def test_slow_rollouts_time_out_and_the_run_goes_on(tmp_path: Path) -> None:
-    envs = {"s": EnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=0.2)}
+    envs = {"s": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=0.2)}
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
     assert metrics(paths)[-1]["rollouts/dropped_timeout"] > 0
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
-    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "vf_error"})}
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error"})}
     with pytest.raises(RolloutsFailed, match=r"environment t failed 4 groups in a row.*SandboxError: example \d+ cannot be set up"):
         play(tmp_path, config_of(envs=envs))
 
 
 def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> None:
-    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
     with pytest.raises(RuntimeError, match=r"environment t: a reward function raised in every .* of 4 groups .*reward function is broken"):
         play(tmp_path, config_of(envs=envs))
 
 
 def test_a_reward_function_that_raises_now_and_then_is_counted(tmp_path: Path) -> None:
-    envs = {"t": EnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"})}
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"})}
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=1))
     record = metrics(paths)[0]
     assert record["env/t/reward_error"] == pytest.approx(1 - record["reward/mean"])

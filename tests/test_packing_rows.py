@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -139,11 +139,12 @@ def test_dtypes_are_those_of_the_record():
 
 
 def with_streams(samples: Sequence[TrainingSample], streams: Iterable[str]) -> list[TrainingSample]:
-    """The samples with streams on every other one. The values derive from its token ids."""
-    return [
-        replace(s, **{name: (s.token_ids + k / 8).astype(np.float32) for k, name in enumerate(streams)}) if i % 2 else s
-        for i, s in enumerate(samples)
-    ]
+    """The samples with streams on every other one. The values derive from its token ids; a first token is not predicted, so it has 0."""
+
+    def values(sample: TrainingSample, k: int) -> Any:
+        return np.where(np.arange(len(sample.token_ids)) > 0, sample.token_ids + k / 8, 0).astype(np.float32)
+
+    return [replace(s, **{name: values(s, k) for k, name in enumerate(streams)}) if i % 2 else s for i, s in enumerate(samples)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -167,7 +168,7 @@ def test_streams_are_shifted_with_their_labels_and_filled_where_a_sample_has_non
 
 def test_a_mini_batch_has_the_same_streams_on_every_rank():
     """If a rank has only samples without the stream, it must refuse the batch too; otherwise the other ranks wait for it."""
-    samples = [replace(s, ce_weights=np.ones(len(s.token_ids), np.float32)) if s.group == 0 else s for s in make_samples()]
+    samples = [replace(s, ce_weights=(np.arange(len(s.token_ids)) > 0).astype(np.float32)) if s.group == 0 else s for s in make_samples()]
     (mini_batch,) = pack_all([samples], ranks=8, tokens=60)
     assert all(row.ce_weights is not None for row in mini_batch.rows)
 

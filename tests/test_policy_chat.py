@@ -364,6 +364,11 @@ def test_a_renderer_keeps_reasoning_in_one_growing_sample() -> None:
         ('Now.<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', "Now.", ["other"]),
         ('Now.<tool_call>\n{"name": "add"</tool_call>', 'Now.<tool_call>\n{"name": "add"</tool_call>', []),
         ('<think>\nhm\n</think>\n\nNow.<tool_call>\n{"na', 'Now.<tool_call>\n{"na', []),
+        (
+            "<tool_call>\nx\n</tool_call> and <tool_call>\ny\n</tool_call> so",
+            "<tool_call>\nx\n</tool_call> and <tool_call>\ny\n</tool_call> so",
+            [],
+        ),
     ],
 )
 def test_what_a_renderer_cannot_read_reaches_the_environment_as_text(said: str, content: str, calls: list[str]) -> None:

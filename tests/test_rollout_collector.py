@@ -381,3 +381,23 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
         assert asyncio.all_tasks() == before
 
     run(main)
+
+
+def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:
+    away = 0.0
+
+    def behave(task: Task, member: int, attempt: int) -> Any:
+        nonlocal away
+        late = len(env.started) <= 3
+        away += late  # the outage grows during these
+        return "timeout" if late else 0.0
+
+    env = FakeEnv(behave)
+    groups = collector(env, num_groups=1)
+    groups.away = lambda: away
+    (rollouts,) = run(groups.collect)
+    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
+    assert {attempt for _, _, attempt in env.started} == {0}
+    assert len(env.started) > 3
+    assert not groups.tally.failed
+    assert not groups.tally.dropped

@@ -14,7 +14,7 @@ from test_rollout_collector import FakeEnv, run
 from test_rollout_filters import Scored
 
 from rlx.codec import decode, encode
-from rlx.config.schema import DifficultyFilter, EnvConfig
+from rlx.config.schema import DifficultyFilter, TrainedEnvConfig
 from rlx.policy.base import request_seed
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.collector import Collector
@@ -167,8 +167,8 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
 
 def test_a_run_over_a_troubled_mix_writes_the_same_metrics_and_rollouts_whatever_finishes_first(tmp_path: Path) -> None:
     envs = {
-        "t": EnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 2}, weight=1.0),
-        "e": EnvConfig(id="rlx_reverse_text", args={"num_examples": 32}, weight=2.0),
+        "t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 2}, weight=1.0),
+        "e": TrainedEnvConfig(id="rlx_reverse_text", args={"num_examples": 32}, weight=2.0),
     }
     settings: dict[str, Any] = {
         "max_steps": 2,

@@ -63,3 +63,16 @@ def test_on_policy_training_is_the_same_with_and_without_evaluations_also_after_
     for version in (0, 2, 4, 6):
         lines = [[(line["completion"], line["reward"]) for line in results(job, version)] for job in (again, whole)]
         assert lines[0] == lines[1]
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_plays_it(start):
+    last = (*SHORT, "eval.interval=6", "eval.eval_base=false", "eval.num_examples=null", "eval.rollouts_per_example=8")
+    killed = start("killed", *last)
+    killed.until(lambda: 6 in checkpoints(killed), "checkpoint 6")
+    kill_everything(killed)
+    assert killed.metrics("eval") == [], "it was killed before its evaluation had ended"
+    again = start("killed", *last, "resume=latest")
+    assert again.wait() == 0, again.text()
+    assert [record["step"] for record in again.metrics("eval")] == [6]
+    assert [record["step"] for record in again.metrics("trainer")] == list(range(6)), "nothing was trained again"

@@ -14,7 +14,7 @@ import pytest
 from main_job import MainJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-LONG = ("orchestrator.batch_size=64", "max_steps=100000")
+LONG = ("orchestrator.batch_size=64", "max_steps=100000", "inference.max_restarts=0")
 
 
 @pytest.mark.parametrize("role", ["trainer", *(pytest.param(role, marks=pytest.mark.long) for role in ("inference", "orchestrator"))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -44,6 +45,17 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert len(job.rollouts(10)) == 256
     assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, but this is cpu" in job.text()
     job.wait_until_nothing_is_left(timeout=5)
+    policy_51_is_trained_again_from_checkpoint_50(job.run_dir)
+
+
+def policy_51_is_trained_again_from_checkpoint_50(run_dir: Path) -> None:
+    """`rlx replay` finds the recorded numbers of a step whose weights are gone."""
+    assert not (run_dir / "weights" / "step_51").exists()
+    command = [sys.executable, "-m", "rlx.cli", "replay", str(run_dir), "--step", "51", "loss=gspo", "--out", str(run_dir / "compared")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    found = json.loads((run_dir / "compared" / "summary.json").read_text())
+    assert (found["steps_trained_again"], len(found["checks"])) == (1, 4)
+    assert all(check["here"] == pytest.approx(check["recorded"], rel=1e-9) for check in found["checks"])
 
 
 def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):

@@ -17,6 +17,7 @@ from rlx.checkpoints.folders import read_start, steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
+from rlx.config.schema_rollout import EvalConfig
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
@@ -169,6 +170,19 @@ def test_what_cannot_go_on_is_refused_and_left_alone(tmp_path: Path, resume: str
     with pytest.raises(ConfigError, match=message):
         make(settled(tmp_path / "run", resume=resume, **changes))
     assert sorted(str(path) for path in paths.root.rglob("*")) == before
+
+
+def test_a_run_whose_last_version_has_no_evaluation_is_resumed_although_all_steps_are_done(tmp_path: Path) -> None:
+    evaluating = {"max_steps": 6, "eval": EvalConfig(interval=3)}
+    paths = ended(tmp_path / "run", **evaluating)
+    make(settled(tmp_path / "run", resume="latest", **evaluating))[1].close()
+    start = read_start(paths)
+    assert start is not None
+    assert start.step == 6
+    with paths.metrics.open("a") as file:
+        file.write(json.dumps({"step": 6, "source": "eval", "time": 0.0}) + "\n")
+    with pytest.raises(ConfigError, match="nothing left to do"):
+        make(settled(tmp_path / "run", resume="latest", **evaluating))
 
 
 def test_a_run_that_lives_is_not_resumed(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(
     ],
 )
 def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role, replica, node):
-    job = submit("run", NODES, *LONG)
+    job = submit("run", NODES, *LONG, "inference.max_restarts=0")
     pid = job.pid(role, replica)
     job.until_step(1)
     os.kill(pid, signal.SIGKILL)

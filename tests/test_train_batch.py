@@ -116,7 +116,7 @@ def test_the_controller_sees_every_optimizer_step():
     kl = KlTerms(beta=0.1, target_kl=1e9)
     trainer = make_trainer(hf, grpo, kl=kl, reference=Reference(PolicyModel(copy.deepcopy(hf))))
     values = trainer.train_batch(make_batch(mini_batches=2), iterations=2)
-    assert trainer.objective.state_dict()["beta"] == pytest.approx(0.1 * 0.98**4)
+    assert trainer.losses.state_dict()["beta"] == pytest.approx(0.1 * 0.98**4)
     assert values["ref/beta"] == pytest.approx(0.1 * (1 + 0.98 + 0.98**2 + 0.98**3) / 4)
 
 
@@ -130,7 +130,7 @@ def test_a_mini_batch_without_a_trainable_token_changes_nothing(order):
         trainer = make_trainer(hf, grpo, kl=kl, reference=Reference(PolicyModel(copy.deepcopy(hf))))
         trainer.optimizer = torch.optim.AdamW(trainer.parameters, lr=0.01)
         values = trainer.train_batch(pack(step_batch(2, parts), rank=0, ranks=1, tokens=1000))
-        found.append((values, trainer.updates, trainer.objective.state_dict(), [p.detach().clone() for p in trainer.parameters]))
+        found.append((values, trainer.updates, trainer.losses.state_dict(), [p.detach().clone() for p in trainer.parameters]))
     for name, value in found[0][0].items():
         assert name.startswith("time/") or found[1][0][name] == value, name
     assert found[0][1:3] == found[1][1:3] == (1, {"beta": pytest.approx(0.1 * 0.98)})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_examples import MIXES
 from objective_worker import CASES, train
 from trainer_examples import make_model
 
@@ -33,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, "the reference"])  # the last compares its parameters after it followed the policy
+@pytest.mark.parametrize("case", [*CASES, *MIXES, "the reference"])  # the last compares its parameters after it followed the policy
 def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
     (gradients, metrics), (others, other_metrics) = (result[case] for result in results)
     scale = max(float(g.abs().max()) for g in gradients.values())

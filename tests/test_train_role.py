@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
 
 from rlx.config.load import compose, to_yaml
+from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import send
 from rlx.heartbeat import read_heartbeats
 from rlx.metrics import METRICS, read_metrics
@@ -87,6 +89,12 @@ def records(paths: RunPaths) -> list[dict]:
     return [record for record, _ in read_metrics(paths.metrics)]
 
 
+def mean_over_updates(scores: TokenScores) -> float:
+    """Mean entropy of the two mini-batches' tokens, each computed by the weights that it was trained from."""
+    first = np.repeat(scores.samples < 8, scores.lengths)
+    return float(np.mean([scores.entropy[part].mean(dtype=np.float64) for part in (first, ~first)]))
+
+
 def reproducible(record: dict) -> dict:
     return {name: value for name, value in record.items() if not name.startswith(("time", "perf/"))}
 
@@ -103,6 +111,9 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     for record in found:
         assert not set(ALWAYS) - record.keys()
         assert not record.keys() - METRICS.keys() - {"step", "source", "time"}, "a metric is not documented"
+        (scores,) = read_scores(paths, record["step"])
+        assert len(scores.samples) == len(make_samples(seed=record["step"]))
+        assert record["policy/entropy"] == pytest.approx(mean_over_updates(scores), rel=2e-3)
     assert not list(paths.batches.glob("*.batch")), "batches must be deleted once received"
     assert versions(paths) == [1, 2, 3]
     assert verify(paths.weights_of(STEPS))["version"] == STEPS

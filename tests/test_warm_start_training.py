@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 
 from rlx.config.schema import WarmStartConfig
-from rlx.data.demonstrations import Demonstration, choose, counts_by_weight, demonstrate, to_sample
+from rlx.data.conversations import Conversation
+from rlx.data.demonstrations import choose, counts_by_weight
+from rlx.data.masks import Marked, mark, to_sample
 from rlx.models.tiny import build_model, build_tokenizer
 from rlx.policy.chat import Chat
 from rlx.train.warm_start import warm_start
@@ -47,10 +49,14 @@ def chat():
     return Chat(build_tokenizer(256))
 
 
+def demonstrate(prompt, played, chat, tools=None):
+    return mark(Conversation(messages=[*prompt, *played], first=len(prompt), tools=tools), chat)
+
+
 def shown(chat, demonstration):
     """The demonstration as text, with `[` and `]` around what is trained."""
     text, inside = "", False
-    for token, spoken in zip(demonstration.token_ids, demonstration.spoken, strict=True):
+    for token, spoken in zip(demonstration.token_ids, demonstration.trained, strict=True):
         if spoken != inside:
             text, inside = text + ("[" if spoken else "]"), spoken
         text += chat.tokenizer.decode([token])
@@ -61,7 +67,7 @@ def demonstrations_of(chat):
     return [
         demonstration
         for row, answer in zip(ROWS, ANSWERS, strict=True)
-        for demonstration in demonstrate("words", row["prompt"], [{"role": "assistant", "content": answer}], chat)
+        for demonstration in demonstrate(row["prompt"], [{"role": "assistant", "content": answer}], chat)
     ]
 
 
@@ -86,7 +92,7 @@ PLAYED = [
 
 
 def test_tools_stand_in_the_prompt_and_all_turns_of_the_teacher_are_trained_in_one_sample(chat):
-    (demonstration,) = demonstrate("sums", [{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
+    (demonstration,) = demonstrate([{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
     assert shown(chat, demonstration) == (
         "<|im_start|>system\ntools: add(x, y)<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
         '[<tool_call>\n{"name": "add", "arguments": {"x": 2, "y": 3}}\n</tool_call><|im_end|>]\n'
@@ -95,9 +101,9 @@ def test_tools_stand_in_the_prompt_and_all_turns_of_the_teacher_are_trained_in_o
 
 
 def test_the_call_of_a_demonstration_is_one_that_the_policy_reads(chat):
-    (demonstration,) = demonstrate("sums", [{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
-    start = demonstration.spoken.index(True)
-    length = demonstration.spoken[start:].index(False)
+    (demonstration,) = demonstrate([{"role": "user", "content": "2+3"}], PLAYED, chat, [ADD])
+    start = demonstration.trained.index(True)
+    length = demonstration.trained[start:].index(False)
     said = np.array(demonstration.token_ids[start : start + length])
     parsed = chat.parse(turn_of(demonstration.token_ids[:start], said), [ADD])
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [("add", {"x": 2, "y": 3})]
@@ -107,6 +113,13 @@ class Stripping:
     """A format whose later prompts drop the first token of earlier answers, as some templates drop reasoning. Tokens are characters."""
 
     stop_token_ids = (ord("."),)
+    closing = 0
+
+    def text(self, ids):
+        return "".join(map(chr, ids))
+
+    def encode(self, text):
+        return list(map(ord, text))
 
     def transcript(self, messages, tools=None):
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
@@ -120,17 +133,17 @@ class Stripping:
 def test_a_template_that_drops_earlier_reasoning_gives_a_demonstration_for_each_turn():
     played = [{"role": "assistant", "content": "?a"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "?b"}]
     texts = [
-        ("".join(map(chr, d.token_ids)), "".join("x" if s else "-" for s in d.spoken))
-        for d in demonstrate("words", [{"role": "user", "content": "p"}], played, Stripping())
+        ("".join(map(chr, d.token_ids)), "".join("x" if s else "-" for s in d.trained))
+        for d in demonstrate([{"role": "user", "content": "p"}], played, Stripping())
     ]
     assert texts == [("p.?a.", "--xxx"), ("p.a.q.?b.", "------xxx")]
 
 
 def test_a_sample_trains_on_the_teachers_tokens_alone():
-    spoken = (False, False, False, True, True)
-    sample = to_sample(Demonstration(env="words", token_ids=(1, 5, 8, 9, 2), spoken=spoken), group=7)
+    spoken = [False, False, False, True, True]
+    sample = to_sample(Marked(token_ids=[1, 5, 8, 9, 2], trained=spoken), env="words", group=7)
     assert sample.token_ids.tolist() == [1, 5, 8, 9, 2]
-    assert sample.loss_mask.tolist() == list(spoken)
+    assert sample.loss_mask.tolist() == spoken
     assert sample.advantages.tolist() == [0, 0, 0, 1, 1]
     assert sample.group == 7
     assert sample.token_ids.dtype == np.int32
@@ -156,7 +169,7 @@ def answer_loss(model, demonstrations):
         ids = torch.tensor([d.token_ids])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0]
-        start = d.spoken.index(True)
+        start = d.trained.index(True)
         losses.append(functional.cross_entropy(logits[start - 1 : -1], ids[0, start:], reduction="none"))
     return torch.cat(losses).mean().item()
 
@@ -164,16 +177,17 @@ def answer_loss(model, demonstrations):
 def test_five_steps_lower_the_loss_and_repeat_exactly(chat):
     demonstrations = demonstrations_of(chat)
     reported: list[tuple[int, float]] = []
-    model = warm_start(SMALL, demonstrations, 256, lambda step, loss: reported.append((step, loss)))
+    samples = [to_sample(part, env="words") for part in demonstrations]
+    model = warm_start(SMALL, samples, 256, lambda step, loss: reported.append((step, loss)))
     before, after = answer_loss(build_model(SMALL, 256), demonstrations), answer_loss(model, demonstrations)
     assert after < before - 0.05
     assert [step for step, _ in reported] == [1, 2, 3, 4, 5]
     assert reported[0][1] == pytest.approx(before, abs=1e-5)  # a batch of 8 holds all four twice
-    again = warm_start(SMALL, demonstrations, 256, lambda step, loss: None)
+    again = warm_start(SMALL, samples, 256, lambda step, loss: None)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 def test_a_demonstration_beyond_the_context_is_refused_with_both_lengths():
-    long = Demonstration(env="words", token_ids=(1,) * 70, spoken=(False,) * 60 + (True,) * 10)
+    long = to_sample(Marked(token_ids=[1] * 70, trained=[False] * 60 + [True] * 10), env="words")
     with pytest.raises(ValueError, match=r"70 tokens, but model\.context_length=64"):
         warm_start(SMALL, [long], 64, lambda step, loss: None)

@@ -30,7 +30,14 @@ paths = RunPaths(Path(sys.argv[1]))
 lock = RunLock(paths)
 assert lock.share(timeout=0)
 grace, heartbeat_timeout, preempt_grace = map(float, sys.argv[2:5])
-limits = Limits(grace=grace, heartbeat_timeout=heartbeat_timeout, last_lines=5, max_steps=3, preempt_grace=preempt_grace)
+limits = Limits(
+    grace=grace,
+    heartbeat_timeout=heartbeat_timeout,
+    last_lines=5,
+    max_steps=3,
+    preempt_grace=preempt_grace,
+    max_restarts=int(sys.argv[5]),
+)
 sys.exit(launch(paths, limits, lock))
 """
 FOREVER = "import time\nprint('working', flush=True)\nwhile True: time.sleep(0.05)"
@@ -49,7 +56,14 @@ class Run:
     """A launcher in front of toy processes."""
 
     def __init__(
-        self, root: Path, plan: list[ProcessSpec], *, grace: float = 2.0, heartbeat_timeout: float = 60.0, preempt_grace: float = 60.0
+        self,
+        root: Path,
+        plan: list[ProcessSpec],
+        *,
+        grace: float = 2.0,
+        heartbeat_timeout: float = 60.0,
+        preempt_grace: float = 60.0,
+        max_restarts: int = 0,
     ) -> None:
         self.paths = RunPaths(root)
         root.mkdir(exist_ok=True)
@@ -57,7 +71,7 @@ class Run:
         write_plan(self.paths.plan, self.plan)
         self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
         self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout), str(preempt_grace)],
+            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout), str(preempt_grace), str(max_restarts)],
             env={**os.environ, "RLX_TEST_MARK": self.mark},
             start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
             stderr=subprocess.PIPE,

@@ -115,7 +115,8 @@ class StandInEnvironment:
                 raise KeyError("a bug in the adapter")
 
     async def close(self) -> None:
-        """Leave a file, if the configuration names one."""
+        """Leave a file, if the configuration names one. With `closing` it takes that many seconds."""
+        await asyncio.sleep(self.args.get("closing", 0.0))
         if "closed" in self.args:
             open(self.args["closed"], "w").close()
 

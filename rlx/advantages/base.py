@@ -9,7 +9,7 @@ To add one, write such a function or class, and a YAML in `conf/advantage/` whos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,12 +20,24 @@ Advantages = list[NDArray[np.float32]]  # [G] of every group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScores:
-    """The groups of a batch. All four sequences have the same order."""
+    """The groups of a batch. All sequences have the same order."""
 
     rewards: Sequence[NDArray]  # [G] of every group, after shaping
     lengths: Sequence[NDArray]  # [G] sampled tokens of each rollout, over all turns
     longest_turns: Sequence[NDArray]  # [G] sampled tokens of each rollout's longest turn, which sampling.max_tokens bounds
     envs: Sequence[str]  # environment of each group
+    agents: Sequence[str | None] = ()  # the agent that each group trains, if its environment trains several; empty: none does
+
+    def pick(self, places: Sequence[int]) -> GroupScores:
+        """The groups at these places."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return GroupScores(**{name: [value[place] for place in places] if value else () for name, value in values.items()})
+
+    @property
+    def roles(self) -> list[str]:
+        """What plays in each group: its environment, or `environment/agent` if the environment trains several agents."""
+        agents = self.agents or [None] * len(self.envs)
+        return [env if agent is None else f"{env}/{agent}" for env, agent in zip(self.envs, agents, strict=True)]
 
 
 Advantage = Callable[[GroupScores], Sequence[NDArray]]

@@ -28,9 +28,10 @@ def batch_norm(groups: GroupScores, *, of: str = "centred", ddof: int = 1, eps: 
 
 @declares(ranges={"decay": "at least 0 and below 1"})
 class Ema:
-    """A_i = R_i − b, with b a moving average of the environment's rewards (role-conditioned advantage of SPIRAL, arXiv 2506.24119).
+    """A_i = R_i − b, with b a moving average of rewards by environment and agent (role-conditioned advantage of SPIRAL, arXiv 2506.24119).
 
-    b starts at 0 and is updated once per batch, after use: b ← decay · b + (1 − decay) · mean reward of the environment in the batch.
+    b starts at 0 and is updated once per batch, after use: b ← decay · b + (1 − decay) · mean reward in the batch. An environment that
+    trains several agents has a b for each: in a game of two, what one wins the other loses, and a common average would say nothing.
     """
 
     def __init__(self, *, decay: float = 0.95) -> None:
@@ -43,18 +44,18 @@ class Ema:
     def __call__(self, groups: GroupScores) -> Advantages:
         return [
             (np.asarray(rewards, dtype=np.float64) - self.baselines.get(env, 0.0)).astype(np.float32)
-            for rewards, env in zip(groups.rewards, groups.envs, strict=True)
+            for rewards, env in zip(groups.rewards, groups.roles, strict=True)
         ]
 
     def update(self, groups: GroupScores) -> None:
-        """Move the baseline of every environment in the batch towards its mean reward."""
-        for env in sorted(set(groups.envs)):
-            rewards = np.concatenate([r for r, name in zip(groups.rewards, groups.envs, strict=True) if name == env])
+        """Move the baseline of every environment and agent in the batch towards its mean reward."""
+        for env in sorted(set(groups.roles)):
+            rewards = np.concatenate([r for r, name in zip(groups.rewards, groups.roles, strict=True) if name == env])
             mean = float(np.mean(rewards, dtype=np.float64))
             self.baselines[env] = self.decay * self.baselines.get(env, 0.0) + (1 - self.decay) * mean
 
     def state_dict(self) -> dict[str, Any]:
-        """The baselines by environment."""
+        """The baselines by environment, or `environment/agent`."""
         return {"baselines": dict(self.baselines)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -131,6 +131,9 @@ class Console(Display):
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
         drops = self._drops()
         lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
+        if status is not None and status.restarts:
+            self._restarts = status.restarts
+            lines.append(f"  restarted {self._restarted()}")
         if self.paths.failures.exists():
             failures = in_words(json.loads(self.paths.failures.read_text()))
             lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
@@ -177,7 +180,7 @@ class Console(Display):
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
-            suggestions.append((f"{python} -m rlx.cli show {shlex.quote(str(root))}", "what the policy wrote at the end"))
+            suggestions.append((f"{python} -m rlx.cli view {shlex.quote(str(root))}", "what the policy wrote, rollout by rollout"))
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
 

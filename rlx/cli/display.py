@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
 from rlx.runs.history import History
 from rlx.runs.run import Run
+from rlx.runs.status import Restart
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
@@ -83,6 +85,7 @@ class Display(ABC):
         self._earlier = {name: beat["time"] for name, beat in read_heartbeats(self.paths).items()}  # of an attempt that has ended, or old
         self._ages = Ages()
         self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
+        self._restarts: list[Restart] = []
         self._phases: dict[str, str] = {}
         self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
@@ -130,10 +133,11 @@ class Display(ABC):
         link = self.paths.latest_logs
         attempt = os.readlink(link) if link.is_symlink() else None
         if attempt != self._attempt:
-            self._attempt, self._phases, self._printed_step, self._stall = attempt, {}, 0, ""
+            self._attempt, self._phases, self._printed_step, self._stall, self._restarts = attempt, {}, 0, "", []
         if time.monotonic() - self._looked >= LINE_INTERVAL:
             self._looked = time.monotonic()
             self._look_for_stalls()
+            self._look_for_restarts()
 
     def _look_for_stalls(self) -> None:
         """Read the newest account of a stall, and print what is new in it."""
@@ -144,6 +148,20 @@ class Display(ABC):
             self._stall = text
             if self._live is None:
                 print(f"{new}\n(stacks: {files[-1]})" if new == text else new, flush=True)
+
+    def _look_for_restarts(self) -> None:
+        """Print which processes died and were started again since the last look."""
+        status = self.run.status
+        restarts = [] if status is None else status.restarts
+        for one in restarts[len(self._restarts) :] if self._live is None else ():
+            print(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})", flush=True)
+        self._restarts = restarts
+
+    def _restarted(self) -> str:
+        """Which processes died and were started again, how often, and how the last of them died."""
+        counts = Counter(one.name for one in self._restarts)
+        last = self._restarts[-1]
+        return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
 
     def _panel(self) -> Any:
         from rich.console import Group
@@ -159,6 +177,8 @@ class Display(ABC):
         rows = [*self._head(), now]
         if self._stall:
             rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
+        if self._restarts:
+            rows.append(Text("started again: " + self._restarted(), style="yellow"))
         title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 

@@ -61,7 +61,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command | None = No
     """Compose, check and plan all runs of a command, `rlx train` by default. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
-    from rlx.config.targets import nodes_of
+    from rlx.config.targets import all_nodes_of
     from rlx.launch.chats import check_chats
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
@@ -74,7 +74,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command | None = No
         try:
             composed = compose(line.argv, None, command.root)
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
-            nodes = tuple(getattr(cfg, name) for name in nodes_of(cfg))
+            nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:
                 check_nodes(cfg, composed)
                 built.append(nodes)

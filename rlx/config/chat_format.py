@@ -5,7 +5,46 @@ The package is imported inside the functions, because that takes half a second.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rlx.config.schema import ModelConfig
+
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")  # to every template
+# Arguments of transformers' `apply_chat_template` itself: they would not reach the template.
+OWN = (
+    "conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+
+
+def arguments_of(template: str) -> set[str]:
+    """The names that a chat template (Jinja) reads from outside, without those that every template is given.
+
+    Raises ValueError if it is not valid Jinja. Knows what transformers adds to it: `break` and `continue` in loops, `{% generation %}`.
+    """
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols, Generation])
+    try:
+        return meta.find_undeclared_variables(environment.parse(template)) - set(GIVEN) - {"raise_exception", "strftime_now"}
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from None
+
+
+def unread(kwargs: Collection[str], template: str) -> list[str]:
+    """The names of `model.chat_template_kwargs` that a template does not read, so that they would have no effect."""
+    return sorted(set(kwargs) - (arguments_of(template) - set(OWN)))
 
 
 def family_of(model: ModelConfig) -> str | None:
@@ -27,3 +66,11 @@ def families() -> list[str]:
     from renderers.base import MODEL_RENDERER_MAP
 
     return sorted(set(MODEL_RENDERER_MAP.values()))
+
+
+def fields_of(family: str) -> frozenset[str]:
+    """The template arguments that a renderer takes (`enable_thinking`, …)."""
+    from renderers import config_from_name
+
+    config = config_from_name(family)
+    return frozenset() if config is None else config.template_field_names()

@@ -28,6 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
@@ -105,7 +106,7 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
         known = [each for each in groups.options("") if each not in OURS and each not in of_others and not each.startswith("_")]
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
     variables, problems = read_variables(environ, groups.names, root.schema)
-    overrides = list(request.overrides)
+    overrides = as_presets(list(request.overrides))
     chosen = [o.key_or_group for o in overrides if groups.is_choice(o)] + [v.key for v in variables if v.is_group]
     chosen += ["env"] if any(o.key_or_group == "env.id" for o in overrides) else []
     overrides += parse([f"{group}={option}" for each in inherited for group, option in each.groups.items() if group not in chosen])
@@ -140,6 +141,7 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
     variables = [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values, inherited)
     off = _sections_off(root, variables, values, origins)
+    fill_in(cfg, repository, groups, origins)
     unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
     _drop_of_other_commands(root, data, origins)

@@ -36,7 +36,7 @@ OPTIM_RANGES = {  # of keys that torch's optimizers share; torch declares no ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """Facts that the rules between configuration keys use. Raises ValueError for an unknown range or `std_over`."""
+    """Facts that the rules between configuration keys use. Raises ValueError for an unknown range, `kind` or `std_over`."""
 
     # of an objective
     uses_ratio: bool = True  # weighs tokens by an importance ratio, which truncated sampling biases
@@ -44,7 +44,8 @@ class Declared:
     own_sign: bool | str = False  # ignores the sign of the reward's advantage; the name of a key: only where that key is above 0
     by_sequence: bool = False  # all tokens of a rollout share one weight, so a correction must be per rollout, too
     sequence_bounds: tuple[str, str] | None = None  # its keys for how far below and above 1 the mean ratio of a sequence may be
-    needs_teacher: bool = False  # learns from the model ref.name
+    needs_teacher: bool = False  # learns from the model ref.name, or from the endpoint of the section `teacher`
+    kind: str = "policy"  # `policy`, `ce` (cross-entropy) or `ref_kl` (distils): objectives of one kind share the counts they divide by
     # of an advantage
     compares_group: bool = False  # compares the rollouts of a group, so it is always 0 in a group of one
     rewards_from_0: bool = False  # rewards must not be negative
@@ -56,8 +57,15 @@ class Declared:
         for key, words in self.ranges.items():
             if words not in RANGES:
                 raise ValueError(f"the range of {key} is declared as `{words}`; it must be one of: {', '.join(RANGES)}")
+        if self.kind not in ("policy", "ce", "ref_kl"):
+            raise ValueError(f"kind is declared as `{self.kind}`; it must be policy, ce or ref_kl")
         if self.std_over not in (None, "group", "batch"):
             raise ValueError(f"std_over is declared as `{self.std_over}`; it must be group or batch")
+
+
+def declared_in(target: Callable[..., Any]) -> Declared:
+    """What a function declares, also behind `functools.partial`."""
+    return getattr(getattr(target, "func", target), ATTRIBUTE, Declared())
 
 
 def declares(**facts: Any) -> Callable[[Target], Target]:

@@ -23,7 +23,7 @@ from rlx.config.rules import target_name
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
-from rlx.config.targets import check_targets, instantiate, nodes_of
+from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
-    targets = [] if problems else [getattr(cfg, name)["_target_"] for name in nodes_of(cfg)]
+    targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
     if any(target.partition(".")[0] not in READABLE for target in targets):
         problems = check(cfg, tree.origins)
     if problems:

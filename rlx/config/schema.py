@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
+from rlx.config.objectives import kl_of, losses_of
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_base import CommandConfig, PlayRoot
@@ -41,7 +42,9 @@ from rlx.config.schema_rollout import (
     RewardConfig,
     SamplingConfig,
     ScoredEnvConfig,
+    TrainedEnvConfig,
 )
+from rlx.config.schema_teacher import TeacherConfig
 
 __all__ = [
     "MISSING",
@@ -66,7 +69,9 @@ __all__ = [
     "SamplingConfig",
     "ScoredEnvConfig",
     "SlurmConfig",
+    "TeacherConfig",
     "TensorboardConfig",
+    "TrainedEnvConfig",
     "UpdateConfig",
     "WandbConfig",
     "WarmStartConfig",
@@ -152,6 +157,12 @@ class LossTerms:
     dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
     kl: KlTerms = section(KlTerms)
     entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
+    ce_coef: float = key(
+        0.0,
+        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
+        "their mean over the whole batch; 0 is off",
+        low=0,
+    )
     mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
@@ -181,10 +192,11 @@ class Config(PlayRoot):
         None, "resume from a checkpoint: `latest` or a step of this run; or fork another run, given by its path, which stays unchanged"
     )
     replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
-    envs: dict[str, EnvConfig] = key({}, "the environments of the mix, by name")
+    envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
     loss: dict[str, Any] = key({}, "the objective: `_target_`, its own arguments, and the keys of every loss", terms=LossTerms)
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     ref: RefConfig = section(RefConfig)
+    teacher: TeacherConfig = section(TeacherConfig)
     reward: RewardConfig = section(RewardConfig)
     eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
@@ -224,13 +236,7 @@ class Config(PlayRoot):
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer loads a reference model."""
-        return self.ref.name is not None or bool(self.kl_terms.get("beta"))
-
-    @property
-    def kl_terms(self) -> dict[str, Any]:
-        """The keys set in `loss.kl`; empty when it is not a section, which the check of `loss` reports."""
-        kl = self.loss.get("kl")
-        return kl if isinstance(kl, dict) else {}
+        return self.ref.name is not None or any(kl_of(node).get("beta") for node in losses_of(self).values())
 
     @property
     def num_updates(self) -> int:

@@ -61,6 +61,11 @@ class CommandConfig:
         return 0
 
     @property
+    def max_restarts(self) -> int:
+        """How often each service may be started again."""
+        return 0
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
@@ -83,6 +88,11 @@ class PlayRoot(CommandConfig):
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
+
+    @property
+    def max_restarts(self) -> int:
+        """How often each server may be started again."""
+        return self.inference.max_restarts
 
     @property
     def concurrency(self) -> int:

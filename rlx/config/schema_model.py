@@ -51,6 +51,10 @@ class ModelConfig:
         "or `auto`: the family of the exact hub name, if the package knows it and `model.chat_template` is not set",
     )
     chat_template: str | None = key(None, "file with the chat template (Jinja) to use instead of the tokenizer's own; null: its own")
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; one that it does not read is refused",
+    )
     tool_call_parser: str = key(
         "auto",
         "how tool calls are read from answers, if the chat template writes conversations; vLLM's names. "
@@ -104,8 +108,19 @@ class InferenceConfig:
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
     kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, in GiB", above=0)
     enforce_eager: bool | None = key(None, "run without CUDA graphs; null: eager on CPU, graphs on GPU")
-    startup_timeout: float = key(600.0, "seconds for a server to start; making or downloading its model does not count", above=0)
-    request_timeout: float = key(600.0, "seconds for one request", above=0)
+    startup_timeout: float = key(
+        600.0,
+        "seconds for a server to start; making or downloading its model does not count. Also how long the run waits for a lone server that "
+        "has left to answer again",
+        above=0,
+    )
+    max_restarts: int = key(
+        3,
+        "how often each server that the run started is started again if it dies after it has served, in one attempt; it serves again once "
+        "it has the run's version. 0: its death ends the run",
+        low=0,
+    )
+    request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")
 
 

@@ -55,6 +55,23 @@ class EnvConfig:
 
 
 @dataclass
+class TrainedEnvConfig(EnvConfig):
+    """One environment of the mix: an environment, and how its rollouts are trained."""
+
+    loss: dict[str, Any] = key(
+        {},
+        "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
+        "empty: the run's",
+    )
+    learn: dict[str, float] = key(
+        {},
+        "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "
+        "needs `ce_coef` in its loss",
+    )
+    advantage: dict[str, Any] = key({}, "its own advantage, given alike; empty: the one that its own `loss` preset chooses, or the run's")
+
+
+@dataclass
 class EvalSampling(EnvSampling):
     """Sampling parameters of evaluations; None takes the environment's value in training."""
 
@@ -202,4 +219,6 @@ class OrchestratorConfig(PlayConfig):
         1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
-    save_batches: bool = key(True, "keep the batches that are trained on in `recorded/`, compressed, for `replay=`")
+    save_batches: bool = key(
+        True, "keep the batches that are trained on, and the trainer's entropy of every token, in `recorded/`, for `replay=` and `rlx view`"
+    )

@@ -51,16 +51,27 @@ def nodes_of(cfg: Any) -> dict[str, type | None]:
     return {name: terms for name, terms in TERMS.items() if hasattr(cfg, name)}
 
 
+def all_nodes_of(cfg: Any) -> dict[str, tuple[dict[str, Any], type | None]]:
+    """Every open node by its key, with the shared keys of its targets: those of `nodes_of`, and those of single environments."""
+    nodes: dict[str, tuple[dict[str, Any], type | None]] = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
+    for name, env in getattr(cfg, "envs", {}).items():
+        for group in ("loss", "advantage"):
+            if group in nodes and getattr(env, group, None):
+                nodes[f"envs.{name}.{group}"] = (getattr(env, group), TERMS[group])
+    return nodes
+
+
 def must_be_built(cfg: Any, origins: Origins) -> bool:
     """Whether the user set a value of an open node that only the target can check: no range is in the schema or declared.
 
     The tests build what ships. Building imports torch, which takes two seconds, and not every start should wait for that.
     """
-    for name, terms in nodes_of(cfg).items():
-        node = getattr(cfg, name)
+    for name, (node, terms) in all_nodes_of(cfg).items():
         judged = {f.name for f in fields(terms)} if terms else set()
         judged |= OPTIM_RANGES.keys() if name == "optim" else declared(node).ranges.keys()
-        own = {key.split(".")[1] for key in origins.of_key if key.startswith(f"{name}.") and key not in origins.shipped}
+        inside = f"{name}."
+        own = {key.removeprefix(inside).split(".")[0] for key in origins.of_key if key.startswith(inside) and key not in origins.shipped}
+        own.discard("preset")
         if own - judged:
             return True
     return False
@@ -69,15 +80,18 @@ def must_be_built(cfg: Any, origins: Origins) -> bool:
 def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
     """Compare the keys of every open node and the arguments of every environment with the signature of their target."""
     problems: list[Problem] = []
-    for name, terms in nodes_of(cfg).items():
-        node, prefix = dict(getattr(cfg, name)), f"{name}."
+    for name, (whole, terms) in all_nodes_of(cfg).items():
+        node, prefix = dict(whole), f"{name}."
         if terms is not None:
             builder = Builder(type(cfg), origins)
             shared = {f.name for f in fields(terms)}
             builder.build(terms, {key: value for key, value in node.items() if key in shared}, prefix)
             problems += builder.problems
             node = {key: value for key, value in node.items() if key not in shared}
-        path = node.pop("_target_")
+        path = node.pop("_target_", None)
+        if path is None:
+            problems.append(Problem(f"{name} names no function: it has no `_target_`. Choose a preset: {name}=NAME.", (name,)))
+            continue
         try:
             signature = signature_of(path)
         except ConfigError as error:

@@ -12,12 +12,14 @@ micro-batch. Rollouts of one group stay together if they fit, so that the traine
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample
+from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample
+
+ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
 
 
 @dataclass(slots=True)
@@ -27,7 +29,9 @@ class _Unit:
     samples: list[TrainingSample]
     tokens: int  # space that it takes in a row
     cost: int  # time that it takes of a rank, see `cost_of`
-    group_length: int  # trainable tokens of its group
+    own: int  # its sampled tokens that belong to its objective's own loss
+    group_length: int  # the same over its group
+    loss: LossOf
 
 
 def cost_of(samples: Sequence[TrainingSample]) -> int:
@@ -35,37 +39,91 @@ def cost_of(samples: Sequence[TrainingSample]) -> int:
     return sum(len(sample.token_ids) for sample in samples)
 
 
-def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int) -> RankBatch:
+def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE) -> RankBatch:
     """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, the same number for every rank.
 
     Returns the rows of `rank` (one of `ranks`) with the global counts. Every rank that packs the same batch computes the same split.
     A rollout whose samples together exceed `tokens` gets its own row, longer than `tokens`.
-    Samples without a trainable token are dropped. Ranks with less work get a dummy row that contributes exactly zero.
+    Samples without a token that a loss reads are dropped. Ranks with less work get a dummy row that contributes exactly zero.
     If only some samples of a mini-batch have a stream, the others get its value in `rlx.types.STREAMS`.
+    `loss_of`: what the samples of an environment are trained with. By default one objective trains all, with weights for its own loss.
 
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
-    packed = [_pack_mini_batch(samples, rank, ranks, tokens) for samples in batch.mini_batches]
+    packed = [_pack_mini_batch(samples, rank, ranks, tokens, loss_of) for samples in batch.mini_batches]
+    everything = [sample for samples in batch.mini_batches for sample in samples]
     return RankBatch(
-        step=batch.step, mini_batches=tuple(mini_batch for mini_batch, _ in packed), num_tokens=sum(total for _, total in packed)
+        step=batch.step,
+        mini_batches=tuple(mini_batch for mini_batch, _ in packed),
+        num_tokens=sum(total for _, total in packed),
+        sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
     )
 
 
-def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int) -> tuple[MiniBatch, int]:
+def samples_in_rows(
+    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE
+) -> list[list[TrainingSample]]:
+    """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
+    rows = [
+        row for samples in batch.mini_batches for row in _rows_of(rank, ranks, _fill(_groups(_trained(samples), loss_of), ranks, tokens))
+    ]
+    return [[sample for unit in row for sample in unit.samples] for row in rows]
+
+
+def _pack_mini_batch(
+    samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf]
+) -> tuple[MiniBatch, int]:
     """This rank's part, and the number of tokens on all ranks."""
     for sample in samples:
         _check(sample, tokens)
-    trained = [sample for sample in samples if sample.loss_mask.any()]
-    groups = _groups(trained)
+    trained = _trained(samples)
+    groups = _groups(trained, loss_of)
     streams = [name for name in STREAMS if any(getattr(sample, name) is not None for sample in trained)]
     mini_batch = MiniBatch(
         micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _fill(groups, ranks, tokens))),
-        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in trained),
-        num_sequences=sum(map(len, groups)),
-        num_groups=len(groups),
+        counts=_counts(groups),
     )
     return mini_batch, sum(len(sample.token_ids) for sample in trained)
+
+
+def _trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Samples with a token that a loss reads."""
+    return [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
+
+
+def _own(sample: TrainingSample, loss: LossOf) -> int:
+    """Sampled tokens that belong to the own loss of the sample's objective."""
+    return _members(sample, sample.ref_kl_weights if loss.kind == "ref_kl" else sample.policy_weights)
+
+
+def _members(sample: TrainingSample, weights: np.ndarray | None) -> int:
+    """Sampled tokens with a weight."""
+    return int(np.count_nonzero(sample.loss_mask if weights is None else sample.loss_mask & (weights != 0)))
+
+
+def _counts(groups: list[list[_Unit]]) -> LossCounts:
+    """What losses are divided by, over all ranks."""
+
+    def count(lengths: list[list[int]]) -> Count:
+        return Count(
+            tokens=sum(map(sum, lengths)),
+            sequences=sum(length > 0 for group in lengths for length in group),
+            groups=sum(any(group) for group in lengths),
+        )
+
+    def of_units(length: Callable[[_Unit], int]) -> Count:
+        return count([[length(unit) for unit in group] for group in groups])
+
+    kinds = sorted({unit.loss.kind for group in groups for unit in group})
+    kl = of_units(lambda unit: sum(_members(sample, sample.ref_kl_weights) for sample in unit.samples) if unit.loss.has_kl else 0)
+    learned = [s.ce_weights for group in groups for unit in group if unit.loss.has_ce for s in unit.samples if s.ce_weights is not None]
+    return LossCounts(
+        all=of_units(lambda unit: unit.own),
+        own={kind: of_units(lambda unit, kind=kind: unit.own if unit.loss.kind == kind else 0) for kind in kinds},  # type: ignore[misc]
+        kl=kl,
+        ce_tokens=sum(int(np.count_nonzero(weights)) for weights in learned),
+    )
 
 
 def _check(sample: TrainingSample, tokens: int) -> None:
@@ -75,19 +133,26 @@ def _check(sample: TrainingSample, tokens: int) -> None:
             f"{where}: {len(sample.token_ids)} tokens do not fit a packed row of {tokens}; "
             "raise trainer.micro_batch_tokens (or seq_len), or lower sampling.max_tokens"
         )
-    if len(sample.loss_mask) and sample.loss_mask[0]:
+    if len(sample.loss_mask) and (sample.loss_mask[0] or (sample.ce_weights is not None and sample.ce_weights[0])):
         raise ValueError(f"{where}: its first token is marked trainable, but no token before it predicts it; give the rollout a prompt")
 
 
-def _groups(samples: Sequence[TrainingSample]) -> list[list[_Unit]]:
+def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf]) -> list[list[_Unit]]:
     """Samples by group, then by rollout, in order of first appearance."""
     groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
     found = []
     for group in groups.values():
-        length = sum(int(np.count_nonzero(sample.loss_mask)) for unit in group.values() for sample in unit)
-        found.append([_Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit), length) for unit in group.values()])
+        of = {member: loss_of(unit[0].env) for member, unit in group.items()}
+        own = {member: sum(_own(sample, of[member]) for sample in unit) for member, unit in group.items()}
+        length = sum(own.values())
+        found.append(
+            [
+                _Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit), own[member], length, of[member])
+                for member, unit in group.items()
+            ]
+        )
     return found
 
 
@@ -171,6 +236,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
         group_lengths=np.array([unit.group_length for unit in row], dtype=np.int32),
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
+        objectives=np.array([unit.loss.number for unit in row], dtype=np.int32),
         **{name: shifted(name, STREAMS[name]) for name in streams},
     )
 
@@ -192,5 +258,6 @@ def _dummy(streams: Sequence[str]) -> MicroBatch:
         group_lengths=one_int,
         cu_seqlens=np.array([0, 1], dtype=np.int32),
         adapters=one_int,
+        objectives=one_int,
         **{name: np.full(1, STREAMS[name], dtype=np.float32) for name in streams},
     )

@@ -2,7 +2,7 @@
 
     OrchestratorSource    `batches/step_000012.batch` appears in the run directory and is deleted once received
     RecordedSource        `recorded/step_000012.batch.zst` of another run; any number of ranks may train on it
-    SupervisedSource      a fixed set of samples, shuffled
+    SupervisedSource      rows of data sets, mixed and shuffled (`rlx.data.supervised`)
     FakeSource            random tokens of given lengths, for benchmarks
 
 A source gives samples, never rows: every rank packs for itself (`rlx.data.packing`). With several ranks, only rank 0 waits for files and
@@ -12,10 +12,10 @@ reads them, and broadcasts the bytes. A file appears whole (temporary name, then
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -41,6 +41,10 @@ class Source(Protocol):
 
     def done(self, step: int) -> None:
         """Called when every rank has received the batch of `step`."""
+        ...
+
+    def report(self, step: int) -> dict[str, float]:
+        """What the source knows of the batch of `step`, as metrics; the record of rank 0 gets them."""
         ...
 
 
@@ -77,6 +81,10 @@ class OrchestratorSource:
         if self.mesh.first:
             self.paths.batch_of(step).unlink(missing_ok=True)
 
+    def report(self, step: int) -> dict[str, float]:
+        """Nothing: the orchestrator writes a record of its own."""
+        return {}
+
 
 class RecordedSource:
     """The recorded batches of another run, in their order."""
@@ -87,22 +95,31 @@ class RecordedSource:
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
-        import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
-
         path = self.paths.recorded_of(step)
-
-        def read() -> bytearray:
-            with path.open("rb") as file:
-                try:
-                    return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
-                except zstandard.ZstdError as error:
-                    raise ValueError(f"{path} is damaged: {error}") from error
-
-        batch = _decoded(self.mesh.read(read), step, str(path))
+        batch = _decoded(self.mesh.read(lambda: _decompressed(path)), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:
         """Nothing to do: recordings may be replayed."""
+
+    def report(self, step: int) -> dict[str, float]:
+        """Nothing: the recording run has the orchestrator's records."""
+        return {}
+
+
+def read_recorded(path: Path, step: int) -> StepBatch:
+    """The recorded batch of `step`, in one process. Raises FileNotFoundError, or ValueError for a damaged file."""
+    return _decoded(_decompressed(path), step, str(path))
+
+
+def _decompressed(path: Path) -> bytearray:
+    import zstandard  # only for recordings: supervised training should need only torch, numpy and the standard library
+
+    with path.open("rb") as file:
+        try:
+            return bytearray(zstandard.ZstdDecompressor().stream_reader(file).read())
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _decoded(content: bytes | bytearray, step: int, where: str) -> StepBatch:
@@ -121,39 +138,6 @@ def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
         groups.setdefault(sample.group, []).append(sample)
     parts = np.array_split(np.array(list(groups), dtype=np.int64), num_minibatches)
     return replace(batch, mini_batches=tuple(tuple(chain.from_iterable(groups[int(group)] for group in part)) for part in parts))
-
-
-class SupervisedSource:
-    """A fixed set of samples, shuffled anew for each pass. Every sample comes once before any comes again."""
-
-    def __init__(self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int) -> None:
-        """`batch_size` samples make one batch of one mini-batch. Each sample is its own group."""
-        self.samples, self.batch_size, self.seed = samples, batch_size, seed
-        self._next, self._order = 0, shuffled_batches(len(samples), batch_size, seed)
-
-    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`. Steps may come in any order; the next step is the cheapest."""
-        if step < self._next:
-            self._next, self._order = 0, shuffled_batches(len(self.samples), self.batch_size, self.seed)
-        while self._next <= step:
-            chosen = next(self._order)
-            self._next += 1
-        samples = tuple(replace(self.samples[i], group=group) for group, i in enumerate(chosen))
-        return StepBatch(step=step, mini_batches=(samples,))
-
-    def done(self, step: int) -> None:
-        """Nothing to do."""
-
-
-def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """An endless stream of index batches. Every example comes once before any comes again, shuffled anew for each pass."""
-    state = random.Random(seed)
-    waiting: list[int] = []
-    while True:
-        while len(waiting) < batch_size:
-            waiting += state.sample(range(num_examples), num_examples)
-        yield waiting[:batch_size]
-        waiting = waiting[batch_size:]
 
 
 class FakeSource:
@@ -185,6 +169,8 @@ class FakeSource:
                 completion = rng.integers(0, self.vocab_size, rng.integers(*self.completion_tokens, endpoint=True))
                 mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
                 optional: Any = {name: rng.random(len(mask), dtype=np.float32) for name in self.streams}
+                if "ce_weights" in optional:
+                    optional["ce_weights"][0] = 0  # nothing predicts a first token
                 samples.append(
                     TrainingSample(
                         group=group,
@@ -203,3 +189,7 @@ class FakeSource:
 
     def done(self, step: int) -> None:
         """Nothing to do."""
+
+    def report(self, step: int) -> dict[str, float]:
+        """Nothing is known of random tokens."""
+        return {}

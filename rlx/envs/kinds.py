@@ -44,7 +44,7 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
             return "v1"  # one of verifiers' own
         raise ValueError(
             f"the environment {env_id!r} is not installed: there is no module {module}. "
-            f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY"
+            f"Install it into this Python ({sys.executable}), for example with rlx env install FOLDER"
         )
     classic, v1 = found
     if classic and has_classic():
@@ -57,6 +57,12 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
         return "classic"
     if v1:
         return "v1"
+    if (spec := importlib.util.find_spec(module)) is not None and spec.origin is None:
+        (folder, *_) = spec.submodule_search_locations or [""]
+        raise ValueError(
+            f"Python takes the folder {folder} for the module {module}, and it has no code of its own. If {module} is installed, this "
+            "folder hides it: start from another folder, or rename it"
+        )
     raise ValueError(
         f"the module {module} is no verifiers environment: it has no function load_environment (classic), "
         f"and its __all__ names no Taskset class (v1)"

@@ -88,7 +88,8 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             context_length=min(config.seq_len, config.max_model_len) if name in trained else config.max_model_len,
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
-            exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, sampling_of(config, configs[name])),
+            exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
+            learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
             label=label,
         )
 

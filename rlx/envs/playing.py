@@ -40,6 +40,7 @@ class Playing:
 
 def answer(playing: Playing, message: Played | PlayFailed) -> None:
     """Answer a request with what its worker says."""
+    playing.forget_asks()  # of a rollout that ended without them: beyond its time, for example
     if playing.answer.done():
         return
     if isinstance(message, PlayFailed):
@@ -88,6 +89,7 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         error=result.error,
         is_truncated=result.is_truncated,
         timing=result.timing,
+        agent=result.agent,
     )
 
 

@@ -377,7 +377,7 @@ class WorkerPool:
     # -- the end
 
     async def close(self) -> None:
-        """Let the environments release their resources, for at most CLOSING seconds, and end the workers."""
+        """Let the environments release their resources, for at most CLOSING seconds, and end the workers. If it is cancelled, at once."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -386,11 +386,13 @@ class WorkerPool:
                 asyncio.get_running_loop().remove_reader(worker.child.pidfd)
             worker.child.link.finish()
         deadline = time.monotonic() + CLOSING
-        while any(worker.child.process.poll() is None for worker in self._workers) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        for worker in self._workers:
-            worker.child.reap()
-        self._workers = []
+        try:
+            while any(worker.child.process.poll() is None for worker in self._workers) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        finally:
+            for worker in self._workers:
+                worker.child.reap()
+            self._workers = []
 
     def report(self) -> dict[str, float]:
         """Resident bytes of the largest worker and what happened since the start, by metric name."""

@@ -17,7 +17,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _why(name, config.id, error)
+        return why(name, config.id, error)
 
 
 def _try_first(env: Any, row: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def _tools_of(env: Any) -> tuple[str, ...]:
     return tuple(str(tool["function"]["name"]) for tool in env.tools)
 
 
-def _why(name: str, env_id: str, error: BaseException) -> Probed:
+def why(name: str, env_id: str, error: BaseException) -> Probed:
     """The problem that an exception shows, in the package's own words."""
     inner = next((each for each in chain(error) if not str(each).startswith(WRAPPED)), error)
     text = describe(inner, sources_of(env_id))
@@ -176,8 +176,8 @@ def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
 
 
-def main() -> None:
-    """Answer the request on the standard input."""
+def answer_requests(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Answer the request on the standard input, one entry after the other, and end the process."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     request = json.load(sys.stdin)
@@ -188,6 +188,11 @@ def main() -> None:
         print(json.dumps({"loading": entry["key"]}), file=answers, flush=True)
         print(json.dumps(answer(entry)), file=answers, flush=True)
     os._exit(0)  # threads of an environment must not keep the process alive
+
+
+def main() -> None:
+    """Answer the request on the standard input."""
+    answer_requests(answer)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ class EpisodeClient(Client):
         super().__init__(episode)
         self.episode, self.raw = episode, raw
         self.answered: list[str] = []  # the id of each answer
+        self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
+        self.scoring = 0.0  # seconds that scoring the episode took; the environment's adapter sets it
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
@@ -46,10 +49,13 @@ class EpisodeClient(Client):
         self, prompt: list[Message], model: str, sampling_args: dict[str, Any], tools: list[dict] | None = None, **_: Any
     ) -> Reply:
         """One request. Raises OverlongPromptError when the prompt fills the context; verifiers wraps other errors in ModelError."""
+        began = time.monotonic()
         try:
             return await self.episode.respond(prompt, tools, sampling_args)
         except PromptTooLong as error:
             raise OverlongPromptError(str(error)) from error
+        finally:
+            self.seconds += time.monotonic() - began
 
     async def raise_from_native_response(self, response: Any) -> None:
         """Accept empty answers: the model chose to stop at once and learns from the reward."""

@@ -102,7 +102,7 @@ class VerifiersEnvironment:
         except asyncio.CancelledError:
             await abandon(playing)
             raise
-        timing = {"total": time.monotonic() - started}
+        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": client.scoring}
         fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
         if not playing.done():
             where = waits_at(playing, self.sources)
@@ -142,6 +142,7 @@ class VerifiersEnvironment:
 
     async def _scored_group(self, player: Player, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
         """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
+        began = time.monotonic()
         scoring = asyncio.create_task(self._score_states(player.env, states))
         try:
             await asyncio.wait({scoring}, timeout=self.timeout)
@@ -154,6 +155,8 @@ class VerifiersEnvironment:
         if (raised := scoring.exception()) is not None:
             text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
+        each = (time.monotonic() - began) / len(rollouts)
+        rollouts = [replace(r, timing={**r.timing, "total": r.timing["total"] + each, "scoring": each}) for r in rollouts]
         return [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
 
     async def close(self) -> None:
@@ -170,7 +173,9 @@ class VerifiersEnvironment:
         state = await env.rollout(row, client, "policy", dict(player.sampling))
         state[ANSWERED] = client.answered
         if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
+            began = time.monotonic()
             await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
+            client.scoring = time.monotonic() - began
             await env.rubric.cleanup(state)
         return state
 

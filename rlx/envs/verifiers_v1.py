@@ -72,11 +72,11 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
-    tasks = _tasks(where, env, config.num_tasks)
+    tasks = tasks_of(where, env, config.num_tasks)
     needs = Needs(f"{where}.args", chosen)
     for sentence in needs.of(env, tasks[0]):
         raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
-    return V1Environment(name, env, tasks, needs, _trained(where, env, config.agents), config, config.rollout_timeout or timeout)
+    return V1Environment(name, env, tasks, needs, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
 
 
 class V1Environment:
@@ -171,7 +171,7 @@ class V1Environment:
         except asyncio.CancelledError:
             await abandon(playing)
             raise
-        timing = {"total": time.monotonic() - started}
+        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
 
         def failed(status: Status, stop: str, error: str) -> Rollout:
             return Rollout(
@@ -202,6 +202,7 @@ class V1Environment:
     ) -> Rollout:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
         agent = self.trained_agent(task)
+        timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         traces = [trace for trace in played.traces if trace.agent.name == agent and trace.agent.trainable]
         traces.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
         if not played.ok:
@@ -241,6 +242,7 @@ class V1Environment:
             error=None if math.isfinite(reward) else f"the reward is {reward}",
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
+            agent=agent if len(self.agents) > 1 else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
@@ -312,7 +314,7 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
 
 
-def _tasks(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
+def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
     """The tasks of a taskset, at most `limit`; of an endless one ENDLESS_ROWS."""
     if limit is None and env.taskset.INFINITE:
         limit = ENDLESS_ROWS
@@ -323,7 +325,7 @@ def _tasks(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
     return tasks
 
 
-def _trained(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
+def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
     """The agents that train: those of the policy that the environment does not freeze, or those of them that the configuration names."""
     context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(PolicyClient(None)), sampling=vf.SamplingConfig())  # type: ignore[arg-type]
     agents = env._episode_agents(context, [], None, None)

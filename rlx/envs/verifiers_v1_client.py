@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -47,8 +48,9 @@ class PolicyClient(Client):
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self.requests: dict[str, list[str]] = {}  # ids of the answered requests of each trace, by the trace's id
+        self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
+        self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
         self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
 
     async def get_response(
@@ -70,6 +72,7 @@ class PolicyClient(Client):
         settings = {**(settings.pop("extra_body", None) or {}), **settings}
         for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
             settings.pop(name, None)
+        began = time.monotonic()
         try:
             reply = await self.episode.respond([for_template(message) for message in prompt], body.get("tools"), settings)
         except PromptTooLong as error:
@@ -78,7 +81,9 @@ class PolicyClient(Client):
         except Exception as error:
             self.failures[trace] = error
             raise errors.ProviderError(describe(error), status_code=502) from error
-        self.requests.setdefault(trace, []).append(reply.request_id)
+        finally:
+            self.seconds += time.monotonic() - began
+        _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
         return response_of(reply)
 
     async def close(self) -> None:
@@ -102,6 +107,25 @@ class PolicyEndpoint(TrainClientConfig):
     def client(self) -> PolicyClient:
         """The client of the episode."""
         return self._client
+
+
+def _when_committed(turn: Any, note: Callable[[], None]) -> None:
+    """Call `note` when the answer of a `PendingTurn` enters the trace; at once for `None`.
+
+    The server discards an answer that arrives after the trace was stopped or concluded, for example that of a parallel request. The
+    program never sees it, and nothing scores it.
+    """
+    if turn is None:
+        note()
+        return
+    commit = turn.commit
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        node = commit(*args, **kwargs)
+        note()
+        return node
+
+    object.__setattr__(turn, "commit", noting)  # it is a frozen dataclass, made for this one request
 
 
 def give_clients(server: InterceptionServer) -> None:

@@ -142,6 +142,7 @@ class Result(msgspec.Struct, array_like=True, gc=False):
     is_truncated: bool
     timing: dict[str, float]
     kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
+    agent: str | None = None
 
 
 class Played(Message):

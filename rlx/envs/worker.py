@@ -209,4 +209,5 @@ def _result(rollout: Rollout, episode: RemoteEpisode | None) -> Result:
         rollout.is_truncated,
         rollout.timing,
         None if episode is None else episode.kept,
+        rollout.agent,
     )

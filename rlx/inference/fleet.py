@@ -22,6 +22,7 @@ import msgspec
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
     CONNECT,
+    FAILING,
     PAUSE,
     RESTART,
     Failure,
@@ -95,6 +96,7 @@ class Fleet:
         self._hung = hung
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._limit: tuple[asyncio.Timeout, float] | None = None  # of the update in progress, and its seconds
 
     async def __aenter__(self) -> Fleet:
         connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
@@ -118,16 +120,19 @@ class Fleet:
         A server that does not answer is skipped if another one has the version. It gets the version before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
         Raises UpdateRefused if a server rejects the weights, ServerUnreachable or InferenceError if a server fails or does not finish in
-        `timeout` seconds, and ValueError for a kind of weights that servers cannot load.
+        `timeout` seconds (counted anew after time in which none answered), and ValueError for a kind of weights that servers cannot load.
         """
         servers = [server for server in self._servers if server.serves] or self._servers
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as limit:
+                self._limit = (limit, timeout)
                 await self._tell_all(servers, weights)
         except TimeoutError:
             raise ServerUnreachable(
                 f"not all servers had version {weights.version} after {timeout:g} s (weight_broadcast.timeout)"
             ) from None
+        finally:
+            self._limit = None
         self._weights, self.version = weights, weights.version
 
     async def _tell_all(self, servers: Sequence[_Server], weights: WeightVersion) -> None:
@@ -316,7 +321,7 @@ class Fleet:
         if weights.kind != "files":
             raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load 'files'")
         request = {"weight_dir": weights.where, "version": weights.version, "drain_tokens": self._drain_tokens}
-        deadline = time.monotonic() + self._restart_timeout
+        deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
             if status == 422:
@@ -353,6 +358,8 @@ class Fleet:
             except ServerUnreachable:
                 if time.monotonic() > deadline:
                     raise
+                if self._limit is not None:
+                    self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
                 await asyncio.sleep(PAUSE)
 
     async def _ask(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:

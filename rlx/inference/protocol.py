@@ -16,7 +16,8 @@ from msgspec import Meta
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 PAUSE = 0.25  # seconds between two attempts to reach a server
 CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
-RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail
+RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail, if its owner does not say
+FAILING = 60.0  # seconds for which servers may fail a request (500) before it fails
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):

@@ -9,6 +9,7 @@ There may be many samplers, also in processes that have only the endpoint files.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ from rlx.inference.channel import Channel
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
     CONNECT,
+    FAILING,
     FLOAT,
     INT,
     PAUSE,
@@ -38,6 +40,8 @@ from rlx.inference.protocol import (
     pack_ids,
 )
 from rlx.types import Turn
+
+log = logging.getLogger(__name__)
 
 REMEMBERED = 16384  # affinities kept; the least recently used is dropped
 
@@ -74,7 +78,7 @@ class Sampler:
     def __init__(
         self, endpoints: Sequence[Endpoint], request_timeout: float, restart_timeout: float = RESTART, restore: Restore | None = None
     ) -> None:
-        """`request_timeout`: seconds for one request, retries included.
+        """`request_timeout`: seconds for one request, retries included, but not the time in which no server could take it.
 
         `restart_timeout`: seconds for which servers may be unreachable, or have an older version, before a request fails.
         `restore`: called for a server with an older version, if the fleet is in this process. Without it a request waits until the
@@ -89,6 +93,8 @@ class Sampler:
         self._request_timeout = request_timeout
         self._restart_timeout = restart_timeout
         self._restore = restore
+        self._away = 0.0  # seconds of the outages that have ended
+        self._away_since: float | None = None  # monotonic time since which no server takes requests
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Sampler:
@@ -118,6 +124,21 @@ class Sampler:
         known = {server.endpoint.key for server in self._servers}
         self._servers += [_Server(endpoint) for key, endpoint in wanted.items() if key not in known]
 
+    @property
+    def away(self) -> float:
+        """Seconds so far in which no server took requests."""
+        return self._away + (0.0 if self._away_since is None else time.monotonic() - self._away_since)
+
+    def _none_answers(self, since: float, why: InferenceError) -> None:
+        if self._away_since is None:
+            self._away_since = since
+            log.warning("no inference server takes requests, which wait for up to %g s: %s", self._restart_timeout, why)
+
+    def _one_answers(self) -> None:
+        if self._away_since is not None:
+            log.info("an inference server takes requests again, after %.1f s", time.monotonic() - self._away_since)
+            self._away, self._away_since = self.away, None
+
     def _disconnect(self, server: _Server) -> None:
         closing = asyncio.ensure_future(server.disconnect())
         self._disconnecting.add(closing)
@@ -138,7 +159,7 @@ class Sampler:
         troubled_since: float | None = None  # time since which no server could take the request
         server: _Server | None = None
         try:
-            async with asyncio.timeout(self._request_timeout):
+            async with asyncio.timeout(self._request_timeout) as limit:
                 while True:
                     server = self._choose(affinity, server)
                     others = any(other is not server and other.away_until <= time.monotonic() for other in self._servers)
@@ -147,6 +168,7 @@ class Sampler:
                     try:
                         answer = await self._sample(server, GenerateRequest(request_id, prompt, parameters, version))
                         if answer.completion is not None:
+                            self._one_answers()
                             return _turn(prompt, answer.completion)
                         trouble = await self._trouble(server, answer, version, others)
                         if trouble is None:
@@ -160,8 +182,12 @@ class Sampler:
                     now = time.monotonic()
                     if troubled_since is None or (connected and now - began > 4 * PAUSE):  # the server worked on it meanwhile
                         troubled_since = now
-                    if now - troubled_since > self._restart_timeout:
+                    fails = not isinstance(trouble, ServerUnreachable | StaleServer)  # it answers, but not this request
+                    if now - troubled_since > (min(FAILING, self._restart_timeout) if fails else self._restart_timeout):
                         raise trouble
+                    if not (fails or others):
+                        self._none_answers(began, trouble)
+                        limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
                     if server.away_until <= now or not others:
                         await asyncio.sleep(PAUSE)
         except TimeoutError:

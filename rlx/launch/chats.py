@@ -1,7 +1,8 @@
-"""Asks whether the models of one or several configurations can be given the tools of their environments, before anything starts.
+"""Asks whether the models of one or several configurations can be given the tools of their environments and the arguments of their chat
+templates, before anything starts.
 
 Rendering a chat template takes transformers, which this floor does not import: `rlx.policy.probe` does it in a process of its own. It is
-asked only if an environment has tools.
+asked only if there are any.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
         tools = {name: list(probed.tools) for name, probed in found.items() if probed.tools}
-        if tools and cfg.model.warm_start is None:
+        if (tools or cfg.model.chat_template_kwargs) and cfg.model.warm_start is None:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
             asked[request] = _ask(request) if request not in asked else asked[request]
     if problems := [problem for problem in asked.values() if problem is not None]:

@@ -27,8 +27,10 @@ class Child:
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     pidfd: int  # -1 after `Children.forget`
+    log: Path
     started: float = field(default_factory=time.monotonic)
     look: int = 0  # number of the look that first saw its exit; 0: still running
+    starts: int = 0  # how often it was started again
 
     @property
     def running(self) -> bool:
@@ -75,6 +77,20 @@ class Children:
 
     def start(self, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> Child:
         """Start a process and append its output to `log`. Raises OSError or ValueError (MissingGPU) if it cannot start."""
+        child = self._start(spec, environment, log)
+        self.all.append(child)
+        return child
+
+    def start_again(self, child: Child, environment: Mapping[str, str], log: Path) -> Child:
+        """Start a process that has ended in the place of the old one. Raises the errors of `start`."""
+        if child.pidfd >= 0:
+            self.forget(child)
+        place = self.all.index(child)
+        self.all[place] = self._start(child.spec, environment, log)
+        self.all[place].starts = child.starts + 1
+        return self.all[place]
+
+    def _start(self, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> Child:
         argv, its_environment = self.starter.command(spec, environment)
         with log.open("ab") as file:
             process = subprocess.Popen(
@@ -87,12 +103,10 @@ class Children:
                 preexec_fn=die_with(os.getpid()),
             )
         self._tell_reaper(f"+{process.pid}")
-        child = Child(spec, process, os.pidfd_open(process.pid))
-        self.all.append(child)
-        return child
+        return Child(spec, process, os.pidfd_open(process.pid), log)
 
-    def look(self) -> tuple[Process, ...]:
-        """The current state of all processes."""
+    def look(self, spare: Callable[[Child], int] = lambda child: 0) -> tuple[Process, ...]:
+        """The current state of all processes. `spare`: how often a process that has ended may be started again."""
         self._looks += 1
         seen = []
         for child in self.all:
@@ -100,7 +114,8 @@ class Children:
             if not child.running:
                 child.look = child.look or self._looks
                 code = self.starter.returncode(child.process.returncode)
-            seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look))
+            left = 0 if code is None else spare(child)
+            seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look, spare=left))
         return tuple(seen)
 
     # -- stopping

@@ -25,6 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
 from rlx.envs import boot
+from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, die_with, kill_all
@@ -158,7 +159,17 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     return found
 
 
-def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
+def describe(env: EnvConfig) -> About:
+    """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
+    python = identity(env)[0]
+    entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}
+    answers, _, ending = _run(python, [entry], "about")
+    if "0" in answers:
+        return from_json(answers["0"]["about"])
+    return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
+
+
+def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
 
     Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
@@ -172,7 +183,7 @@ def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], st
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                [python, boot.__file__, "probe"],
+                [python, boot.__file__, module],
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

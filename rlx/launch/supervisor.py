@@ -3,6 +3,7 @@
 The supervisor owns every process of the run. It reads their `ProcessSpec`s from `plan.yaml`; the `Starter` decides on which host they
 run. This module observes and acts; `verdict.decide` decides what an observation means for the run. Exit codes arrive through pidfds,
 so the process that dies first is seen first and blamed. If the supervisor itself is killed, the reaper kills the remaining processes.
+A service (an inference server) that dies after it has served is started again in its place, up to `max_restarts` times.
 
 SIGTERM and SIGINT end the run. SIGUSR2 announces that the machine will be taken away: the supervisor creates the file `preempt`, and
 the roles write a checkpoint and exit with `LEFT`. It stops them after `preempt_grace` seconds, or at once if no step has begun. The
@@ -21,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.config.schema import CommandConfig
-from rlx.heartbeat import Ages, read_heartbeats
-from rlx.launch.children import Children, start_reaper
+from rlx.heartbeat import SERVING, Ages, read_heartbeats
+from rlx.launch.children import Child, Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.stall import StallDoctor
 from rlx.launch.starters import LocalStarter, Starter
@@ -31,7 +32,7 @@ from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
 from rlx.process import disk_is_full, full_disk
-from rlx.runs.status import Cause, Status, last_lines, read_status
+from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
 from rlx.waiting import LEFT
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
@@ -49,11 +50,13 @@ class Limits:
     counted: str = "trainer"  # source of the metric records that are the steps of the status
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
     stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
+    max_restarts: int = 0  # how often each service may be started again
 
     @classmethod
     def of(cls, cfg: CommandConfig) -> Limits:
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
-        return cls(max_steps=cfg.total_steps, counted=cfg.counted, **{name: getattr(cfg.launcher, name) for name in shared})
+        values = {name: getattr(cfg.launcher, name) for name in shared}
+        return cls(max_steps=cfg.total_steps, counted=cfg.counted, max_restarts=cfg.max_restarts, **values)
 
 
 class Supervisor:
@@ -174,8 +177,7 @@ class Supervisor:
             try:
                 child = self.children.start(spec, os.environ | {TOKEN: self.token}, self.paths.log(self.status.attempt, spec.name))
             except (OSError, ValueError) as error:
-                reason = full_disk(error, self.paths.root) or f"could not be started: {error}"
-                return Verdict(state="failed", blamed=spec.name, reason=reason)
+                return self._not_started(spec.name, error)
             self.selector.register(child.pidfd, selectors.EVENT_READ, None)
             host = self.starter.host(spec)
             self._say(f"started {spec.name}, " + (f"step on {host}" if self.starter.remote else f"process {child.process.pid}"))
@@ -183,6 +185,35 @@ class Supervisor:
             self.status.processes.append({"role": spec.role, "replica": spec.replica, "host": host, "pid": pid})
         self._write_status()
         return None
+
+    def _not_started(self, name: str, error: Exception) -> Verdict:
+        return Verdict(state="failed", blamed=name, reason=full_disk(error, self.paths.root) or f"could not be started: {error}")
+
+    def _start_again(self, name: str) -> Verdict | None:
+        """Start a service that has died in its place. Returns a verdict only if it cannot be started."""
+        place, old = next((place, child) for place, child in enumerate(self.children.all) if child.spec.name == name)
+        code = self.starter.returncode(old.process.returncode)
+        reason, number = describe_returncode(code, service=True), old.starts + 1
+        self._say(f"{name}: {reason}; it starts again ({number} of {self.limits.max_restarts} times)")
+        log = self.paths.log(self.status.attempt, f"{name}.{number}")
+        self.status.restarts.append(Restart(name=name, reason=reason, log=str(old.log.relative_to(self.paths.root)), time=time.time()))
+        self.selector.unregister(old.pidfd)
+        (self.paths.heartbeats / f"{name}.json").unlink(missing_ok=True)  # its silence counts from now
+        try:
+            child = self.children.start_again(old, os.environ | {TOKEN: self.token}, log)
+        except (OSError, ValueError) as error:
+            return self._not_started(name, error)
+        self.selector.register(child.pidfd, selectors.EVENT_READ, None)
+        self.status.processes[place]["pid"] = None if self.starter.remote else child.process.pid
+        self._write_status()
+        return None
+
+    def _spare(self, child: Child) -> int:
+        """How often a process that has ended may be started again: never if it did not come to serve."""
+        if not child.spec.service or child.starts >= self.limits.max_restarts:
+            return 0
+        has_served = read_heartbeats(self.paths).get(child.spec.name, {}).get("phase") == SERVING
+        return self.limits.max_restarts - child.starts if has_served else 0
 
     # -- watching
 
@@ -203,6 +234,9 @@ class Supervisor:
                 self._forget_done(view)
             if verdict.state is not None:
                 return verdict
+            for name in verdict.again:
+                if (refused := self._start_again(name)) is not None:
+                    return refused
             if verdict.comes_back:
                 self.interrupted, self.comes_back = False, True
             if verdict.give_way:
@@ -215,7 +249,7 @@ class Supervisor:
             self.looked = time.monotonic()
             hung = self._refresh()
         return View(
-            processes=self.children.look(),
+            processes=self.children.look(self._spare),
             remote=self.starter.remote,
             begun=self.status.state != "starting",
             sigterm=self.meaning_of_sigterm() if self.interrupted else None,
@@ -291,7 +325,8 @@ class Supervisor:
         """The blamed process of a failed run, with the end of its log; `None` if the run did not fail."""
         if verdict.blamed is None:
             return None
-        log = self.paths.log(self.status.attempt, verdict.blamed)
+        logs = {child.spec.name: child.log for child in self.children.all}  # of its last start
+        log = logs.get(verdict.blamed, self.paths.log(self.status.attempt, verdict.blamed))
         relative, code, reason = str(log.relative_to(self.paths.root)), verdict.returncode, verdict.reason
         if verdict.blamed == "launcher":
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.runs.status import describe_returncode
-from rlx.waiting import LEFT
+from rlx.waiting import LEFT, UNFIT
 
 SIGTERM_SPREADS = 3.0  # seconds that a signal to a whole SLURM job needs to reach all its processes
 SETTLE = 1.0  # seconds to wait for the death of a service after a process that uses it has failed
@@ -28,6 +28,7 @@ class Process:
     service: bool  # it must serve until the run ends
     code: int | None = None  # return code, negative for the signal that killed it; None: it is running
     look: int = 0  # number of the look that first saw its exit; smaller means earlier
+    spare: int = 0  # how often it may be started again; 0 also if it has not served since its last start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class Verdict:
     reason: str = ""  # why the run failed
     say: str = ""  # a line for the log
     settle: bool = False  # look again soon and decide then
+    again: tuple[str, ...] = ()  # names of the services to start again
     give_way: bool = False  # tell the roles that they have `preempt_grace` seconds for a checkpoint
     comes_back: bool = False  # record that the job has been requeued
 
@@ -74,6 +76,15 @@ def is_fine(process: Process, view: View) -> bool:
     if process.service or view.left or view.comes_back:
         return True  # writing a checkpoint needs no server, and after it no process is needed
     return process.code in (0, LEFT) or (view.remote and process.code == -signal.SIGTERM)
+
+
+def may_start_again(process: Process, view: View) -> bool:
+    """Whether a process that has ended may be started again.
+
+    Only a service that has served, because one that cannot even start would fail again. Not if it found its weights wrong, which must end
+    the run, and not if SLURM sent SIGTERM: then SLURM wants the machine back.
+    """
+    return process.spare > 0 and process.code != UNFIT and not (view.remote and process.code == -signal.SIGTERM)
 
 
 def decide(view: View) -> Verdict:
@@ -104,6 +115,9 @@ def decide(view: View) -> Verdict:
         return Verdict(state="failed", blamed="launcher", reason=f"{view.gone} was killed or died")
 
     failed = [process for process in view.processes if process.code is not None and not is_fine(process, view)]
+    if failed and not all_done and all(may_start_again(process, view) for process in failed):
+        # SLURM signals the steps before it signals the supervisor; so wait for that signal.
+        return SETTLING if view.remote and view.waited < SIGTERM_SPREADS else Verdict(again=tuple(process.name for process in failed))
     if failed:
         return _on_failure(failed, view)
     if view.told and not set(codes) <= {None, 0, LEFT} and not view.left:

@@ -55,15 +55,22 @@ def masked_is(
     return TokenLoss(loss=loss, weight=weight, clipped_low=low, clipped_high=high, dropped=dropped)
 
 
-@declares(against_engine=True, own_sign=True, needs_teacher=True, ranges={"delta": "above 0"})
+@declares(against_engine=True, own_sign=True, needs_teacher=True, kind="ref_kl", ranges={"delta": "above 0"})
 def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
-    """`aipo` with A_t = ref_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025, arXiv 2306.13649).
+    """`aipo` with A_t = teacher_t − sg[logp_t]: reverse KL to a teacher on the policy's own samples (Thinking Machines 2025, 2306.13649).
 
-    Raises ValueError without a teacher's log-probabilities.
+    The teacher is the one whose log-probabilities came with the samples; without such, the reference model.
+    Raises ValueError without a teacher's log-probabilities, or if one is NaN (not scored).
     """
-    if tokens.ref_logp is None:
-        raise ValueError("the objective opd needs a teacher's log-probabilities and got none; name the teacher with ref.name")
-    advantages: Tensor = tokens.ref_logp - tokens.logp.detach()
+    teacher = tokens.ref_logp if tokens.teacher_logp is None else tokens.teacher_logp
+    if teacher is None:
+        raise ValueError("the objective opd needs a teacher's log-probabilities and got none; name a teacher: ref.name or teacher.base_url")
+    if bool(teacher.isnan().any()):
+        raise ValueError(
+            f"the teacher did not score {int(teacher.isnan().sum())} of {len(teacher)} tokens of opd; give such tokens a weight of 0 "
+            "(ref_kl_weights), or leave their samples out"
+        )
+    advantages: Tensor = teacher - tokens.logp.detach()
     ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
     weight = ratio.clamp(max=delta)
     return TokenLoss(loss=-weight * advantages * tokens.logp, weight=weight, clipped_high=ratio > delta)

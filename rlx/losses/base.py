@@ -15,64 +15,117 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rlx.config.declared import declared_in
 from rlx.config.schema import LossTerms
 from rlx.losses.diagnostics import Stats, diagnostics
 from rlx.losses.terms import KlController, correction, dual_clip_holds, dual_clipped, kl_estimate
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
+from rlx.types import Count, LossCounts
 
+UNKNOWN = -1  # number of groups
 AGGREGATES = ("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean")
+
+
+def streams_of(kind: str, terms: LossTerms) -> frozenset[str]:
+    """The optional streams of samples (`rlx.types.STREAMS`) that an objective of this kind with these terms reads."""
+    names = {"ref_kl_weights", "teacher_logprobs"} if kind == "ref_kl" else {"policy_weights"}
+    if terms.kl.beta:
+        names.add("ref_kl_weights")
+    if terms.ce_coef:
+        names.add("ce_weights")
+    return frozenset(names)
+
+
+def _both(sampled: Tensor | None, weights: Tensor | None) -> Tensor | None:
+    """bool [N] where a token was sampled and has a weight; None: everywhere."""
+    if weights is None:
+        return sampled
+    return weights != 0 if sampled is None else sampled & (weights != 0)
 
 
 class Objective:
     """A per-token loss with its aggregation, shared terms and diagnostics."""
 
-    def __init__(self, function: Callable[[TokenBatch], TokenLoss], terms: LossTerms, *, max_length: int | None = None) -> None:
+    def __init__(
+        self, function: Callable[[TokenBatch], TokenLoss], terms: LossTerms, *, max_length: int | None = None, label: str | None = None
+    ) -> None:
         """The keys of `function` are already bound. `max_length` is L_max if `terms.max_length` is None.
 
-        Raises ValueError for an unknown aggregate, or `fixed_length` without a length.
+        `label`: its name in the metrics of a run with several objectives. Raises ValueError for an unknown aggregate, or `fixed_length`
+        without a length.
         """
         if terms.aggregate not in AGGREGATES:
             raise ValueError(f"loss.aggregate is `{terms.aggregate}`; it must be one of {', '.join(AGGREGATES)}")
-        self.function, self.terms = function, terms
-        self.streams: frozenset[str] = frozenset()  # the optional per-token streams (`rlx.types.STREAMS`) that the function reads
+        self.function, self.terms, self.label = function, terms, label
+        self.kind = declared_in(function).kind
+        self.streams = streams_of(self.kind, terms)
         self.max_length = terms.max_length or max_length
         if terms.aggregate == "fixed_length" and not self.max_length:
             raise ValueError("loss.aggregate=fixed_length divides by loss.max_length, which is null; set it, or sampling.max_tokens")
         self.controller = KlController(terms.kl.beta, terms.kl.target_kl, terms.kl.gain)
 
     def __call__(self, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None) -> tuple[Tensor, Stats]:
+        """`loss` of tokens that all belong to every loss: the counts of the global batch are the same for each. Raises the same errors."""
+        count = Count(tokens=num_loss_tokens, sequences=num_sequences, groups=UNKNOWN if num_groups is None else num_groups)
+        return self.loss(tokens, LossCounts(all=count, own={}, kl=count))
+
+    def loss(self, tokens: TokenBatch, counts: LossCounts) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the global loss (a scalar; shares add up), and its diagnostics.
 
-        `num_loss_tokens` (N_tok), `num_sequences` (N_seq) and `num_groups` are counts of the global batch. `num_groups` counts the groups
-        with trainable tokens; only `group_token_mean` needs it. Raises ValueError for a KL term without a reference, for shapes, ids,
-        lengths or counts that disagree, and for a correction by token of a loss by sequence.
+        The own loss reads the sampled tokens with a weight, the KL term those with a weight for it, cross-entropy any token with
+        `ce_weights`. Each is divided by its own count. Raises ValueError for a KL term without a reference, for shapes, ids, lengths or
+        counts that disagree, and for a correction by token of a loss by sequence.
         """
-        tokens.check(num_loss_tokens, num_sequences)
         tokens = tokens.in_float64()
-        result = self._policy_loss(tokens)
+        main_weights = tokens.ref_kl_weights if self.kind == "ref_kl" else tokens.policy_weights
+        main, count = tokens.pick(_both(tokens.sampled, main_weights)), counts.of(self.kind)
+        main.check(count.tokens, count.sequences)
+        result = self._policy_loss(main)
+        weights = main.ref_kl_weights if self.kind == "ref_kl" else main.policy_weights
 
         def share(per_token: Tensor) -> Tensor:
-            return self.aggregate(tokens.rollout_sum(per_token), tokens, num_loss_tokens, num_sequences, num_groups)
+            return self.aggregate(main.rollout_sum(per_token), main, count.tokens, count.sequences, count.groups)
+
+        def weighted(per_token: Tensor) -> Tensor:
+            return per_token if weights is None else per_token * weights
 
         if result.unit == "sequence":
-            sums = result.loss * tokens.rollout_lengths
-            parts = {"policy": self.aggregate(sums, tokens, num_loss_tokens, num_sequences, num_groups)}
+            sums = result.loss * (main.rollout_lengths if weights is None else main.rollout_sum(weights))
+            parts = {"policy": self.aggregate(sums, main, count.tokens, count.sequences, count.groups)}
         else:
-            parts = {"policy": share(result.loss)}
+            parts = {"policy": share(weighted(result.loss))}
         if result.penalty is not None:
-            parts["policy"] = parts["policy"] + share(result.penalty)
+            parts["policy"] = parts["policy"] + share(weighted(result.penalty))
         if self.terms.entropy_coef != 0:
-            parts["entropy"] = share(-self.terms.entropy_coef * tokens.entropy)
+            parts["entropy"] = share(-self.terms.entropy_coef * main.entropy)
         if self.controller.beta != 0:
-            if tokens.ref_logp is None:
-                raise ValueError(f"loss.kl.beta is {self.controller.beta}, but there is no reference model to compare with")
-            parts["kl"] = share(self.controller.beta * kl_estimate(self.terms.kl.estimator, tokens.logp, tokens.ref_logp))
+            parts["kl"] = self._kl_term(tokens, counts.kl)
+        if self.terms.ce_coef != 0:
+            learned = tokens.pick(torch.zeros_like(tokens.logp, dtype=torch.bool) if tokens.ce_weights is None else tokens.ce_weights != 0)
+            nll = -learned.logp if learned.ce_weights is None else -learned.logp * learned.ce_weights
+            parts["ce"] = self.terms.ce_coef * nll.sum() / max(counts.ce_tokens, 1)
         total = torch.stack(list(parts.values())).sum()
-        stats = diagnostics(tokens, result, num_loss_tokens, num_sequences)
-        for name in ("policy", "kl", "entropy"):
+        stats = diagnostics(main, result, counts.all.tokens, counts.all.sequences)
+        for name in ("policy", "kl", "entropy", *(["ce"] if "ce" in parts else [])):
             stats.sums[f"loss/{name}"] = parts[name].detach() if name in parts else torch.zeros_like(total)
         stats.sums["loss/total"] = total.detach()
+        if "ce" in parts:
+            stats.sums["ce/nll"] = -learned.logp.detach().sum() / max(counts.ce_tokens, 1)
+            stats.sums["ce/tokens"] = torch.zeros_like(total) + len(learned.logp)
+        if self.kind == "ref_kl" and (teacher := main.ref_logp if main.teacher_logp is None else main.teacher_logp) is not None:
+            stats.sums["teacher/kl"] = (main.logp.detach() - teacher).sum() / max(count.tokens, 1)
         return total, stats
+
+    def _kl_term(self, tokens: TokenBatch, count: Count) -> Tensor:
+        """β · KL over the sampled tokens with a weight for it."""
+        if tokens.ref_logp is None:
+            raise ValueError(f"loss.kl.beta is {self.controller.beta}, but there is no reference model to compare with")
+        compared = tokens.pick(_both(tokens.sampled, tokens.ref_kl_weights))
+        assert compared.ref_logp is not None
+        kl = self.controller.beta * kl_estimate(self.terms.kl.estimator, compared.logp, compared.ref_logp)
+        if compared.ref_kl_weights is not None:
+            kl = kl * compared.ref_kl_weights
+        return self.aggregate(compared.rollout_sum(kl), compared, count.tokens, count.sequences, count.groups)
 
     def _policy_loss(self, tokens: TokenBatch) -> TokenLoss:
         """The objective's own loss, after dual clip and correction."""
@@ -111,9 +164,7 @@ class Objective:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.controller.beta = state["beta"]
 
-    def aggregate(
-        self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int | None = None
-    ) -> Tensor:
+    def aggregate(self, sums: Tensor, tokens: TokenBatch, num_loss_tokens: int, num_sequences: int, num_groups: int) -> Tensor:
         """[R] sums of ℓ_t over each rollout's tokens → scalar, by `loss.aggregate` (docs/objectives.md).
 
         Every aggregate weighs the tokens of one rollout alike. Raises ValueError for `group_token_mean` if the groups are unknown.
@@ -126,7 +177,7 @@ class Objective:
         if self.terms.aggregate == "seq_sum":
             return sums.sum() / sequences
         if self.terms.aggregate == "group_token_mean":
-            if tokens.group_lengths is None or num_groups is None:
+            if tokens.group_lengths is None or num_groups == UNKNOWN:
                 raise ValueError("loss.aggregate is group_token_mean, but these tokens do not say which prompt's group they belong to")
             return (sums / tokens.group_lengths.clamp(min=1)).sum() / max(num_groups, 1)
         assert self.max_length is not None

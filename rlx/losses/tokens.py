@@ -6,11 +6,17 @@ Shapes: N trainable tokens, R rollouts of the micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+PER_TOKEN = (
+    "logp", "old_logp", "inference_logp", "entropy", "advantages", "rollout_ids", "ref_logp", "teacher_logp", "sampled", "policy_weights",
+    "ce_weights", "ref_kl_weights",
+)  # fmt: skip
+"""The fields of a `TokenBatch` with one value per token."""
 
 MAX_LOG_RATIO = 20.0  # log-ratios are clamped to ± this before exp: e^20 is finite in every dtype
 
@@ -29,6 +35,12 @@ class TokenBatch:
     ref_logp: Tensor | None = None  # [N] under the reference model (or teacher), without gradient; None: there is no such model
     group_lengths: Tensor | None = None  # [R] trainable tokens of each rollout's group in the global batch; None: unknown
     on_policy: Tensor | None = None  # bool [R]: the policy being trained sampled every token; None: unknown
+    teacher_logp: Tensor | None = None  # [N] that came with the samples; NaN where a token was not scored; None: there are none
+    sampled: Tensor | None = None  # bool [N]: the policy sampled the token; None: all. The others are for cross-entropy only
+    policy_weights: Tensor | None = None  # [N] streams of the samples (`rlx.types.STREAMS`); None: the default for every token
+    ce_weights: Tensor | None = None  # [N]
+    ref_kl_weights: Tensor | None = None  # [N]
+    objectives: Tensor | None = None  # int64 [R] number of each rollout's objective; None: there is one
 
     def rollout_sum(self, values: Tensor) -> Tensor:
         """[N] → [R] float64, sum over the tokens of each rollout."""
@@ -38,6 +50,21 @@ class TokenBatch:
     def rollout_mean(self, values: Tensor) -> Tensor:
         """[N] → [R] float64, mean over the tokens of each rollout; 0 for a rollout without tokens."""
         return self.rollout_sum(values) / self.rollout_lengths.clamp(min=1)
+
+    def pick(self, chosen: Tensor | None) -> TokenBatch:
+        """The tokens where `chosen` (bool [N]; None: all) is True. It has the same rollouts, some perhaps without tokens now.
+
+        `group_lengths` stays: it counts the tokens of the objectives' own losses.
+        """
+        if chosen is None:
+            return self
+        rollout_ids = self.rollout_ids[chosen]
+        values = {name: getattr(self, name) for name in PER_TOKEN}
+        picked: dict[str, Any] = {name: None if value is None else value[chosen] for name, value in values.items()}
+        lengths = torch.zeros_like(self.rollout_lengths).index_add(
+            0, rollout_ids, torch.ones_like(rollout_ids, dtype=self.rollout_lengths.dtype)
+        )
+        return replace(self, **picked, rollout_lengths=lengths)
 
     def ratio(self) -> Tensor:
         """[N] ρ_t = exp(logp_t − old_t), with gradient, the log clamped to ±20."""
@@ -51,13 +78,13 @@ class TokenBatch:
     def check(self, num_loss_tokens: int, num_sequences: int) -> None:
         """Raise ValueError if shapes, ids and lengths disagree, or exceed the counts of the global batch."""
         n, r = len(self.logp), len(self.rollout_lengths)
-        for name in ("old_logp", "inference_logp", "entropy", "advantages", "rollout_ids", "ref_logp"):
+        for name in PER_TOKEN[1:]:
             value = getattr(self, name)
             if value is not None and value.shape != self.logp.shape:
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, but logp has {list(self.logp.shape)}; both need one value per trainable token"
                 )
-        for name in ("on_policy", "group_lengths"):
+        for name in ("on_policy", "group_lengths", "objectives"):
             value = getattr(self, name)
             if value is not None and value.shape != self.rollout_lengths.shape:
                 raise ValueError(f"{name} has shape {list(value.shape)}, but rollout_lengths has [{r}]; both need one value per rollout")

@@ -7,10 +7,10 @@ provably right. If not, the conversation is rendered afresh, and `rlx.rollout.sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.config.chat_format import family_of
+from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
 from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
@@ -35,15 +35,23 @@ class Chat:
         reasoning_parser: str = "auto",
         keeps_tokens: bool = True,
         ends: Sequence[int] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template, and the parsers by name.
 
         `keeps_tokens`: later prompts keep sampled tokens if that is provably right. False renders every prompt from the template.
         `ends`: tokens that end an answer besides the tokenizer's and the template's; a renderer knows its own.
+        `arguments`: what the template gets besides messages and tools (`model.chat_template_kwargs`); a renderer has its own. Raises
+        ValueError for one that the template does not read.
         """
+        if missing := unread(arguments, str(tokenizer.chat_template)) if arguments else []:
+            known = ", ".join(sorted(arguments_of(str(tokenizer.chat_template)))) or "none"
+            what = f"model.chat_template_kwargs names {', '.join(missing)}, but the chat template does not read it: no effect"
+            raise ValueError(f"{what}. It reads {known}")
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.keeps_tokens = keeps_tokens
+        self._arguments = dict(arguments or {})
         self._decodes_arguments = False
         self._closing = 0  # stop tokens that end a whole conversation, behind that of its last answer
         self._prompts: dict[tuple, list[int]] = {}
@@ -88,6 +96,19 @@ class Chat:
         """Token ids [L] of the conversation as it stands, without the head of a next answer."""
         return self._render(list(messages), tools, answer=False)
 
+    @property
+    def closing(self) -> int:
+        """How many stop tokens follow that of the last answer in a transcript, to end the whole conversation (Phi)."""
+        return self._closing
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The ids as text, special tokens included, without any tidying of spaces."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The text as ids, without tokens that begin or end a sequence."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
     def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
         """The conversation as text. Raises PolicyError if the template refuses the messages."""
         return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)
@@ -98,7 +119,8 @@ class Chat:
         if self._decodes_arguments:
             messages = [decoded(message) for message in messages]
         try:
-            return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, return_dict=False))
+            options = {"add_generation_prompt": answer, "return_dict": False, **self._arguments}
+            return list(self.tokenizer.apply_chat_template(messages, tools=tools, **options))
         except Exception as error:  # a template is a program of the model's makers and may raise anything
             raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
 
@@ -174,6 +196,12 @@ class Chat:
         # XML formats say INVALID_JSON of a value that is plain text; the call is readable all the same.
         broken = [call for call in attempts if not call.name or (call.status not in readable and not isinstance(call.arguments, dict))]
         if broken:
+            end = len(ids)
+            while end and ids[end - 1] in self._stops:
+                end -= 1
+            span = attempts[0].token_span
+            if span is not None and content in self.tokenizer.decode(ids[: span[0]]):  # else what it has of later text would come twice
+                return Reply(content + self.tokenizer.decode(ids[span[0] : end]), parsed.reasoning_content or None)
             blocks = [self.tokenizer.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw for call in attempts]
             return Reply(content + "".join(blocks), parsed.reasoning_content or None)
         calls = tuple(Call(call.id or "", utf8(call.name), utf8(arguments_as_json(call.arguments))) for call in attempts)
@@ -194,18 +222,19 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
     family = family_of(model)
     if family is None:
         parsers = {"tool_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
-        return Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends)
+        return Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends, arguments=model.chat_template_kwargs)
     from renderers import config_from_name, create_renderer
 
     config = config_from_name(family)
     assert config is not None, family
-    if keeps_tokens:
-        config = config.model_copy(update={"thinking_retention": "all"})
     try:
+        retention = {"thinking_retention": "all"} if keeps_tokens else {}
+        config = type(config)(**model.chat_template_kwargs, **retention)
         renderer = create_renderer(tokenizer, config)
     except Exception as error:  # each renderer has its own way to miss the tokens that it needs
+        given = f" with {model.chat_template_kwargs}" if model.chat_template_kwargs else ""
         raise ValueError(
-            f"the tokenizer of {model.name} does not fit the renderer {family}: {type(error).__name__}: {error}.\n"
+            f"the tokenizer of {model.name} does not fit the renderer {family}{given}: {type(error).__name__}: {error}.\n"
             "Set model.renderer to the model's own family, or to default, which uses its chat template."
         ) from error
     return Chat(tokenizer, renderer, keeps_tokens=keeps_tokens)

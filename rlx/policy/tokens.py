@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlx.config.sampling import biases
+from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
-from rlx.types import Task, Turn
+from rlx.types import Int, Task, Turn
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class TokenPolicy:
     seed: int  # the run's seed
     sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
     exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
+    learn: frozenset[str] = frozenset()  # roles of the environment's messages whose tokens are marked, for cross-entropy
     label: str = ""  # prefix of every request id, so that two runs may share a server
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
@@ -94,6 +96,8 @@ class TokenEpisode:
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
+        if policy.learn and raw is None and trained:
+            turn = replace(turn, answered=self._answered(ids, prompt, functions))
         if raw is None:
             said = policy.chat.parse(turn, functions)
         else:
@@ -132,6 +136,13 @@ class TokenEpisode:
             named.append(replace(call, id=own if not call.id or call.id in self._call_ids else call.id))
             self._call_ids.add(named[-1].id)
         return tuple(named)
+
+    def _answered(self, ids: list[int], prompt: list[Message], tools: list[dict] | None) -> Int | None:
+        """Marks of what the environment said since an earlier request; None if this prompt continues none."""
+        known = max((len(messages) for messages, _, _ in self._history if prompt[: len(messages)] == messages), default=0)
+        if not known:
+            return None
+        return answered(self.policy.chat, ids, prompt, known, tools, self.policy.learn, self.task.env)
 
     def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
         """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens.

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
-from rlx.heartbeat import WAITING_FOR_MODEL, AtWork, Heartbeat
+from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, say_full_disk
 from rlx.stacks import answer
-from rlx.waiting import wait_for
+from rlx.waiting import UNFIT, wait_for
 from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ALIVE = 2.0  # seconds between two heartbeats while serving
 
 
 def main() -> int:
-    """Serve. Returns the exit code: 1 if the engine or the port failed, 143 or 130 after a signal to stop."""
+    """Serve. Returns the exit code: 1 if the engine or the port failed, UNFIT for wrong weights, 143 or 130 after a signal to stop."""
     die_with_parent()
     os.register_at_fork(after_in_child=die_with_parent)  # vLLM's engine processes
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,7 +106,7 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
-    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template))
+    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template, config.model.chat_template_kwargs))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -124,14 +124,14 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
     """Send heartbeats until there is a reason to end. Print the reason and return the exit code."""
     while True:
         heartbeat.progress = engine.activity
-        heartbeat.beat("serving", step=engine.version)
+        heartbeat.beat(SERVING, step=engine.version)
         await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return stopped.result()
         if engine.broken.done():
             await asyncio.sleep(0.1)  # the client of the failed update reads the answer first
             print(f"{engine.broken.result()}\nThe model is only partly updated, so this server ends.", file=sys.stderr)
-            return 1
+            return UNFIT
         if engine.llm.errored or serving.done():
             print("the engine died; its own message is above", file=sys.stderr)
             return 1

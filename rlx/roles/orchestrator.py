@@ -23,11 +23,11 @@ from pathlib import Path
 
 import uvloop
 
-from rlx.advantages.base import GroupScores, Remembers
+from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
-from rlx.config.load import instantiate, load_run
+from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
@@ -43,7 +43,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -52,11 +52,12 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import answer, explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import LEFT, Preempted, first_failure
+from rlx.waiting import LEFT, Preempted, at_most, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -73,6 +74,7 @@ class Orchestrator:
         fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         self.config = config
         self.paths = paths
@@ -80,10 +82,11 @@ class Orchestrator:
         self.fleet = fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
+        self.teaching = teaching or Teaching()
         self.envs = envs
-        self.advantage = instantiate(config.advantage)
+        self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -93,7 +96,7 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -108,26 +111,29 @@ class Orchestrator:
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
         self.collector.restore(state.collector)
-        if isinstance(self.advantage, Remembers) and state.advantage is not None:
+        if state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
         log.info("resuming after %d steps, from %s", start.step, start.checkpoint)
 
     def _state(self) -> OrchestratorState:
         """The orchestrator's state for a checkpoint."""
-        advantage = self.advantage.state_dict() if isinstance(self.advantage, Remembers) else None
-        return OrchestratorState(collector=self.collector.state(), advantage=advantage)
+        return OrchestratorState(collector=self.collector.state(), advantage=self.advantage.state_dict())
 
     async def run(self) -> None:
         """The whole run. Returns when the last version is served. Raises the first error of any part."""
-        in_flight = lambda: [*self.collector.waiting(), *self.evaluations.waiting()]  # noqa: E731
-        explain_with(explainer(in_flight, self.envs, asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
+        explain_with(explainer(lambda: [*self.collector.waiting(), *self.evaluations.waiting()], self.envs, loop))
+        limit = None  # seconds for each part of the end
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
+        except asyncio.CancelledError:
+            limit = 0.4 * self.config.launcher.grace  # we were told to stop, and the tracker needs some time, too
+            raise
         finally:
-            await asyncio.gather(self.collector.close(), self.evaluations.close())
-            await asyncio.gather(*(env.close() for env in self.envs.values()))
+            await at_most(limit, self.collector.close(), self.evaluations.close())
+            await at_most(limit, *(env.close() for env in self.envs.values()))
             if self.tracker is not None:
                 await asyncio.to_thread(self.tracker.close)
 
@@ -152,18 +158,17 @@ class Orchestrator:
     async def _train(self) -> None:
         clock = StepClock(self.collector)
         for step in range(self.first_step, self.config.max_steps):
-            self.step = step
-            rollouts = await self.collector.collect()
+            self.step, rollouts = step, await self.collector.collect()
             clock.collected()
             filtered = self.collector.filtered
             self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
             scores = self._scores(rollouts)
             groups = make_groups(rollouts, scores, self.advantage)
-            if isinstance(self.advantage, Remembers):
-                self.advantage.update(scores)
+            self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
+            batch, taught = await self.teaching.score(batch)
             values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -204,7 +209,7 @@ class Orchestrator:
         while True:
             done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
-            phase = self.evaluations.instead_of(phase)
+            phase = self.evaluations.instead_of(self.teaching.phase or phase)
             if self.updates.version < self.first_step:
                 phase = f"waiting for weights {self.first_step}, where this attempt begins"
             self.heartbeat.beat(phase, step=self.step)
@@ -225,12 +230,14 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
-    fleet = Fleet(endpoints, drain_tokens=config.weight_broadcast.drain_tokens, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, restore=fleet.restore) as sampler:
+    patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
+    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
+    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker).run()
+        async with Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching:
+            await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
 
 
 def main() -> int:

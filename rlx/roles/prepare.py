@@ -38,9 +38,19 @@ from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.envs.answers import Conversation
+    from rlx.policy.chat import Chat
+    from rlx.types import TrainingSample
 
 log = logging.getLogger("rlx.prepare")
-CODE = ("models/tiny.py", "data/demonstrations.py", "train/warm_start.py", "envs/answers.py", "policy/chat.py")
+CODE = (
+    "models/tiny.py",
+    "data/demonstrations.py",
+    "data/masks.py",
+    "data/supervised.py",
+    "train/warm_start.py",
+    "envs/answers.py",
+    "policy/chat.py",
+)
 """Files under `rlx/`; a change in one of them gives another model."""
 SAY_EVERY = 10  # optimizer steps between two log lines
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
@@ -87,6 +97,7 @@ def recipe(config: PlayRoot) -> dict[str, Any]:
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
         "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
             for name, env in config.envs.items()
@@ -143,7 +154,7 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
     heartbeat.beat("loading environments")
     examples = examples_of(config)
     heartbeat.beat("importing torch")
-    from rlx.data.demonstrations import demonstrate
+    from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat
     from rlx.policy.templates import read_template, refusal
@@ -157,11 +168,15 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
         raise ValueError(text)
     demonstrations = []
     for name, conversations in examples.items():
-        said = [d for c in conversations for d in demonstrate(name, c.prompt, c.played, chat, c.tools)]
-        short = [d for d in said if len(d) <= config.model.context_length]
+        try:
+            said = samples_of(name, conversations, chat)
+        except RowError as error:
+            raise ValueError(f"envs.{name}: a demonstration cannot be trained on: {error}") from error
+        short = [sample for sample in said if len(sample.token_ids) <= config.model.context_length]
         if not short:
+            shortest = min(len(sample.token_ids) for sample in said)
             raise ValueError(
-                f"envs.{name}: the shortest of {len(said)} demonstrations has {min(map(len, said))} tokens, more than "
+                f"envs.{name}: the shortest of {len(said)} demonstrations has {shortest} tokens, more than "
                 f"model.context_length={config.model.context_length}; raise model.context_length"
             )
         log.info("%s: %d demonstrations; skipped %d that are too long", name, len(short), len(said) - len(short))
@@ -185,6 +200,15 @@ def make(config: PlayRoot, what: dict[str, Any], folder: Path, heartbeat: Heartb
     log.info("the warm start is done: %s", folder)
 
 
+def samples_of(env: str, conversations: Sequence[Conversation], chat: Chat) -> list[TrainingSample]:
+    """The samples of an environment's conversations, marked as `rlx sft` marks its rows. Raises RowError."""
+    from rlx.data.conversations import Conversation as Messages
+    from rlx.data.masks import mark, to_sample
+
+    said = [Messages(messages=[*c.prompt, *c.played], first=len(c.prompt), tools=c.tools) for c in conversations]
+    return [to_sample(part, env=env) for conversation in said for part in mark(conversation, chat)]
+
+
 def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     """The functions that the conversations of an environment offer, each once."""
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
@@ -193,7 +217,7 @@ def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
 def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
     from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import conversations
+    from rlx.envs.answers import answer_text, conversations
     from rlx.envs.kinds import kind_of
     from rlx.envs.load import load_one, settings_of
 
@@ -204,13 +228,13 @@ def examples_of(config: PlayRoot) -> dict[str, list[Conversation]]:
     for name, env in config.envs.items():
         if counts[name] == 0:
             continue
-        if kind_of(env.id) == "v1":
-            raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from the answers of classic environments, and {env.id} is a v1 "
-                "taskset; choose a model that is trained already"
-            )
         trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
         environment = load_one(name, trained, settings_of(config, env))
+        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
+            raise ValueError(
+                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
+                "`answer` with a text; choose a model that is trained already"
+            )
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
     return found

@@ -35,7 +35,7 @@ from rlx.policy.transcript import TranscribedPolicy
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.failures import Failures
-from rlx.rollout.models import Model, connect_endpoint, connect_servers
+from rlx.rollout.models import Model, Served, connect_endpoint, connect_servers
 from rlx.rollout.play import Job, Player
 from rlx.rollout.stalls import explainer
 from rlx.rollout.synthesis import NothingKept, NothingWorks, Synthesis, keep_digests
@@ -61,7 +61,8 @@ class Synthesizer:
             assert env.policy is not None
             env.policy = self.policies[name] = TranscribedPolicy(env.policy)
         retries, room = config.orchestrator.max_retries, config.concurrency
-        self.player = Player(envs, max_retries=retries, room=lambda: room, played=self._played, check=model.check)
+        away = (lambda: model.sampler.away) if isinstance(model, Served) else (lambda: 0.0)
+        self.player = Player(envs, max_retries=retries, room=lambda: room, played=self._played, check=model.check, away=away)
         self.phase = "starting"
 
     async def run(self) -> None:

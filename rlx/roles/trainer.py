@@ -49,6 +49,7 @@ class Trainer:
         from rlx.models.load import DTYPES
         from rlx.parallel.mesh import build_mesh
         from rlx.train.build import build
+        from rlx.train.scores import ScoreKeeper
         from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
@@ -93,6 +94,7 @@ class Trainer:
         self.first_step = 0
         self.updated = False  # whether the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
                 self.resume(begin.checkpoint / TRAINER, begin.step)
@@ -159,7 +161,7 @@ class Trainer:
         from rlx.data.packing import pack
 
         ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
-        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens)
+        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens, loss_of=self.step_trainer.losses.loss_of)
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)
 
@@ -169,6 +171,7 @@ class Trainer:
 
         iterations = self.cfg.trainer.num_iterations
         values = self.step_trainer.train_batch(batch, iterations=iterations, starts=starts)
+        self.scores.write(step_batch)
         if self.reference is not None and self.reference.after_step(batch.step, self.model):
             log.info("step %d: the reference moved towards the policy with weight %g", batch.step, self.reference.alpha)
         if self.mesh.first and self.step_trainer.warning is not None and "warning" not in self.summary:

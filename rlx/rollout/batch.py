@@ -11,11 +11,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlx.advantages.base import Advantage, GroupScores
-from rlx.config.schema import Config, LossTerms, split_terms
+from rlx.advantages.mix import AdvantageMix
+from rlx.config.load import instantiate
+from rlx.config.objectives import loss_of, scored_by
+from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.rollout.groups import Tally
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, StepBatch, TrainingSample
+
+
+def advantages_of(config: Config) -> AdvantageMix:
+    """The run's advantages: one, or several if environments have their own."""
+    scored = scored_by(config)
+    by_env = {env: number for number, (_, envs) in enumerate(scored) for env in envs}
+    return AdvantageMix([instantiate(node) for node, _ in scored], by_env)
 
 
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
@@ -25,6 +35,7 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
         lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         longest_turns=[np.array([rollout.longest_turn for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         envs=[rollouts[0].task.env for rollouts in batch],
+        agents=[rollouts[0].agent for rollouts in batch],
     )
 
 
@@ -51,7 +62,6 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
 
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
-    loss, _ = split_terms(config.loss, LossTerms)
     mini_batches = []
     for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
@@ -59,7 +69,8 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
-                mask_overlong=loss.mask_overlong,
+                mask_overlong=bool(loss_of(config, group.task.env).get("mask_overlong", False)),
+                learn=config.envs[group.task.env].learn,
             )
         mini_batches.append(tuple(samples))
     return StepBatch(step=step, mini_batches=tuple(mini_batches))

@@ -56,8 +56,13 @@ class Pending:
     rollouts: list[Rollout] = field(default_factory=list)  # by member; empty until the group is finished
 
 
-def collector_of(config: Config, envs: Mapping[str, Environment], left_out: Callable[[Sequence[Rollout]], str | None]) -> Collector:
-    """The collector of a run. `left_out`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
+def collector_of(
+    config: Config,
+    envs: Mapping[str, Environment],
+    left_out: Callable[[Sequence[Rollout]], str | None],
+    away: Callable[[], float] = lambda: 0.0,
+) -> Collector:
+    """The collector of a run. `left_out`, `away`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
     orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
     envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
     weights = {name: env.weight for name, env in config.envs.items()}
@@ -72,6 +77,7 @@ def collector_of(config: Config, envs: Mapping[str, Environment], left_out: Call
         max_concurrent=config.concurrency,
         max_retries=orchestrator.max_retries,
         left_out=left_out,
+        away=away,
         max_rounds=orchestrator.difficulty_filter.max_rounds,
         oversampling_factor=orchestrator.oversampling_factor,
     )
@@ -93,6 +99,7 @@ class Collector:
         max_concurrent: int,
         max_retries: int,
         left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
+        away: Callable[[], float] = lambda: 0.0,
         max_rounds: int = 10,
         oversampling_factor: float = 1.0,
     ) -> None:
@@ -101,7 +108,7 @@ class Collector:
         `left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
         their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
 
-        `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
+        `away`: see `play_through`. `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
         """
         self.envs = envs
         self.tasks = tasks
@@ -112,6 +119,7 @@ class Collector:
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.left_out = left_out
+        self.away = away
         self.most_filtered = {env: math.ceil(max_rounds * num_groups * tasks.share(env) - 1e-9) for env in tasks.envs}  # of one batch
         self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
         self.version = 0
@@ -321,7 +329,7 @@ class Collector:
             env = self.envs[task.env]
             on_policy = self.max_async_level == 0
             pending.rollouts = await play_group(
-                env, task, self.sizes[task.env], self.max_retries, self.tally, member_ended, to_the_end=on_policy
+                env, task, self.sizes[task.env], self.max_retries, self.tally, member_ended, to_the_end=on_policy, away=self.away
             )
             rule = self.left_out(pending.rollouts)
         except GroupFailed as failed:

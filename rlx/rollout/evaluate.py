@@ -58,10 +58,18 @@ class Evaluation:
 class Evaluations:
     """All evaluations of a run. Without `eval.interval` it has nothing to do."""
 
-    def __init__(self, config: Config, paths: RunPaths, envs: Mapping[str, Environment], first_step: int, busy: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        paths: RunPaths,
+        envs: Mapping[str, Environment],
+        first_step: int,
+        busy: Callable[[], int],
+        away: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
-        `busy`: rollouts of training in flight.
+        `busy`: rollouts of training in flight. `away`: see `play_through`.
         """
         self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
@@ -74,7 +82,7 @@ class Evaluations:
         self._missed = self._find_missed() if self.specs else []
         self._now: Evaluation | None = None
         retries = config.orchestrator.max_retries
-        self._player = Player(self.envs, max_retries=retries, room=self._room, played=self._played, check=self._check)
+        self._player = Player(self.envs, max_retries=retries, room=self._room, played=self._played, check=self._check, away=away)
         self._playing: asyncio.Task[dict[str, float]] | None = None
 
     # -- which versions

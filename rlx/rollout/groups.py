@@ -1,7 +1,8 @@
 """Plays the rollouts of one task and counts the outcomes of all rollouts since the run began.
 
 A member that fails is played again with other sampling seeds, up to `max_retries` times. Where rewards compare the members, the whole
-group is played again. After a timeout there is no retry: the group fails at once.
+group is played again. After a timeout there is no retry: the group fails at once. A timeout while no server took requests does not count:
+the member is played again under the same attempt number, so with the same seeds.
 Batches and policy versions belong to `rlx.rollout.collector`.
 """
 
@@ -69,6 +70,21 @@ class Tally:
         self.log.note(rollout.task.env, f"a rollout of example {rollout.task.example_id}", f"{rollout.stop}: {rollout.error}")
 
 
+async def play_through(
+    env: Environment, task: Task, members: Sequence[int], attempt: int, away: Callable[[], float] = lambda: 0.0
+) -> list[Rollout]:
+    """`env.play`, repeated if a rollout timed out and no server took requests for some of its time.
+
+    `away`: seconds so far in which no server took requests (`Sampler.away`).
+    """
+    while True:
+        before = away()
+        rollouts = await env.play(task, members, attempt)
+        if away() == before or not any(rollout.status == "timeout" for rollout in rollouts):
+            return rollouts
+        log.info("%s, example %d: played again, because no server took requests meanwhile", task.env, task.example_id)
+
+
 async def play_group(
     env: Environment,
     task: Task,
@@ -77,20 +93,22 @@ async def play_group(
     tally: Tally,
     on_end: Callable[[], None] = lambda: None,
     to_the_end: bool = False,
+    away: Callable[[], float] = lambda: 0.0,
 ) -> list[Rollout]:
     """The scored rollouts of `task`, by member. `on_end` is called once for each member when it has ended.
 
     Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request, and when one fails the
     others are cancelled. With `to_the_end` the others finish first, so that the counts do not depend on which member ends first.
+    `away`: see `play_through`.
     Raises GroupFailed. No task is left running after a failure or a cancellation.
     """
     if env.scores_groups:
         try:
-            return await _play(env, task, range(size), max_retries, tally)
+            return await _play(env, task, range(size), max_retries, tally, away)
         finally:
             for _ in range(size):
                 on_end()
-    members = [asyncio.create_task(_play(env, task, [member], max_retries, tally)) for member in range(size)]
+    members = [asyncio.create_task(_play(env, task, [member], max_retries, tally, away)) for member in range(size)]
     for member in members:
         member.add_done_callback(lambda _: on_end())
     try:
@@ -104,10 +122,12 @@ async def play_group(
         raise
 
 
-async def _play(env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally) -> list[Rollout]:
+async def _play(
+    env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, away: Callable[[], float]
+) -> list[Rollout]:
     """Play these members until all of them succeed in one attempt. Raises GroupFailed."""
     for attempt in range(max_retries + 1):
-        rollouts = [checked(rollout) for rollout in await env.play(task, members, attempt)]
+        rollouts = [checked(rollout) for rollout in await play_through(env, task, members, attempt, away)]
         if all(rollout.status == "ok" for rollout in rollouts):
             return [_count(rollout, tally) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]

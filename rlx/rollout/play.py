@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rlx.envs.base import Environment
+from rlx.rollout.groups import play_through
 from rlx.types import Rollout, Task
 
 T = TypeVar("T")
@@ -64,15 +65,17 @@ class Player:
         room: Callable[[], int],
         played: Callable[[Job, list[Rollout]], None],
         check: Callable[[Rollout], None] = lambda rollout: None,
+        away: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`envs`: by the names in jobs. `max_retries`: further attempts at a failed rollout; a timeout is not retried.
 
         `room`: how many rollouts may be in flight at the moment; one job is always played. `played`: called with each finished job and its
         rollouts, in the order of `Job.members`; those that failed for good have their last `status` and `error`.
         `check`: called with each rollout of each attempt; what it raises ends `play`.
+        `away`: see `play_through`.
         """
         self.envs, self.max_retries, self.room = envs, max_retries, room
-        self.played, self.check = played, check
+        self.played, self.check, self.away = played, check, away
         self.begun = self.finished = 0  # rollouts
         self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
 
@@ -112,7 +115,7 @@ class Player:
         self._in_flight.append(entry)
         try:
             for attempt in range(self.max_retries + 1):
-                rollouts = await env.play(job.task, job.members, attempt)
+                rollouts = await play_through(env, job.task, job.members, attempt, self.away)
                 for rollout in rollouts:
                     self.check(rollout)
                 if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):

@@ -2,6 +2,7 @@
 
 `rollouts/step_000012.jsonl.zst` has one rollout a line. It has the groups that were trained on. With `advantage: null` it also has the
 rollouts that failed since the step before and the groups that a filter dropped; for these `left_out` names the rule.
+Behind the lines is an index for `rlx view` (`rlx.rollout.index`), which decompressors skip.
 `recorded/step_000012.batch.zst` has the same bytes that the trainer received. Call the writers in a thread, because they compress.
 """
 
@@ -17,6 +18,7 @@ import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
+from rlx.rollout.index import as_frame, index_of
 from rlx.types import Group, Rollout, StepBatch
 
 LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter dropped
@@ -25,9 +27,13 @@ LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every 
 def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> None:
     """Write the file atomically. Values that JSON cannot hold (an environment's own objects) are written as their `repr`."""
     encoder = msgspec.json.Encoder(enc_hook=repr)
-    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)]
+    write_lines(path, [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)])
+
+
+def write_lines(path: Path, lines: Sequence[bytes]) -> None:
+    """Write encoded rollouts, one a line, atomically, and their index behind them."""
     with atomic(path) as temporary:
-        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
+        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)) + as_frame(index_of(lines)))
 
 
 def record_batch(path: Path, batch: StepBatch) -> None:

@@ -9,7 +9,7 @@ Call the writer in a thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ class Outcome:
     stop: str
     error: str | None
     is_truncated: bool
-    timing: dict[str, float]
+    timing: dict[str, float]  # seconds: total, generation (waiting for the policy), scoring
     num_prompt_tokens: int  # over all turns
     num_tokens: int  # sampled, over all turns
+    turns: list[tuple[int, int]] = field(default_factory=list)  # of each turn: prompt tokens, sampled tokens
 
     @property
     def failed(self) -> bool:
@@ -73,6 +74,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
         timing=rollout.timing,
         num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns),
         num_tokens=rollout.num_completion_tokens,
+        turns=[(len(turn.prompt_ids), len(turn.completion_ids)) for turn in rollout.turns],
     )
 
 
@@ -109,6 +111,44 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
         temporary.write_bytes(msgspec.json.format(encoder.encode(metadata), indent=2) + b"\n")
 
 
+def read_results(file: Path) -> list[list[Outcome]]:
+    """The rollouts of each example [N][n] in a `results.jsonl` of rlx.
+
+    Rewards by function and metrics are together in `metrics`; `place` is not in the file and means nothing.
+    """
+    examples: dict[int, list[Outcome]] = {}
+    for line in file.read_bytes().splitlines():
+        found = msgspec.json.decode(line)
+        usage, error = found["token_usage"], found["error"]
+        failed = not found["is_completed"]
+        outcome = Outcome(
+            example_id=found["example_id"],
+            place=len(examples),
+            rollout=found["rollout"],
+            prompt=found["prompt"],
+            completion=found["completion"],
+            answer=found["answer"],
+            info=found["info"],
+            reward=found["reward"],
+            rewards={},
+            metrics=found["metrics"],
+            status=_status(found["stop_condition"]) if failed else "ok",
+            stop=found["stop_condition"],
+            error=error["message"] if error is not None else None,
+            is_truncated=found["is_truncated"],
+            timing=found["timing"],
+            num_prompt_tokens=usage["input_tokens"],
+            num_tokens=usage["output_tokens"],
+            turns=[(prompt, sampled) for prompt, sampled in usage.get("turns", ())],
+        )
+        examples.setdefault(outcome.example_id, []).append(outcome)
+    return list(examples.values())
+
+
+def _status(stop: str) -> Status:
+    return "cancelled" if stop == "group_failed" else "timeout" if "timeout" in stop else "error"
+
+
 def _line(outcome: Outcome) -> dict[str, Any]:
     """The outcome by verifiers' names."""
     error = None
@@ -129,5 +169,5 @@ def _line(outcome: Outcome) -> dict[str, Any]:
         "is_completed": not outcome.failed,
         "is_truncated": outcome.is_truncated,
         "stop_condition": outcome.stop,
-        "token_usage": {"input_tokens": outcome.num_prompt_tokens, "output_tokens": outcome.num_tokens},
+        "token_usage": {"input_tokens": outcome.num_prompt_tokens, "output_tokens": outcome.num_tokens, "turns": outcome.turns},
     }

@@ -6,11 +6,12 @@ Packing and the shift of labels come later (`rlx.data.packing`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlx.policy.answered import ROLES
 from rlx.types import Group, Rollout, TrainingSample, Turn
 
 Span = tuple[int, Turn]  # (where the turn's completion begins in the sample, the turn)
@@ -51,27 +52,34 @@ def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
     return drafts
 
 
-def samples_of(group: Group, *, strategy: str, mask_overlong: bool = False) -> list[TrainingSample]:
+def samples_of(
+    group: Group, *, strategy: str, mask_overlong: bool = False, learn: Mapping[str, float] | None = None
+) -> list[TrainingSample]:
     """The training samples of a group, ordered by member and turn.
 
-    With `mask_overlong`, rollouts cut by a length limit give no samples.
+    With `mask_overlong`, rollouts cut by a length limit give no samples. `learn`: weight of cross-entropy on what the environment answered,
+    by role; each such token has it in the first sample whose prompt shows the message.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         if mask_overlong and rollout.is_truncated:
             continue
         for draft in merge(rollout.turns, strategy):
-            samples.append(_sample(group, rollout, draft, float(advantage)))
+            samples.append(_sample(group, rollout, draft, float(advantage), learn or {}))
     return samples
 
 
-def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float) -> TrainingSample:
+def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, learn: Mapping[str, float]) -> TrainingSample:
     length = len(draft.ids)
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
     temperature = np.ones(length, dtype=np.float32)
     versions = np.full(length, -1, dtype=np.int32)
+    by_mark = np.array([0, *(learn.get(role, 0) for role in ROLES)], dtype=np.float32)
+    learned = np.zeros(length, dtype=np.float32)
     for start, turn in draft.spans:
+        if turn.answered is not None:
+            learned[:start] += by_mark[turn.answered]
         part = slice(start, start + len(turn.completion_ids))
         mask[part] = True
         logprobs[part] = turn.logprobs
@@ -87,4 +95,5 @@ def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float) -> 
         advantages=np.where(mask, np.float32(advantage), np.float32(0)),
         temperature=temperature,
         versions=versions,
+        ce_weights=learned if learned.any() else None,
     )

@@ -34,7 +34,7 @@ from rlx.process import full_disk
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, rewind, say, source_of
+from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
 from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
@@ -192,6 +192,7 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
             f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
         )
+    even_done = even_done or (isinstance(cfg, Config) and lacks_last_evaluation(paths, cfg))
     start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
     if cfg.has_checkpoints:
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
@@ -305,7 +306,7 @@ def _is_free(paths: RunPaths) -> bool:
         return True
     entries = {entry.name for entry in paths.root.iterdir()} - {paths.lock.name}
     described = {paths.config.name, paths.overrides.name, paths.plan.name}
-    return entries - {paths.sbatch.name, paths.explained.name} in (set(), described)
+    return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
 def _claim(paths: RunPaths, *, clean: bool) -> RunLock:

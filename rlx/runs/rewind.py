@@ -15,7 +15,10 @@ from pathlib import Path
 from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint, Start
 from rlx.config.errors import ConfigError
+from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
+from rlx.config.schema import Config
+from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.weights.files import WeightsError, verify, versions
 
@@ -85,6 +88,9 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     for folder in paths.evaluations.glob("*/step_*"):
         if int(folder.name.removeprefix("step_")) >= done:
             shutil.rmtree(folder)
+    for folder in paths.replays.glob("step_*--*"):
+        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
+            shutil.rmtree(folder)
     _forget_processes(paths)
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)
@@ -114,6 +120,12 @@ def check_room(start: Start | None, max_steps: int | None) -> None:
             f"there is nothing left to do: {start.checkpoint} is the state after {start.step} steps, and max_steps={max_steps}.\n"
             f"  fix: raise max_steps, or name an earlier checkpoint with resume="
         )
+
+
+def lacks_last_evaluation(paths: RunPaths, cfg: Config) -> bool:
+    """Whether the last version is to be evaluated and has no record: the run was killed then, so something is left to do."""
+    done = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
+    return is_due(cfg, cfg.max_steps) and cfg.max_steps not in done
 
 
 def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:

@@ -32,6 +32,16 @@ class Cause:
     last_lines: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A process that died and was started again."""
+
+    name: str  # from the plan: "inference_0"
+    reason: str  # how it died, as text
+    log: str  # path of the log file of the process that died, relative to the run directory
+    time: float  # seconds since the epoch
+
+
 @dataclass(kw_only=True)
 class Status:
     """The contents of `status.json`. `started` and `updated` are seconds since the epoch."""
@@ -43,6 +53,7 @@ class Status:
     exit_code: int | None = None
     cause: Cause | None = None
     processes: list[dict[str, Any]] = field(default_factory=list)  # role, replica, host, pid
+    restarts: list[Restart] = field(default_factory=list)  # of this attempt, the oldest first
     supervisor: dict[str, Any] | None = None  # host, pid
     job: str | None = None  # id of the SLURM job that runs it
     launcher: dict[str, Any] | None = None  # host, pid
@@ -91,6 +102,7 @@ def read_status(paths: RunPaths) -> Status | None:
         return None
     if record["cause"] is not None:
         record["cause"] = Cause(**{**record["cause"], "last_lines": tuple(record["cause"]["last_lines"])})
+    record["restarts"] = [Restart(**one) for one in record.get("restarts", ())]
     return Status(**record)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rlx.config.objectives import trained_by
 from rlx.config.schema import Config, LossTerms, OptimTerms, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
+from rlx.losses.mix import LossMix
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh
 from rlx.train.reference import Reference
@@ -44,11 +46,10 @@ def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], Abstrac
             frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
-    loss_terms, loss = split_terms(cfg.loss, LossTerms)
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)
     return PolicyTrainer(
         model,
-        Objective(instantiate(loss), loss_terms, max_length=cfg.sampling.max_tokens),
+        losses_of(cfg),
         instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
@@ -56,3 +57,14 @@ def build(cfg: Config, source: str, mesh: Mesh, working: Callable[[str], Abstrac
         mesh=mesh,
         reference=reference,
     )
+
+
+def losses_of(cfg: Config) -> LossMix:
+    """The objectives of the run. In the metrics, one of several is named after its environments: `math`, `sums+word_guess`."""
+    objectives: list[Objective] = []
+    by_env: dict[str, int] = {}
+    for number, (node, envs) in enumerate(trained_by(cfg)):
+        terms, loss = split_terms(node, LossTerms)
+        objectives.append(Objective(instantiate(loss), terms, max_length=cfg.sampling.max_tokens, label="+".join(envs)))
+        by_env |= dict.fromkeys(envs, number)
+    return LossMix(objectives, by_env)

@@ -165,8 +165,8 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
         _set_random_state(packed)
     progress = Progress(**state["progress"])
     trainer.updates = progress.updates
-    if trainer.objective.terms.kl.target_kl is not None:  # otherwise beta comes from the configuration
-        trainer.objective.load_state_dict(state["objective"])
+    if trainer.losses.adapts:  # otherwise beta comes from the configuration
+        trainer.losses.load_state_dict(state["objective"])
     return progress
 
 
@@ -178,7 +178,7 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
         "model": dict(trainer.model.named_weights()),
         "optimizer": optimizer,
         "reference": dict(trainer.reference.model.named_weights()) if trainer.reference is not None and moving else {},
-        "objective": trainer.objective.state_dict(),
+        "objective": trainer.losses.state_dict(),
         "progress": asdict(progress),
         "random": {str(trainer.mesh.rank): _random_state()},
     }

@@ -6,7 +6,7 @@ import torch
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig, split_terms
-from rlx.config.targets import instantiate, nodes_of
+from rlx.config.targets import all_nodes_of, instantiate
 
 
 def check_built(cfg: CommandConfig) -> None:
@@ -15,8 +15,8 @@ def check_built(cfg: CommandConfig) -> None:
     Raises ConfigError with the nodes and their targets' errors.
     """
     problems = []
-    for name, terms in nodes_of(cfg).items():
-        node = dict(getattr(cfg, name)) if terms is None else split_terms(dict(getattr(cfg, name)), terms)[1]
+    for name, (whole, terms) in all_nodes_of(cfg).items():
+        node = dict(whole) if terms is None else split_terms(dict(whole), terms)[1]
         try:
             instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
         except Exception as error:

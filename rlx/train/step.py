@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, finish
-from rlx.losses.mismatch import too_tight
+from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
@@ -26,10 +27,14 @@ from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_l
 from rlx.train.reference import Reference
 from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
 
+IN_TOKENS = {"teacher_logprobs": "teacher_logp"}  # streams with another name in `TokenBatch`
+OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
+"""Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """A micro-batch on the device: the model's inputs, and the tensors of its N trainable tokens."""
+    """A micro-batch on the device: the model's inputs, and the tensors of its N tokens that a loss reads."""
 
     layout: Layout
     index: Tensor  # [N] int64 into the computed tokens
@@ -39,8 +44,12 @@ class _Inputs:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64
     rollout_lengths: Tensor  # [R] int64
+    sampled_lengths: Tensor  # [R] int64 sampled tokens of each rollout
     group_lengths: Tensor  # [R] int64
+    objectives: Tensor  # [R] int64
     versions: Tensor  # [N] int64
+    streams: dict[str, Tensor]  # [N] each, by the names in `TokenBatch`
+    sampled: Tensor | None  # bool [N]; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,7 @@ class PolicyTrainer:
     def __init__(
         self,
         model: PolicyModel,
-        objective: Objective,
+        objective: Objective | LossMix,
         optimizer: torch.optim.Optimizer,
         *,
         schedule: SchedulerConfig | None = None,
@@ -70,7 +79,7 @@ class PolicyTrainer:
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
-        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.model, self.losses, self.optimizer = model, LossMix.of(objective), optimizer
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
@@ -81,6 +90,8 @@ class PolicyTrainer:
         self.peak_lr = optimizer.param_groups[0]["lr"]
         # Called before each micro-batch is scored, and before its forward and backward. All ranks call it equally often.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
+        # Called after each row's forward with the row, logp [N] and entropy [N] of its scored tokens.
+        self.after_forward: Callable[[MicroBatch, Tensor, Tensor], None] = lambda row, logp, entropy: None
 
     def train_batch(
         self,
@@ -106,10 +117,11 @@ class PolicyTrainer:
         for _ in range(iterations):
             for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
                 starts(len(records), of)
-                metrics = self.train_minibatch(mini_batch, step=batch.step, before=scores, fresh=not records)
-                if self.warning is None and not records and metrics["off_policy/lag_max"] == 0:  # else the mismatch includes updates
-                    self.warning = too_tight(self.objective.function, self.objective.terms, metrics)
-                (records if mini_batch.num_loss_tokens else empty).append(metrics)
+                step = batch.step if batch.sampled else None
+                metrics = self.train_minibatch(mini_batch, step=step, before=scores, fresh=not records)
+                if self.warning is None and not records and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
+                    self.warning = self.losses.warning(metrics)
+                (records if mini_batch.trains else empty).append(metrics)
         values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
         return values
@@ -127,7 +139,7 @@ class PolicyTrainer:
 
         Without `recompute` there is only one optimizer step, and its own forward gives the old log-probabilities.
         """
-        recompute = recompute and self.objective.terms.proximal == "recompute"
+        recompute = recompute and self.losses.recomputes
         scores = []
         for micro_batch in mini_batch.micro_batches:
             self.before_micro_batch()
@@ -143,7 +155,8 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches. The metrics are those of the global batch, equal on every rank.
 
-        `step` is the policy version being trained, for the age of tokens; None (supervised data has no versions) omits the age.
+        `step` is the policy version being trained, for the age of tokens. None: supervised data, which no policy sampled; its metrics have
+        the perplexity, but neither ages nor ratios nor the mismatch with an engine.
         `before` holds scores by micro-batch if they are already computed. `fresh`: no optimizer step was taken since version `step`.
         Without a trainable token on any rank nothing changes, not even the optimizer's momentum or the KL controller.
         Raises ValueError for counts that differ from the mini-batch's, and NotFiniteError for a NaN or infinite loss or gradient, both
@@ -153,17 +166,19 @@ class PolicyTrainer:
         where = f"optimizer step {self.updates}"
         stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
         metrics = self._reduce(stats, mini_batch)
+        if step is None:
+            metrics = _of_supervised(metrics)
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
         computed = time.perf_counter()
         metrics["optim/grad_norm"] = clip_gradients(self.parameters, self.max_norm, where)
         lr = learning_rate(self.updates, self.peak_lr, self.schedule, self.total_updates)
         metrics["optim/lr"] = set_learning_rate(self.optimizer, lr / self.peak_lr if self.peak_lr else 0.0)
-        if mini_batch.num_loss_tokens:
+        if mini_batch.trains:
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.objective.after_update(metrics, changed=bool(mini_batch.num_loss_tokens))
+        self.losses.after_update(metrics, changed=mini_batch.trains)
         metrics["time/forward_backward"] = computed - started
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
@@ -178,12 +193,10 @@ class PolicyTrainer:
             self.before_micro_batch()
             inputs = self._inputs(micro_batch, self.model)
             logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
-            old = scores.old_logp
-            if old is None:
-                old = logp.detach() if self.objective.terms.proximal == "recompute" else inputs.inference_logp
+            self.after_forward(micro_batch, logp, entropy)
             tokens = TokenBatch(
                 logp=logp,
-                old_logp=old,
+                old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,
                 inference_logp=inputs.inference_logp,
                 entropy=entropy,
                 advantages=inputs.advantages,
@@ -191,13 +204,19 @@ class PolicyTrainer:
                 rollout_lengths=inputs.rollout_lengths,
                 group_lengths=inputs.group_lengths,
                 ref_logp=scores.ref_logp,
+                sampled=inputs.sampled,
+                objectives=inputs.objectives,
+                **inputs.streams,
             )
             if step is not None:
-                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.rollout_lengths
+                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
                 tokens = replace(tokens, on_policy=newest & fresh)
-            loss, more = self.objective(tokens, mini_batch.num_loss_tokens, mini_batch.num_sequences, mini_batch.num_groups)
+            loss, more = self.losses(tokens, mini_batch.counts)
             if step is not None:
-                _add_lag(more, step - inputs.versions, mini_batch.num_loss_tokens)
+                versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
+                _add_lag(more, step - versions, mini_batch.num_loss_tokens)
+            else:
+                more.sums["loss/nll"] = -logp.detach().double().sum() / max(mini_batch.num_loss_tokens, 1)
             loss.backward()
             stats.add(more)
         return stats
@@ -212,10 +231,16 @@ class PolicyTrainer:
     def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
         m, device = micro_batch, self.device
         self._refuse_what_nobody_uses(m)
-        layout = build_layout(m.token_ids, m.cu_seqlens, m.loss_mask, model.layout_kind(device), device)
+        scored = m.scored
+        layout = build_layout(m.token_ids, m.cu_seqlens, scored, model.layout_kind(device), device)
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array[m.loss_mask]).to(device=device, dtype=dtype)
+            return torch.from_numpy(array[scored]).to(device=device, dtype=dtype)
+
+        def by_rollout(array) -> Tensor:
+            return torch.from_numpy(array).to(device=device, dtype=torch.int64)
+
+        streams = {name: getattr(m, name) for name in STREAMS if getattr(m, name) is not None}
 
         return _Inputs(
             layout=layout,
@@ -225,16 +250,20 @@ class PolicyTrainer:
             inference_logp=trainable(m.inference_logprobs, torch.float32),
             advantages=trainable(m.advantages, torch.float32),
             rollout_ids=trainable(m.rollout_ids, torch.int64),
-            rollout_lengths=torch.from_numpy(m.rollout_lengths).to(device=device, dtype=torch.int64),
-            group_lengths=torch.from_numpy(m.group_lengths).to(device=device, dtype=torch.int64),
+            rollout_lengths=by_rollout(np.bincount(m.rollout_ids[scored], minlength=len(m.rollout_lengths))),
+            sampled_lengths=by_rollout(m.rollout_lengths),
+            group_lengths=by_rollout(m.group_lengths),
+            objectives=by_rollout(m.objectives),
             versions=trainable(m.versions, torch.int64),
+            streams={IN_TOKENS.get(name, name): trainable(array, torch.float32) for name, array in streams.items()},
+            sampled=None if m.ce_weights is None else trainable(m.loss_mask, torch.bool),
         )
 
     def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
         """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
         for name in STREAMS:
-            if getattr(micro_batch, name) is not None and name not in self.objective.streams:
-                uses = ", ".join(sorted(self.objective.streams)) or "none"
+            if getattr(micro_batch, name) is not None and name not in self.losses.streams:
+                uses = ", ".join(sorted(self.losses.streams)) or "none"
                 raise ValueError(
                     f"the batch has the stream `{name}`, but this objective consumes {uses}; leave the stream out, or use another loss"
                 )
@@ -257,6 +286,17 @@ def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:
     stats.maxima["off_policy/lag_max"] = (
         lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
     )
+
+
+def _of_supervised(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of data that no policy sampled: without comparisons to a sampling policy, and with the perplexity."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith(OF_SAMPLED)}
+    return kept | {"loss/perplexity": perplexity(metrics["loss/nll"])}
+
+
+def perplexity(nll: float) -> float:
+    """exp of the mean negative log-probability of a token, in nats; at most e^690, so that it stays a number."""
+    return math.exp(min(nll, 690.0))
 
 
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlx.config.schema import LossTerms, SchedulerConfig, WarmStartConfig
-from rlx.data.demonstrations import Demonstration, to_sample
 from rlx.data.packing import pack
-from rlx.data.source import SupervisedSource
+from rlx.data.supervised import Samples, SupervisedSource
 from rlx.losses.base import Objective
 from rlx.losses.sft import sft
 from rlx.models.policy import PolicyModel
 from rlx.models.tiny import build_model
 from rlx.train.step import PolicyTrainer
+from rlx.types import TrainingSample
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -33,13 +33,13 @@ Report = Callable[[int, float], None]
 """Called after every optimizer step with the steps done and the step's loss in nats per answer token."""
 
 
-def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration], context_length: int, report: Report) -> Qwen3ForCausalLM:
+def warm_start(config: WarmStartConfig, demonstrations: Sequence[TrainingSample], context_length: int, report: Report) -> Qwen3ForCausalLM:
     """Make the tiny model: weights from `config.seed`, then `config.steps` steps with linear warm-up and cosine decay to 0.
 
     The same arguments give the same weights on the same machine at the same number of threads.
     Raises ValueError if a demonstration is longer than `context_length`.
     """
-    longest = max(map(len, demonstrations))
+    longest = max(len(sample.token_ids) for sample in demonstrations)
     if longest > context_length:
         raise ValueError(f"a demonstration has {longest} tokens, but model.context_length={context_length}; raise it or drop that one")
     model = build_model(config, context_length)
@@ -52,7 +52,8 @@ def warm_start(config: WarmStartConfig, demonstrations: Sequence[Demonstration],
         total_updates=config.steps,
         max_norm=MAX_NORM,
     )
-    source = SupervisedSource(list(map(to_sample, demonstrations)), batch_size=config.batch_size, seed=config.seed)
+    examples = Samples("demonstrations", demonstrations)
+    source = SupervisedSource([(examples, 1.0)], batch_size=config.batch_size, seed=config.seed)
     for step in range(config.steps):
         (mini_batch,) = pack(source.receive(step), rank=0, ranks=1, tokens=max(ROW_TOKENS, longest)).mini_batches
         metrics = trainer.train_minibatch(mini_batch)

@@ -133,19 +133,21 @@ class ToolMath(vf.ToolEnv):
     """The environment, with a teacher for the warm start."""
 
     def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
-        """A call of the calculator and its result as the answer. A teacher that errs copies a wrong digit into the call."""
+        """A call of the calculator and its result as the answer. A teacher that errs guesses the answer, wrongly, without a call."""
         expression = row["info"]["expression"]
-        if errs:
-            place = random.choice([at for at, letter in enumerate(expression) if letter.isdigit()])
-            digit = random.choice([digit for digit in "123456789" if digit != expression[place]])
-            expression = expression[:place] + digit + expression[place + 1 :]
         result = calc(expression)
+        if errs:
+            guess = random.choice([number for number in range(1, 82) if str(number) != result])
+            return [{"role": "assistant", "content": self._final(str(guess))}]
         call = {"id": "a", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"x": expression})}}
         return [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": result},
-            {"role": "assistant", "content": result if self.system_prompt is None else f"\\boxed{{{result}}}"},
+            {"role": "assistant", "content": self._final(result)},
         ]
+
+    def _final(self, number: str) -> str:
+        return number if self.system_prompt is None else f"\\boxed{{{number}}}"
 
 
 def load_environment(

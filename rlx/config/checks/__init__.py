@@ -1,9 +1,9 @@
 """The rules between configuration keys, one function per rule. `tree.py` checks types and single values.
 
 `data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `objective.py`: loss, advantage,
-optimizer, reference; `run.py`: model, servers, machines, directories; `workers.py`: environments' processes. A rule reads the
-configuration and at most some files and the driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is
-skipped when one of these keys already has a problem, or when the command's root lacks one.
+optimizer, reference; `teacher.py`: teachers; `run.py`: model, servers, machines, directories; `workers.py`: environments' processes.
+A rule reads the configuration and at most some files and the driver, and yields its problems. `@rule(keys…)` names the keys that it
+reads. A rule is skipped when one of these keys already has a problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import fields
 from typing import Any
 
-from rlx.config.checks import chat, data, evaluation, objective, run, workers  # noqa: F401  (importing them registers their rules)
+from rlx.config.checks import chat, data, evaluation, objective, run, teacher, workers  # noqa: F401  (importing them registers their rules)
 from rlx.config.rules import RULES, applies
 from rlx.config.tree import Origins, Problem
 
@@ -37,8 +37,10 @@ def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ())
 
 
 def _shared_default(cfg: Any, key: str) -> Any:
-    """The default of a key that an open node shares with all its targets: `loss.proximal`."""
+    """The default of a key that an open node shares with all its targets: `loss.proximal`, `envs.math.loss.proximal`."""
     node, *parts = key.split(".")
+    if node == "envs":
+        _, node, *parts = parts
     cls: Any = next(f.metadata["terms"] for f in fields(cfg) if f.name == node)
     for part in parts:
         found = next(f for f in fields(cls) if f.name == part)

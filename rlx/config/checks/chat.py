@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.chat_format import families, family_of
+from rlx.config.chat_format import GIVEN, OWN, arguments_of, families, family_of, fields_of, unread
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
@@ -28,7 +28,7 @@ def renderer_exists(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.chat_template", "model.renderer")
+@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer")
 def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.model.chat_template is None:
         return
@@ -39,6 +39,42 @@ def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
         )
     if not Path(cfg.model.chat_template).expanduser().is_file():
         yield f"there is no such file: {of('model.chat_template')}; the current directory is {Path.cwd()}. Correct the path."
+        return
+    try:
+        template = Path(cfg.model.chat_template).expanduser().read_text()
+        known = arguments_of(template)
+    except ValueError as error:
+        yield f"the chat template is not valid Jinja, {error}: {of('model.chat_template')}. Correct the file."
+        return
+    if missing := unread(cfg.model.chat_template_kwargs, template):
+        yield _not_read(missing, "the template", sorted(known), of)
+
+
+@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer", "model.name", "model.warm_start")
+def arguments_are_read(cfg: Config, of: Show) -> Iterator[str]:
+    given = cfg.model.chat_template_kwargs
+    if owned := sorted({*GIVEN, *OWN} & set(given)):
+        yield f"rlx itself gives {', '.join(owned)} to the template: {of('model.chat_template_kwargs')}. Remove {', '.join(owned)}."
+    elif given and cfg.model.warm_start is not None and cfg.model.chat_template is None:
+        yield f"the template of a model that rlx makes takes no arguments: {of('model.chat_template_kwargs')}. Remove them."
+    elif given and (family := family_of(cfg.model)) is not None and family in families():
+        known = sorted(fields_of(family))
+        if missing := sorted(set(given) - set(known)):
+            yield _not_read(missing, f"the renderer {family}", known, of)
+
+
+def _not_read(missing: list[str], whose: str, known: list[str], of: Show) -> str:
+    close = [name for one in missing for name in difflib.get_close_matches(one, known, n=1)]
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
+    can = f"It reads {', '.join(known)}." if known else "It reads none."
+    return (
+        f"{whose} does not read {', '.join(missing)}, so {_them(missing)} would have no effect: "
+        f"{of('model.chat_template_kwargs')}.{hint}\n{can}"
+    )
+
+
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "they"
 
 
 @rule("model.tool_call_parser", "model.reasoning_parser", "model.renderer", "model.chat_template", "model.name")

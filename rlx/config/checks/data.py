@@ -31,7 +31,7 @@ def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterato
     elif installed and not is_installed(module):
         yield (
             f"the environment {of(key)} is not installed: there is no module {module}.\n"
-            f"Install it into this Python ({sys.executable}), for example with pip install -e DIRECTORY."
+            f"Install it into this Python ({sys.executable}), for example with rlx env install FOLDER."
         )
 
 

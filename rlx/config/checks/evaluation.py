@@ -10,7 +10,8 @@ from rlx.config.evaluated import PREFIX, evaluated
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
-FACTS = ("examples", "error_frac", "truncated_frac", "completion_mean")  # metrics of every evaluation, beside its scores
+LOWER_IS_BETTER = ("error_frac", "truncated_frac")
+FACTS = ("examples", *LOWER_IS_BETTER, "completion_mean")  # metrics of every evaluation, beside its scores
 
 
 @rule("eval", "envs", "launcher")
@@ -27,6 +28,15 @@ def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
     for name in cfg.eval.envs or cfg.envs:
         if cfg.eval.interval is not None and PREFIX + name in cfg.envs:
             yield f"the evaluation of {name} and the environment envs.{PREFIX}{name} would have one name. Rename one of the two."
+
+
+@rule("eval.envs")
+def keys_of_training_alone(cfg: Config, of: Show) -> Iterator[str]:
+    for name, entry in cfg.eval.envs.items():
+        set_ = [key for key, untouched in (("weight", 1.0), ("curriculum", None)) if getattr(entry, key) != untouched]
+        for key in set_:
+            why = "plays its first examples in their order" if key == "curriculum" else "plays all environments of eval.envs in full"
+            yield f"`eval.envs.{name}.{key}` has no effect: an evaluation {why}: {of(f'eval.envs.{name}.{key}')}. Remove it."
 
 
 @rule("eval", "envs", "sampling.max_tokens", "seq_len", "inference.max_model_len")
@@ -76,6 +86,12 @@ def best_checkpoint(cfg: Config, of: Show) -> Iterator[str]:
         yield f"`ckpt.keep_best` must name a metric of an evaluation: {of('ckpt.keep_best')}. For example {examples}."
         return
     n = envs[name].rollouts_per_example or 1
+    if metric in LOWER_IS_BETTER:
+        yield (
+            f"the best checkpoint is the one with the highest value, but a lower {metric} is better: {of('ckpt.keep_best')}.\n"
+            f"Choose from {', '.join(_scores_of(n))}, with or without _low or _high, reward/FUNCTION, metric/METRIC."
+        )
+        return
     if metric in metrics_of(n) or re.fullmatch(r"(reward|metric)/.+", metric):  # the environment's own names are not known yet
         return
     scores = ", ".join(_scores_of(n))
@@ -87,7 +103,7 @@ def best_checkpoint(cfg: Config, of: Show) -> Iterator[str]:
     else:
         yield (
             f"the evaluation of {name} has no {metric}: {of('ckpt.keep_best')}.\n"
-            f"Choose from {scores}, with or without _low or _high, {', '.join(FACTS)}, reward/FUNCTION, metric/METRIC."
+            f"Choose from {scores}, with or without _low or _high, examples, completion_mean, reward/FUNCTION, metric/METRIC."
         )
 
 

@@ -5,14 +5,37 @@ No rule names an objective or an advantage: the rules read what these declare in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES, RANGES
+from rlx.config.objectives import Node, advantages_of, kl_of, loss_of, losses_of, scored_by, trained_by
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.sampling import biases
 from rlx.config.schema import Config
 from rlx.config.signatures import declared_by
+
+ROLES = ("user", "tool", "system")  # `rlx.policy.answered`, which this floor may not import
+LossRule = Callable[[Config, Show, str, Node], Iterator[str]]
+
+
+def loss_rule(*more: str) -> Callable[[LossRule], LossRule]:
+    """Register a rule for every objective: the run's, and those of single environments. It gets the objective's key and its node."""
+
+    def register(function: LossRule) -> LossRule:
+        @rule("loss", *more)
+        def of_the_run(cfg: Config, of: Show) -> Iterator[str]:
+            yield from function(cfg, of, "loss", cfg.loss)
+
+        @rule("loss", "envs", *more)
+        def of_environments(cfg: Config, of: Show) -> Iterator[str]:
+            for key, node in losses_of(cfg).items():
+                if key != "loss" and node != cfg.loss:  # an equal one has the same problems
+                    yield from function(cfg, of, key, node)
+
+        return function
+
+    return register
 
 
 @rule("loss", "advantage", "optim")
@@ -26,39 +49,44 @@ def targets_named(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("orchestrator.rollouts_per_example", "envs", "advantage")
 def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
-    name, run = target_name(cfg.advantage), "orchestrator.rollouts_per_example"
-    if not declared(cfg.advantage).compares_group:
-        return
-    sizes = {f"envs.{env}.rollouts_per_example": one.rollouts_per_example for env, one in cfg.envs.items()}
-    if not sizes or None in sizes.values():
-        sizes[run] = cfg.orchestrator.rollouts_per_example
-    for key, size in sizes.items():
-        if size == 1:
-            yield (
-                f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
-                f"{of(key)}.\nSet {key} to at least 2, or use advantage=none."
-            )
+    run = "orchestrator.rollouts_per_example"
+    for advantage, envs in scored_by(cfg):
+        name = target_name(advantage)
+        if not declared(advantage).compares_group:
+            continue
+        sizes = {f"envs.{env}.rollouts_per_example": cfg.envs[env].rollouts_per_example for env in envs}
+        if not sizes or None in sizes.values():
+            sizes[run] = cfg.orchestrator.rollouts_per_example
+        none = f"envs.{envs[0]}.advantage=none" if envs and cfg.envs[envs[0]].advantage else "advantage=none"
+        for key, size in sizes.items():
+            if size == 1:
+                yield (
+                    f"the advantage {name} compares the rollouts of a group, so it is always 0 in a group of one: "
+                    f"{of(key)}.\nSet {key} to at least 2, or use {none}."
+                )
 
 
-def weighs_tokens(cfg: Config) -> bool:
-    """Whether the objective weighs tokens by a ratio against the engine, so that the engine must sample from the policy's distribution."""
+def weighs_tokens(loss: Node) -> bool:
+    """Whether an objective weighs tokens by a ratio against the engine, so that the engine must sample from the policy's distribution."""
     # A correction is a ratio against the engine, whether or not the objective uses one.
-    return declared(cfg.loss).uses_ratio or cfg.loss.get("correction", "none") != "none"
+    return declared(loss).uses_ratio or loss.get("correction", "none") != "none"
 
 
-def needs_exact_sampling(cfg: Config, env: Mapping[str, Any]) -> bool:
-    """Whether tokens of a request that truncates or penalises may not be trained. `env`: the sampling parameters of its environment."""
-    accepted = cfg.sampling.allow_biased_ratio or biases(env)
-    return not accepted and (weighs_tokens(cfg) or declared_by(str(cfg.loss.get("_target_", ""))) is None)
+def needs_exact_sampling(cfg: Config, name: str, sampling: Mapping[str, Any]) -> bool:
+    """Whether tokens of a request that truncates or penalises may not be trained. `name`, `sampling`: its environment and parameters."""
+    accepted, loss = cfg.sampling.allow_biased_ratio or biases(sampling), loss_of(cfg, name)
+    return not accepted and (weighs_tokens(loss) or declared_by(str(loss.get("_target_", ""))) is None)
 
 
 @rule("sampling", "envs", "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
-    sections: dict[str, Any] = {"sampling": s} | {f"envs.{name}.sampling": env.sampling for name, env in cfg.envs.items()}
-    cut = [f"{place}.{key}" for place, own in sections.items() for key in biases({k: v for k, v in vars(own).items() if v is not None})]
-    name = target_name(cfg.loss)
-    if cut and not s.allow_biased_ratio and weighs_tokens(cfg):
+    for loss, envs in trained_by(cfg):
+        sections: dict[str, Any] = {"sampling": s} | {f"envs.{name}.sampling": cfg.envs[name].sampling for name in envs}
+        cut = [f"{place}.{key}" for place, own in sections.items() for key in biases({k: v for k, v in vars(own).items() if v is not None})]
+        name = target_name(loss)
+        if not cut or s.allow_biased_ratio or not weighs_tokens(loss):
+            continue
         keys = ", ".join(of(key) for key in cut)
         yield (
             f"truncated sampling biases the importance ratio of {name or 'the objective'}: {keys}.\n"
@@ -67,71 +95,84 @@ def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("loss")
-def correction_without_recompute(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.loss.get("correction", "none") != "none" and cfg.loss.get("proximal", "inference") == "inference":
+@loss_rule()
+def correction_without_recompute(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    if loss.get("correction", "none") != "none" and loss.get("proximal", "inference") == "inference":
         yield (
-            f"there is nothing to correct, because the ratios already use the engine's log-probabilities: {of('loss.correction')} with "
-            f"{of('loss.proximal')}.\nSet loss.proximal=recompute or loss.correction=none."
+            f"there is nothing to correct, because the ratios already use the engine's log-probabilities: {of(f'{key}.correction')} with "
+            f"{of(f'{key}.proximal')}.\nSet {key}.proximal=recompute or {key}.correction=none."
         )
 
 
-@rule("loss")
-def corrected_twice(cfg: Config, of: Show) -> Iterator[str]:
-    name = target_name(cfg.loss)
-    if declared(cfg.loss).against_engine and cfg.loss.get("correction", "none") in ("tis", "seq_tis"):
+@loss_rule()
+def corrected_twice(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    name = target_name(loss)
+    if declared(loss).against_engine and loss.get("correction", "none") in ("tis", "seq_tis"):
         yield (
             f"{name} already weighs tokens by their ratio to the engine, so a second weight would count the mismatch twice: "
-            f"{of('loss.correction')}.\nSet loss.correction=none, or `mis` or `seq_mis`, which only drop tokens."
+            f"{of(f'{key}.correction')}.\nSet loss.correction=none, or `mis` or `seq_mis`, which only drop tokens."
         )
 
 
-@rule("loss")
-def correction_by_token_of_a_sequence(cfg: Config, of: Show) -> Iterator[str]:
-    correction = cfg.loss.get("correction", "none")
-    if declared(cfg.loss).by_sequence and correction in ("tis", "mis"):
+@loss_rule()
+def correction_by_token_of_a_sequence(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    correction = loss.get("correction", "none")
+    if declared(loss).by_sequence and correction in ("tis", "mis"):
         yield (
-            f"all tokens of a rollout share one weight in {target_name(cfg.loss)}, so a correction cannot weigh or drop single tokens: "
-            f"{of('loss.correction')}.\nSet loss.correction=seq_{correction}, which works per rollout, or use an objective with "
-            "a loss per token, such as loss=gspo_token."
+            f"all tokens of a rollout share one weight in {target_name(loss)}, so a correction cannot weigh or drop single tokens: "
+            f"{of(f'{key}.correction')}.\nSet {key}.correction=seq_{correction}, which works per rollout, or use an objective with "
+            f"a loss per token, such as {key}=gspo_token."
         )
 
 
-@rule("loss")
-def dual_clip_by_the_rewards_sign(cfg: Config, of: Show) -> Iterator[str]:
-    name = target_name(cfg.loss)
-    if cfg.loss.get("dual_clip") is None:
+@loss_rule()
+def dual_clip_by_the_rewards_sign(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    name = target_name(loss)
+    if loss.get("dual_clip") is None:
         return
-    own_sign = declared(cfg.loss).own_sign
-    key = own_sign if isinstance(own_sign, str) else None
-    value = cfg.loss.get(key, 0) if key else 0
+    own_sign = declared(loss).own_sign
+    own = own_sign if isinstance(own_sign, str) else None
+    value = loss.get(own, 0) if own else 0
     if own_sign is True or (isinstance(value, int | float) and value > 0):
-        and_key = f" with {of(f'loss.{key}')}" if key else ""
+        and_key = f" with {of(f'{key}.{own}')}" if own else ""
         yield (
             f"dual clip limits the loss where the advantage is negative, but {name}{and_key} does not follow the sign of the reward's "
-            f"advantage: {of('loss.dual_clip')}.\nSet loss.dual_clip=null{f', or loss.{key}=0' if key else ''}."
+            f"advantage: {of(f'{key}.dual_clip')}.\nSet {key}.dual_clip=null{f', or {key}.{own}=0' if own else ''}."
         )
 
 
-@rule("advantage", "reward")
+@rule("advantage", "reward", "envs")
 def negative_rewards(cfg: Config, of: Show) -> Iterator[str]:
     shaped = {"soft_overlong": cfg.reward.soft_overlong, "length_penalty": cfg.reward.length_penalty > 0}
-    if declared(cfg.advantage).rewards_from_0 and any(shaped.values()):
+    for place, advantage in advantages_of(cfg).items():
+        if not declared(advantage).rewards_from_0 or not any(shaped.values()):
+            continue
         off = {"soft_overlong": "false", "length_penalty": "0"}
         on = [key for key in shaped if shaped[key]]
         yield (
-            f"the advantage {target_name(cfg.advantage)} needs rewards of at least 0, but reward shaping makes some negative: "
-            f"{of('advantage._target_')} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
-            f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or use advantage=group_norm."
+            f"the advantage {target_name(advantage)} needs rewards of at least 0, but reward shaping makes some negative: "
+            f"{of(f'{place}._target_')} with {' and '.join(of(f'reward.{key}') for key in on)}.\n"
+            f"Set {' '.join(f'reward.{key}={off[key]}' for key in on)}, or use {place}=group_norm."
         )
 
 
 @rule("loss", "advantage")
 def own_keys_in_range(cfg: Config, of: Show) -> Iterator[str]:
     for group, node in (("loss", cfg.loss), ("advantage", cfg.advantage)):
-        for key, words in declared(node).ranges.items():
-            if isinstance(value := node.get(key), int | float) and not RANGES[words](value):
-                yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
+        yield from _out_of_range(of, group, node)
+
+
+@rule("envs", "loss", "advantage")
+def own_keys_of_environments_in_range(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        yield from _out_of_range(of, f"envs.{name}.loss", env.loss)
+        yield from _out_of_range(of, f"envs.{name}.advantage", env.advantage)
+
+
+def _out_of_range(of: Show, group: str, node: Node) -> Iterator[str]:
+    for key, words in declared(node).ranges.items():
+        if isinstance(value := node.get(key), int | float) and not RANGES[words](value):
+            yield f"`{group}.{key}` must be {words}: {of(f'{group}.{key}')}."
 
 
 @rule("optim")
@@ -146,30 +187,81 @@ def optimizer_in_range(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("advantage", "orchestrator.rollouts_per_example", "orchestrator.batch_size", "envs")
 def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
-    over = declared(cfg.advantage).std_over
-    if over is None or not isinstance(cfg.advantage.get("ddof"), int):
-        return
-    key, size = "orchestrator.batch_size", cfg.orchestrator.batch_size
-    if over == "group":
-        smallest = min(cfg.envs, key=cfg.group_size, default="")
-        own = bool(smallest) and cfg.envs[smallest].rollouts_per_example is not None
-        key = f"envs.{smallest}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
-        size = cfg.group_size(smallest) if smallest else cfg.orchestrator.rollouts_per_example
-    if size > 1 and cfg.advantage["ddof"] >= size:
+    for advantage, envs in scored_by(cfg):
+        over = declared(advantage).std_over
+        if over is None or not isinstance(advantage.get("ddof"), int):
+            continue
+        own_key = f"envs.{envs[0]}.advantage" if envs and cfg.envs[envs[0]].advantage else "advantage"
+        key, size = "orchestrator.batch_size", cfg.orchestrator.batch_size
+        if over == "group":
+            smallest = min(envs, key=cfg.group_size, default="")
+            own = bool(smallest) and cfg.envs[smallest].rollouts_per_example is not None
+            key = f"envs.{smallest}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
+            size = cfg.group_size(smallest) if smallest else cfg.orchestrator.rollouts_per_example
+        if size > 1 and advantage["ddof"] >= size:
+            yield (
+                f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of(f'{own_key}.ddof')}, {of(key)}.\n"
+                f"Set {own_key}.ddof=1, or 0 for the population's standard deviation."
+            )
+
+
+@rule("envs", "loss")
+def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        key = f"envs.{name}.learn"
+        for role, weight in env.learn.items():
+            if role not in ROLES:
+                yield f"there is no role {role}: {of(f'{key}.{role}')}. Roles of an environment's messages: {', '.join(ROLES)}."
+            elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+                yield f"`{key}.{role}` must be a number above 0: {of(f'{key}.{role}')}. Remove the role to learn nothing of it."
+        if env.learn and not loss_of(cfg, name).get("ce_coef"):
+            place = f"envs.{name}.loss" if env.loss else "loss"
+            yield (
+                f"what envs.{name} answers would not be learned, because cross-entropy is off: {of(key)} with {of(f'{place}.ce_coef')}."
+                f"\nSet {place}.ce_coef=0.1 or so, or remove {key}."
+            )
+
+
+@rule("envs", "loss")
+def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
+    for place, loss in losses_of(cfg).items():
+        envs = [name for name in cfg.envs if loss_of(cfg, name) == loss]
+        if loss.get("ce_coef") and envs and not any(cfg.envs[name].learn for name in envs):
+            yield (
+                f"there is nothing for cross-entropy to learn: {of(f'{place}.ce_coef')}, but no environment with it has `learn`.\n"
+                f"Say what: envs.{envs[0]}.learn.tool=1 (or user, system); or set {place}.ce_coef=0."
+            )
+
+
+@loss_rule("ref", "teacher")
+def teacher_named(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    if declared(loss).needs_teacher and cfg.ref.name is None and not cfg.teacher.base_url:
         yield (
-            f"the std of {size} rewards divides by {size} - ddof, which must be above 0: {of('advantage.ddof')}, {of(key)}.\n"
-            "Set advantage.ddof=1, or 0 for the population's standard deviation."
+            f"the objective {target_name(loss)} learns from a teacher, but there is none: {of('ref.name')}, {of('teacher.base_url')}.\n"
+            "Set ref.name to a model with the policy's vocabulary, which the trainer loads; or teacher.base_url to servers that have it."
         )
 
 
-@rule("loss", "ref")
+@loss_rule()
+def kl_target(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
+    if kl_of(loss).get("target_kl") is not None and not kl_of(loss).get("beta"):
+        keys = f"{of(f'{key}.kl.target_kl')} with {of(f'{key}.kl.beta')}"
+        yield f"a KL target needs a KL weight to start from: {keys}. Set {key}.kl.beta=0.01 or so."
+
+
+@rule("loss", "envs")
+def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
+    targets = [key for key, loss in losses_of(cfg).items() if kl_of(loss).get("target_kl") is not None]
+    if targets and len(trained_by(cfg)) > 1:
+        key = targets[0]
+        yield (
+            f"the KL is measured over all environments, so it cannot steer one of several objectives: {of(f'{key}.kl.target_kl')}.\n"
+            f"Set {key}.kl.target_kl=null, or give all environments one objective."
+        )
+
+
+@rule("loss", "ref", "envs")
 def reference(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.kl_terms.get("target_kl") is not None and not cfg.kl_terms.get("beta"):
-        keys = f"{of('loss.kl.target_kl')} with {of('loss.kl.beta')}"
-        yield f"a KL target needs a KL weight to start from: {keys}. Set loss.kl.beta=0.01 or so."
-    if declared(cfg.loss).needs_teacher and cfg.ref.name is None:
-        name = target_name(cfg.loss)
-        yield f"the objective {name} learns from a teacher, but ref.name is null. Set ref.name to a model with the policy's vocabulary."
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (
             f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "

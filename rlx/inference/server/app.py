@@ -36,11 +36,18 @@ _encode = msgspec.msgpack.Encoder().encode
 class PolicyApp:
     """An ASGI application over one engine."""
 
-    def __init__(self, engine: PolicyEngine, api_key: str, vllm_args: dict[str, Any], chat_template: str | None = None) -> None:
-        """`chat_template`: a file; vLLM's own routes use it instead of the model's template."""
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        api_key: str,
+        vllm_args: dict[str, Any],
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """`chat_template`: a file; vLLM's own routes use it instead of the model's template. `chat_template_kwargs`: its arguments."""
         self.engine = engine
         self._authorization = f"Bearer {api_key}".encode()
-        self._vllm_args = {**vllm_args, "chat_template": chat_template}
+        self._vllm_args = {**vllm_args, "chat_template": chat_template, "default_chat_template_kwargs": chat_template_kwargs or None}
         self._vllm: asyncio.Task[Any] | None = None
         self._routes = {
             ("GET", "/health"): self._health,
@@ -139,7 +146,14 @@ class PolicyApp:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        for name in ("model", "served_model_name", "trust_remote_code", "disable_log_stats", "chat_template"):
+        for name in (
+            "model",
+            "served_model_name",
+            "trust_remote_code",
+            "disable_log_stats",
+            "chat_template",
+            "default_chat_template_kwargs",
+        ):
             setattr(args, name, self._vllm_args[name])
         return build_app, init_app_state, args
 

@@ -1,0 +1,87 @@
+"""The cost of the policy server's engine on CPU: `python benchmarks/updates.py --run RUN`.
+
+A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
+and gets as many concurrent requests as a step has rollouts. Prints seconds and CPU seconds per batch of rollouts, first undisturbed,
+then with one weight update as soon as the batch's first rollout has ended, applied at once or when the batch is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from pathlib import Path
+
+from rlx.config.load import load_run
+from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
+from rlx.paths import RunPaths
+from rlx.weights.files import latest_version
+
+LIMIT = 1 << 20  # tokens: more than any rollout has, so every update waits for the batch
+
+
+async def measure(run: Path, batches: int) -> None:
+    from rlx.inference.protocol import GenerateRequest, Sampling, pack_ids
+    from rlx.inference.server.engine import PolicyEngine
+
+    config, paths = load_run(run), RunPaths(run)
+    model = paths.initial_model.read_text().strip()
+    engine = await PolicyEngine.start(engine_arguments(config, model, 0), cpu=True, in_process=runs_in_process(config))
+    prompts = read_prompts(paths, model)
+    version = latest_version(paths)
+    assert version is not None
+    serial = 0
+
+    async def rollout(prompt: list[int], seed: int) -> int:
+        sampling = Sampling(max_tokens=config.sampling.max_tokens, seed=seed)
+        request = GenerateRequest(f"r{seed}", pack_ids(prompt), sampling)
+        return sum(count for _, count in (await engine.generate(request)).versions)
+
+    async def batch(update: bool, drain: int) -> tuple[float, float, int]:
+        nonlocal serial
+        began, cpu = time.perf_counter(), time.process_time()
+        serial += len(prompts)
+        work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
+        if update:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            engine.core.version = version - 1  # so that the same files can be loaded again
+            await engine.update_weights(paths.weights_of(version), version, drain)
+        tokens = sum(await asyncio.gather(*work))
+        return time.perf_counter() - began, time.process_time() - cpu, tokens
+
+    for what, update, drain in (("undisturbed", False, 0), ("an update in flight", True, 0), ("an update, drained", True, LIMIT)):
+        await batch(update, drain)
+        measured = [await batch(update, drain) for _ in range(batches)]
+        seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
+        rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
+        print(f"{what}: {rate}", flush=True)
+
+
+def read_prompts(paths: RunPaths, model: str) -> list[list[int]]:
+    """The prompts of the last step's rollouts."""
+    import json
+
+    import zstandard
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    last = sorted(paths.root.glob("rollouts/*.jsonl.zst"))[-1]
+    with zstandard.open(last, "rt") as file:
+        messages = [json.loads(line)["prompt"] for line in file]
+    return [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)) for m in messages]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="directory of a finished run")
+    parser.add_argument("--batches", type=int, default=20)
+    args = parser.parse_args()
+    os.environ |= environment(load_run(args.run), os.environ)
+    asyncio.run(measure(args.run, args.batches))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

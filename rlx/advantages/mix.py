@@ -1,0 +1,52 @@
+"""Several advantages in one batch: each environment's groups are scored by their own, as if they were the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from rlx.advantages.base import Advantage, GroupScores, Remembers
+
+
+class AdvantageMix:
+    """See `rlx.advantages.base.Remembers`; with one advantage it is that advantage."""
+
+    def __init__(self, advantages: Sequence[Advantage], by_env: Mapping[str, int]) -> None:
+        """`by_env`: number of each environment's advantage."""
+        self.advantages, self.by_env = list(advantages), dict(by_env)
+
+    def __call__(self, groups: GroupScores) -> Sequence[NDArray]:
+        """[G] of every group."""
+        if len(self.advantages) == 1:
+            return self.advantages[0](groups)
+        found: dict[int, NDArray] = {}
+        for number, advantage in enumerate(self.advantages):
+            own = self._places(groups, number)
+            if own:
+                found |= dict(zip(own, advantage(groups.pick(own)), strict=True))
+        return [found[place] for place in range(len(groups.envs))]
+
+    def update(self, groups: GroupScores) -> None:
+        """Show each advantage its groups of a batch, after their use."""
+        for number, advantage in enumerate(self.advantages):
+            own = range(len(groups.envs)) if len(self.advantages) == 1 else self._places(groups, number)
+            if isinstance(advantage, Remembers) and own:
+                advantage.update(groups.pick(own))
+
+    def state_dict(self) -> Any:
+        """The state of the only advantage, or of each by its number; None if none has one."""
+        remembering = [(number, one) for number, one in enumerate(self.advantages) if isinstance(one, Remembers)]
+        states = {str(number): one.state_dict() for number, one in remembering}  # type: ignore[attr-defined]
+        return None if not states else states["0"] if len(self.advantages) == 1 else states
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a `state_dict` that is not None."""
+        states = state if all(str(name).isdecimal() for name in state) else {"0": state}  # of one advantage, it has no number
+        for number, one in enumerate(self.advantages):
+            if isinstance(one, Remembers) and str(number) in states:
+                one.load_state_dict(states[str(number)])
+
+    def _places(self, groups: GroupScores, number: int) -> list[int]:
+        return [place for place, env in enumerate(groups.envs) if self.by_env.get(env, 0) == number]

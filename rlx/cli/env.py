@@ -1,0 +1,255 @@
+"""`rlx env`: list, describe, install, write and check environments. `rlx.cli.env_check` has the check."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.envs.about import About, Entry
+    from rlx.envs.catalog import Listed
+
+SUMMARY = "environments: list, info, install, init, check"
+MANY = 8  # packages that are named one by one
+ACTIONS = ("list", "info", "install", "init", "check")
+
+
+def help_text() -> str:
+    from rlx.envs.scaffold import FLAVOURS
+
+    kinds = ", ".join(name for name in FLAVOURS if name != "v1")
+    return f"""\
+rlx env: {SUMMARY}.
+
+usage: rlx env list
+       rlx env info NAME [--python PYTHON]
+       rlx env install FOLDER|PACKAGE [--python PYTHON]
+       rlx env init NAME [--kind KIND] [--v1] [--folder FOLDER]
+       rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]
+
+  rlx env list                          the installed environments, of this Python and of those made by install
+  rlx env info my-env                   arguments, data, rewards, tools, what it needs, how to train on it
+  rlx env init my-env --kind tools      write the package my-env: {kinds}; --v1: a v1 taskset
+  rlx env install ./my-env              from a folder (which it stays in) or a package's name, into this Python;
+                                        refused if it would change what rlx runs on
+  rlx env install their-env --python theirs
+                                        into a Python of its own, for envs.NAME.python: docs/workers.md
+  rlx env check my-env model=qwen3_0_6b play a few rollouts: is it worth training on? Keys are those of rlx eval:
+                                        num_examples=16 rollouts_per_example=8 client.base_url=… inference.base_url=…
+
+PYTHON: a name, below $RLX_PYTHONS or ~/.local/share/rlx/pythons; or the path of a Python or of a virtual environment.
+NAME: an environment's name (my-env), or an option of env= (math).
+
+exit codes: 0 done, and of check: worth training on; 1 the installation failed, or the environment cannot be loaded or played;
+            2 wrong arguments, nothing was started; 3 of check: it plays, but is not worth training on as it is; 130 interrupted"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments in rlx's way."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        from rlx.config.errors import ConfigError
+
+        raise ConfigError(f"{message}.\n  fix: rlx env --help shows how")
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] not in ACTIONS:
+        import difflib
+
+        near = difflib.get_close_matches(argv[0], ACTIONS, n=1) if argv else []
+        what = f"there is no `rlx env {argv[0]}`. " + (f"Did you mean: rlx env {near[0]}" if near else "") if argv else ""
+        print(f"rlx: {what or 'usage: rlx env ' + '|'.join(ACTIONS) + '. See rlx env --help.'}", file=sys.stderr)
+        return 2
+    if argv[0] == "check":
+        from rlx.cli import env_check
+
+        return env_check.run(argv[1:])
+    parser = _Parser(prog=f"rlx env {argv[0]}", add_help=False)
+    if argv[0] == "info":
+        parser.add_argument("name")
+        parser.add_argument("--python")
+    elif argv[0] == "install":
+        parser.add_argument("what", metavar="FOLDER|PACKAGE")
+        parser.add_argument("--python")
+    elif argv[0] == "init":
+        parser.add_argument("name")
+        parser.add_argument("--kind")
+        parser.add_argument("--v1", action="store_true")
+        parser.add_argument("--folder", type=Path)
+    chosen = parser.parse_args(argv[1:])
+    return {"list": _list, "info": _info, "install": _install, "init": _init}[argv[0]](chosen)
+
+
+# list
+
+
+def _list(_: argparse.Namespace) -> int:
+    from rlx.envs.catalog import installed
+    from rlx.launch.packages import environments_of, pythons
+
+    here = installed()
+    options = {name: option for option, name in shipped_options().items()}
+    print("\n".join(_table(here, options)) if here else "no environments; rlx env init NAME writes one")
+    for name, python in pythons().items():
+        print(f"\n{name}: {python}")
+        theirs = environments_of(str(python))
+        print("\n".join(_table(theirs, {})) if theirs else "no environments")
+    return 0
+
+
+def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
+    from rlx.plan.explain import table
+
+    rows = [[one.name, one.kind, one.version, f"env={options[one.name]}" if one.name in options else "", one.summary] for one in found]
+    head = ["name", "kind", "version", "shipped as", "what"]
+    if not any(row[3] for row in rows):
+        head, rows = [*head[:3], head[4]], [[*row[:3], row[4]] for row in rows]
+    width = shutil.get_terminal_size((140, 24)).columns
+    return [line if len(line) <= width else line[: width - 1] + "…" for line in table(head, rows)]
+
+
+def shipped_options() -> dict[str, str]:
+    """The environment of each shipped option of the group `env`: `{"math": "rlx-math"}`."""
+    from rlx.config.shipped import shipped_groups
+
+    found = {}
+    for path in sorted(shipped_groups()["env"].glob("*.yaml")):
+        named = [line.removeprefix("id:").strip() for line in path.read_text().splitlines() if line.startswith("id:")]
+        if named and named[0] != "???":
+            found[path.stem] = named[0]
+    return found
+
+
+# info
+
+
+def _info(chosen: argparse.Namespace) -> int:
+    from rlx.config.schema import EnvConfig
+    from rlx.launch.packages import path_of
+    from rlx.launch.probes import describe
+
+    env_id = shipped_options().get(chosen.name, chosen.name)
+    python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
+    about = describe(EnvConfig(id=env_id, python=python))
+    print("\n".join(_described(env_id, python, about)))
+    return 1 if about.problem or about.needs else 0
+
+
+def _python_with(env_id: str) -> str | None:
+    """A Python of an environment's own that has it, if this one does not; None for this one."""
+    from rlx.envs.errors import sources_of
+    from rlx.launch.packages import environments_of, pythons
+
+    if sources_of(env_id) is None:
+        name = env_id.rpartition("/")[2].partition("@")[0].replace("_", "-")
+        for python in pythons().values():
+            if any(one.name == name for one in environments_of(str(python))):
+                return str(python)
+    return None
+
+
+def _described(env_id: str, python: str | None, about: About) -> list[str]:
+    lines = [f"{env_id}: {about.kind or 'unknown kind'}" + (f", {about.type}" if about.type else "")]
+    lines += [f"  {about.doc}"] if about.doc else []
+    lines += [f"  python   {python}"] if python else []
+    if about.examples is not None:
+        held = "none held out" if about.eval_examples is None else f"{about.eval_examples:,} for evaluation"
+        lines += [f"  data     {about.examples:,} " + (f"examples, {held}" if about.kind == "classic" else "tasks")]
+    for number, line in enumerate(about.prompt.splitlines()):
+        lines += [f"  {'first' if number == 0 else '':9}{line}"]
+    if about.arguments:
+        lines += ["", "arguments (env.args.NAME=VALUE)", *_entries(about.arguments)]
+    elif about.kind:
+        lines += ["", "no arguments"]
+    groups = {
+        "rewards": [one for one in about.rewards if one.weight != 0],
+        "metrics": [one for one in about.rewards if one.weight == 0],
+        "tools": about.tools,
+        "agents": about.agents,
+    }
+    for name, entries in groups.items():
+        lines += ["", name + (", comparing the rollouts of a group" if name == "rewards" and about.scores_groups else "")] * bool(entries)
+        lines += _entries(entries)
+    if about.needs:
+        lines += ["", "it cannot run here", *(f"  {need}" for need in about.needs)]
+    elif about.problem:
+        lines += ["", f"problem: {about.problem}", f"  fix: {about.fix}"]
+    else:
+        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, python))]
+    return lines
+
+
+def _entries(entries: Sequence[Entry]) -> list[str]:
+    from rlx.plan.explain import table
+
+    rows = []
+    for one in entries:
+        value = "" if one.default is None else f"= {one.default}"
+        kind = one.type if one.weight is None else "" if one.weight in (0, 1) else f"× {one.weight:g}"
+        needed = "must be given" if one.type and one.default is None else ""
+        rows.append([f"  {one.name}", " ".join(part for part in (kind, value, needed) if part), one.doc])
+    return [line.rstrip() for line in table(["", "", ""], rows)[1:]]
+
+
+def next_commands(env_id: str, python: str | None = None) -> list[str]:
+    """The commands that check an environment and train on it. `python`: of its own."""
+    option = next((option for option, name in shipped_options().items() if name == env_id), None)
+    if option is not None:
+        return [f"rlx env check {option}", f"python train.py env={option}"]
+    own = f" envs.custom.python={python}" if python else ""
+    return [f"rlx env check {env_id}{own}", f"python train.py env=custom envs.custom.id={env_id}{own}"]
+
+
+# install
+
+
+def _install(chosen: argparse.Namespace) -> int:
+    from rlx.launch.packages import InstallFailed, install
+
+    try:
+        done = install(chosen.what, chosen.python)
+    except InstallFailed as error:
+        print(f"\nrlx: {error}", file=sys.stderr)
+        return 1
+    changed = ", ".join(done.changed) if len(done.changed) <= MANY else f"{len(done.changed)} packages"
+    print(f"\ninstalled into {done.python}: {changed or 'nothing new'}")
+    for note in done.notes:
+        print(f"note: {note}")
+    if not done.environments:
+        print(
+            f"\nrlx: {chosen.what} has no environment that can be seen: no module with load_environment, and none whose __all__ names a "
+            "Taskset.\n  If its module is only known to its author: rlx env info MODULE",
+            file=sys.stderr,
+        )
+        return 1
+    for one in done.environments:
+        print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
+        print("\n".join(f"  {line}" for line in next_commands(one.name, done.python if done.own else None)))
+    return 0
+
+
+# init
+
+
+def _init(chosen: argparse.Namespace) -> int:
+    from rlx.config.errors import ConfigError
+    from rlx.envs.scaffold import FLAVOURS, create
+
+    kinds = [name for name in FLAVOURS if name != "v1"]
+    if chosen.kind is not None and chosen.kind not in kinds:
+        raise ConfigError(f"there is no --kind {chosen.kind}.\n  fix: one of {', '.join(kinds)}")
+    if chosen.v1 and chosen.kind not in (None, "single-turn"):
+        raise ConfigError(f"--v1 writes a taskset of one turn, not {chosen.kind}.\n  fix: leave out --kind, or --v1")
+    folder = chosen.folder or Path(chosen.name)
+    made = create(chosen.name, folder, "v1" if chosen.v1 else chosen.kind or "single-turn")
+    keys = "".join(f" {key}" for key in made.keys)
+    shown = f"./{folder}" if not folder.is_absolute() else str(folder)
+    print(f"wrote {shown}: {', '.join(made.files)}\n\nnext")
+    for line in (f"rlx env install {shown}", f"rlx env check {made.name}{keys}", f"rlx train env=custom envs.custom.id={made.name}{keys}"):
+        print(f"  {line}")
+    return 0

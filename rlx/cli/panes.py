@@ -1,0 +1,74 @@
+"""A tmux session for a run: its console, and a pane for the log of each role. `rlx watch --tmux`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+from rlx.config.errors import ConfigError
+from rlx.runs.run import Run
+
+MOST = 9  # panes; more cannot be read on one screen
+# `tail -F` does not notice that a folder in the path was replaced, so the loop follows the link to the newest attempt.
+FOLLOW = """\
+while :; do
+  at=$(readlink "$1")
+  tail -n 200 -F "$(dirname "$1")/$at/$2" &
+  while [ "$(readlink "$1")" = "$at" ]; do sleep 1; done
+  kill $!
+done"""
+
+
+def session_of(run: Run) -> str:
+    """The session's name. tmux allows neither a dot nor a colon."""
+    return f"rlx-{run.name}".replace(".", "_").replace(":", "_")
+
+
+def logs_of(run: Run) -> list[str]:
+    """Names of the processes whose logs are followed: the roles of the plan, then what else writes a log (environment workers)."""
+    planned = [spec.name for spec in run.plan]
+    there = sorted(path.stem for path in run.paths.latest_logs.glob("*.log"))
+    return [*planned, *(name for name in there if name not in planned)]
+
+
+def make(run: Run, session: str) -> list[str]:
+    """Create the session in the background. Returns the names of logs that got no pane."""
+    root, names = run.root.absolute(), logs_of(run)
+    watch = shlex.join([sys.executable, "-m", "rlx.cli", "watch", str(root)])
+    pane = _tmux("new-session", "-d", "-P", "-F", "#{pane_id}", "-s", session, "-x", "200", "-y", "60", watch)
+    for option, value in (("remain-on-exit", "on"), ("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
+        _tmux("set-option", "-w", "-t", f"={session}:", option, value)
+    _tmux("select-pane", "-t", pane, "-T", run.name)
+    for name in names[: MOST - 1]:
+        log = shlex.join(["sh", "-c", FOLLOW, "sh", str(run.paths.latest_logs.absolute()), f"{name}.log"])
+        new = _tmux("split-window", "-P", "-F", "#{pane_id}", "-t", pane, log)
+        _tmux("select-pane", "-t", new, "-T", name)
+        _tmux("select-layout", "-t", f"={session}:", "tiled")
+    _tmux("select-pane", "-t", pane)
+    return names[MOST - 1 :]
+
+
+def show(run: Run) -> int:
+    """Create the session of a run, or find the one that exists, and show it in this terminal."""
+    if shutil.which("tmux") is None:
+        raise ConfigError("--tmux needs tmux, which is not installed here.\n  fix: install it, or use rlx watch without --tmux")
+    if not sys.stdout.isatty():
+        raise ConfigError("--tmux needs a terminal.\n  fix: use rlx watch without --tmux")
+    session = session_of(run)
+    exists = subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode == 0
+    left = [] if exists else make(run, session)
+    if left:
+        print(f"no pane for {', '.join(left)}: see {run.paths.latest_logs}", file=sys.stderr)
+    command = ["tmux", "switch-client" if os.environ.get("TMUX") else "attach-session", "-t", f"={session}"]
+    return subprocess.run(command, check=False).returncode
+
+
+def _tmux(*arguments: str) -> str:
+    """Run a command of tmux and return its output. Raises ConfigError with what tmux says."""
+    done = subprocess.run(["tmux", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"tmux {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()

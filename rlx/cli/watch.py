@@ -1,0 +1,89 @@
+"""`rlx watch RUN`: the console of any run, from its files, in any terminal; with --tmux also panes that follow the log of each role."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.runs.run import Run
+
+SUMMARY = "follow a run: progress, phases, closing summary"
+UPDATE = 0.2  # seconds between two displays
+ASK = 5.0  # seconds between two questions to SLURM
+ENDED = ("completed", "failed", "interrupted", "preempted", "lost", "not started")
+
+
+def help_text() -> str:
+    return f"""\
+rlx watch: {SUMMARY}.
+
+usage: rlx watch [--tmux] RUN
+
+  rlx watch outputs/mine              what the launcher shows, also over SSH and for a job on a cluster; without a terminal as lines
+  rlx watch --tmux outputs/mine       a tmux session with this display and a pane for each role's log; Ctrl-b d leaves it
+
+It reads files only. Ctrl-C ends the display, and the run goes on.
+
+exit codes: that of the run once it has ended; 0 after Ctrl-C; 1 if its processes are gone without a final state"""
+
+
+def run(argv: list[str]) -> int:
+    from rlx.runs.run import Run
+
+    places = [part for part in argv if part != "--tmux"]
+    if len(places) != 1 or places[0].startswith("-"):
+        print("usage: rlx watch [--tmux] RUN. See rlx watch --help.", file=sys.stderr)
+        return 2
+    found = Run.open(Path(places[0]))
+    if "--tmux" in argv:
+        from rlx.cli.panes import show
+
+        return show(found)
+    try:
+        return watch(found)
+    except KeyboardInterrupt:
+        print(f"\nthe run goes on; look again with: rlx watch {shlex.quote(places[0])}", file=sys.stderr)
+        return 0
+
+
+def watch(run: Run) -> int:
+    """Display a run until it ends. Returns its exit code; 1 if its processes are gone."""
+    from rlx.cli.console import Console
+    from rlx.cli.train import failure
+    from rlx.config.errors import ConfigError
+
+    cfg, status = run.config, run.status
+    if cfg is None or status is None:
+        raise ConfigError(f"{run.root} has not been started (a dry run?).\n  fix: name a run that has; rlx runs lists them")
+    console = Console(run.root, cfg, run.overrides)
+    console.started = status.started
+    jobs, asked = _jobs(run), time.monotonic()
+    while (state := run.state(jobs)) not in ENDED:
+        console.update()
+        time.sleep(UPDATE)
+        if time.monotonic() - asked > ASK:
+            jobs, asked = _jobs(run), time.monotonic()
+    status = run.status or status
+    console.started = time.time() - (status.updated - status.started)  # the summary says how long the run took
+    console.close(status.exit_code if status.exit_code is not None else 1)
+    if state == "lost":
+        print(f"{run.root} has no final state and no living process: resume it with resume=latest", file=sys.stderr)
+    elif status.cause is not None:
+        print(failure(status.cause, run.root), file=sys.stderr)
+    return status.exit_code if status.exit_code is not None else 1
+
+
+def _jobs(run: Run) -> dict[str, str] | None:
+    """SLURM's states; `None` if the run is no job, or SLURM does not answer now."""
+    from rlx.runs.jobs import queue
+
+    if run.job is None:
+        return None
+    try:
+        return queue()
+    except RuntimeError:
+        return None

@@ -1,0 +1,30 @@
+"""The configuration keys of a teacher behind an endpoint. `rlx.policy.teacher` asks it."""
+
+# ruff: noqa: RUF009  (key and section return dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.config.keys import key
+
+
+@dataclass
+class TeacherConfig:
+    """A model on servers of its own that scores the policy's tokens, for objectives that distil (`loss=opd`)."""
+
+    base_url: list[str] = key(
+        [],
+        "addresses of servers with the teacher (`http://host:port`), which return prompt log-probabilities: vLLM's own, or rlx's; "
+        "empty: no such teacher",
+    )
+    model: str | None = key(None, "its name there; null: the only model that the servers have")
+    api_key: str | None = key(None, "key that these servers want; null: none. Secret, like `inference.api_key`", secret=True)
+    batch_size: int = key(16, "samples in one request", low=1)
+    max_concurrent: int = key(4, "requests in flight at each server", low=1)
+    timeout: float = key(120.0, "seconds for one attempt at a request", above=0)
+    deadline: float = key(600.0, "seconds for all samples of a batch, with all retries; a batch never waits longer", above=0)
+    unscored: str = key(
+        "fail",
+        "samples that were not scored by the deadline: `fail` ends the run, `drop` leaves them out of the batch and counts them",
+        choices=("fail", "drop"),
+    )

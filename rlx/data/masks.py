@@ -1,0 +1,202 @@
+"""Turns a conversation into token ids with an exact loss mask, in the form in which the policy meets it.
+
+What the assistant says is trained as the policy would have sampled it:
+
+    prompt  = the messages before it, rendered for an answer         ChatML:  …<|im_start|>assistant\\n
+    answer  = what the rendered conversation has after this prompt, up to the token that ends the turn      Hello.<|im_end|>
+
+A conversation is one sample if every prompt extends the tokens before it. Templates that drop the reasoning of earlier turns give prompts
+that do not; there a new sample begins, and each answer is trained once, after the prompt that the policy would get. What cannot be
+marked exactly is refused (`RowError`), never guessed. Other roles are trained by their content alone, without the template's frame.
+
+    user   2+3          token_ids  5 1 8  9 2  6 7 1 8  4 2        a prompt of 3 tokens, a call of 2, a tool's result of 4, an answer of 2
+    …                   trained    - - -  x x  - - - -  x x
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.data.conversations import Conversation, Message, RowError
+from rlx.types import TrainingSample
+
+ASSISTANT = ("assistant",)
+PROBES = ("Qx7", "Zk4")  # contents without a common first or last token, to see where a template puts a message's content
+THOUGHT = re.compile(r"</?think>")
+
+
+class Format(Protocol):
+    """The chat format of a model: `rlx.policy.chat.Chat`. Its methods raise an error of the template's for messages it cannot show."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The tokens that end the assistant's turn."""
+        ...
+
+    @property
+    def closing(self) -> int:
+        """How many of these tokens follow that of the last answer, to end the whole conversation."""
+        ...
+
+    def render(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the prompt for the assistant's next answer."""
+        ...
+
+    def transcript(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the conversation as it stands, without the head of a next answer."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The ids as text, special tokens included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The text as ids, without tokens that begin or end a sequence."""
+        ...
+
+
+@dataclass(slots=True)
+class Marked:
+    """A conversation, or the part of it that is one sample."""
+
+    token_ids: list[int] = field(default_factory=list)  # [L]
+    trained: list[bool] = field(default_factory=list)  # [L]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, ids: Sequence[int], trained: bool) -> None:
+        self.token_ids += ids
+        self.trained += [trained] * len(ids)
+
+
+def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSISTANT) -> list[Marked]:
+    """The samples of a conversation; the roles in `roles` are trained. Empty if it has no message to train.
+
+    Raises RowError if the template cannot show the conversation, shows an answer otherwise than as the continuation of its prompt, or
+    leaves out what an answer says.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    found: list[Marked] = []
+    done = conversation.first  # messages before this index are trained already, or never
+    trained = [i for i in range(done, len(messages)) if messages[i]["role"] in roles]
+    if not trained:
+        return []
+    for index in range(done, trained[-1] + 1):
+        if messages[index]["role"] != "assistant":
+            continue
+        others = [i for i in trained if done <= i < index]
+        if "assistant" in roles or others:
+            prompt = _shown(chat.render, messages[:index], tools)
+            _continue(found, prompt)
+            for other in others:
+                _train_content(found[-1], messages[:index], other, tools, chat.render, prompt)
+        if "assistant" in roles:
+            found[-1].extend(_answer(prompt, messages[: index + 1], tools, chat), True)
+        done = index + 1
+    if rest := [i for i in trained if i >= done]:  # behind the last answer
+        whole = _shown(chat.transcript, messages[: trained[-1] + 1], tools)
+        _continue(found, whole)
+        for other in rest:
+            _train_content(found[-1], messages[: trained[-1] + 1], other, tools, chat.transcript, whole)
+    return found
+
+
+def _shown(show: Any, messages: list[Message], tools: Any) -> list[int]:
+    try:
+        return show(messages, tools)
+    except Exception as error:  # a template is a program of the model's makers and may raise anything
+        raise RowError(f"{type(error).__name__}: {error}") from error
+
+
+def _continue(found: list[Marked], ids: list[int]) -> None:
+    """Extend the last sample to `ids`, or begin a new one if `ids` do not begin with it."""
+    if not found or ids[: len(found[-1])] != found[-1].token_ids:
+        found.append(Marked())
+    found[-1].extend(ids[len(found[-1]) :], False)
+
+
+def _answer(prompt: list[int], messages: list[Message], tools: Any, chat: Format) -> list[int]:
+    """The ids that the policy would have sampled after `prompt` to say the last of `messages`, with the token that ends the turn."""
+    whole = _shown(chat.transcript, messages, tools)
+    rest = whole[len(prompt) :] if whole[: len(prompt)] == prompt else _spelled_after(prompt, whole, chat)
+    stops = frozenset(chat.stop_token_ids)
+    ends = [position for position, token in enumerate(rest) if token in stops]
+    if len(ends) <= chat.closing:
+        names = ", ".join(repr(chat.text([stop])) for stop in chat.stop_token_ids)
+        raise RowError(f"the chat template does not end the assistant's turn with one of the tokens {names}")
+    if len(ends) > chat.closing + 1:
+        raise RowError(f"an answer contains {chat.text([rest[ends[0]]])!r}, which ends a turn; remove it from the text")
+    answer = rest[: ends[0] + 1]
+    _check_complete(messages[-1], chat.text(answer), chat)
+    return answer
+
+
+def _spelled_after(prompt: list[int], whole: list[int], chat: Format) -> list[int]:
+    """The ids after `prompt` whose text is that of `whole`.
+
+    The tokenizer may join the end of a prompt and the beginning of an answer (two line feeds) to one token. The policy never samples
+    that: its prompt is complete. So the answer is encoded on its own.
+    """
+    before, shown = chat.text(prompt), chat.text(whole)
+    if shown.startswith(before):
+        ids = chat.encode(shown[len(before) :])
+        if chat.text([*prompt, *ids]) == shown:
+            return ids
+    raise RowError(
+        "the chat template does not show an answer as the continuation of its prompt (it may open a reasoning in the prompt that the "
+        "conversation does not show); use a template that does, model.chat_template=FILE"
+    )
+
+
+def _check_complete(message: Message, answer: str, chat: Format) -> None:
+    """Raise RowError unless the answer shows the message's text and reasoning: some templates leave out one of them, without a word."""
+    for key in ("content", "reasoning_content"):
+        for piece in THOUGHT.split(message.get(key) or ""):
+            said = piece.strip()
+            # A tokenizer may not have every character, so the text is also compared as it comes out of the tokenizer.
+            if said and said not in answer and chat.text(chat.encode(said)).strip() not in answer:
+                with_calls = " beside a tool call" if message.get("tool_calls") else ""
+                raise RowError(f"the chat template does not show the `{key}` of an answer{with_calls}: {said[:60]!r}")
+
+
+def _train_content(sample: Marked, messages: list[Message], index: int, tools: Any, show: Any, ids: list[int]) -> None:
+    """Mark the content of `messages[index]` in `ids`, which are the sample's tokens so far.
+
+    Two other contents show where the template puts it: what both have in common before and behind is the frame.
+    """
+    if not messages[index]["content"].strip():
+        return
+    one, two = ([*messages[:index], {**messages[index], "content": text}, *messages[index + 1 :]] for text in PROBES)
+    one_ids, two_ids = _shown(show, one, tools), _shown(show, two, tools)
+    start, behind = _common(one_ids, two_ids), _common(one_ids[::-1], two_ids[::-1])
+    end = len(ids) - behind
+    if ids[:start] != one_ids[:start] or ids[end:] != one_ids[len(one_ids) - behind :] or start >= end:
+        raise RowError(f"the tokens of a message of role {messages[index]['role']} cannot be told from the chat template's own")
+    sample.trained[start:end] = [True] * (end - start)
+
+
+def _common(one: Sequence[int], two: Sequence[int]) -> int:
+    """How many tokens two lists have in common at the beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def to_sample(marked: Marked, *, env: str, group: int = 0, member: int = 0) -> TrainingSample:
+    """The sample for the trainer. No policy sampled its tokens: they have no version, and no log-probabilities."""
+    mask = np.array(marked.trained, bool)
+    return TrainingSample(
+        group=group,
+        member=member,
+        env=env,
+        token_ids=np.array(marked.token_ids, np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.zeros(len(mask), np.float32),
+        advantages=mask.astype(np.float32),
+        temperature=np.ones(len(mask), np.float32),
+        versions=np.full(len(mask), -1, np.int32),
+    )

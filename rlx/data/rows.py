@@ -1,0 +1,214 @@
+"""Opens a data set: rows by index, from JSONL or Parquet files, a folder of them, or the Hugging Face hub.
+
+A JSONL file is read here, line by line, as Python's `json` reads it. The common reader, Arrow's, gives every row the keys of all rows,
+makes dates out of texts that look like one, and refuses values of different types under one key: tool calls have all three. Parquet and
+the hub are read by the `datasets` package. Either way rows stay on disk until they are asked for.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>\d*%?):(?P<end>\d*%?)\])?")
+
+
+class Rows(Protocol):
+    """A data set: `len(rows)`, `rows[i]`."""
+
+    fills: bool  # a mapping may have keys of other rows, with None (see `rlx.data.conversations`)
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    def where(self, index: int) -> str:
+        """The place of a row, for people: `row 17 of data.jsonl (line 18)`."""
+        ...
+
+
+def open_rows(name: str, *, subset: str | None = None, split: str = "train") -> Rows:
+    """The data set `name`: a file, a pattern of files (`data/*.parquet`), a folder, or a name on the hub.
+
+    `split` may be a part: `train[:1000]`, `train[90%:]`; files and folders have only the split `train`. Raises ValueError.
+    """
+    files = files_of(name)
+    if files is None:
+        return _HubRows(name, subset, split)
+    if subset is not None:
+        raise ValueError(f"{name}: files have no subset, but the subset is {subset!r}; leave it out")
+    match = SLICE.fullmatch(split)
+    if match is None or match["name"] != "train":
+        raise ValueError(f"{name}: files have only the split `train` and its parts, such as train[:1000]; got {split!r}")
+    rows: Rows = _Joined([_JsonLines(file) if file.suffix in JSONL else _Parquet(file) for file in files])
+    if not len(rows):
+        raise ValueError(f"{name} has no rows")
+    start, end = (_bound(match[key], len(rows), default) for key, default in (("start", 0), ("end", len(rows))))
+    rows = rows if (start, end) == (0, len(rows)) else _Part(rows, start, end)
+    if not len(rows):
+        raise ValueError(f"{name}: the part {split} has no rows")
+    return rows
+
+
+def files_of(name: str) -> list[Path] | None:
+    """The files of a data set on disk, in the order of their names; None if `name` can only be one of the hub's.
+
+    Raises ValueError for a path without such files.
+    """
+    path = Path(name).expanduser()
+    known = ", ".join((*JSONL, *PARQUET))
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (*JSONL, *PARQUET) and not file.name.startswith("."))
+        if not files:
+            raise ValueError(f"the folder {name} has no files that end in {known}")
+        return files
+    if glob.has_magic(name):
+        files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
+        if not files:
+            raise ValueError(f"no file matches {name}")
+    elif path.exists() or path.suffix in (*JSONL, *PARQUET) or name.startswith(("/", "./", "../", "~")):
+        files = [path]
+    else:
+        return None
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist")
+        if file.suffix not in (*JSONL, *PARQUET):
+            raise ValueError(f"{file} is neither JSONL nor Parquet; its name must end in one of {known}")
+    return files
+
+
+def _bound(text: str | None, length: int, default: int) -> int:
+    if not text:
+        return default
+    return min(length, round(length * int(text[:-1]) / 100) if text.endswith("%") else int(text))
+
+
+class _JsonLines:
+    """A JSONL file. Empty lines do not count as rows."""
+
+    fills = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        starts, lines, at, line = [], [], 0, 0
+        while at < len(self._bytes):
+            end = self._bytes.find(b"\n", at)
+            end = len(self._bytes) if end < 0 else end
+            line += 1
+            if self._bytes[at : min(end, at + 64)].strip() or self._bytes[at:end].strip():
+                starts.append(at)
+                lines.append(line)
+            at = end + 1
+        self._starts, self._lines = np.array(starts, np.int64), np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        start = int(self._starts[index])
+        end = self._bytes.find(b"\n", start)
+        try:
+            row = json.loads(self._bytes[start:] if end < 0 else self._bytes[start:end])
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{self.where(index)} is JSON of type {type(row).__name__}; it must be an object")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"row {index} of {self.path} (line {self._lines[index]})"
+
+
+class _Arrow:
+    """A data set of the `datasets` package."""
+
+    fills = True
+
+    def __init__(self, data: Any, name: str) -> None:
+        self._data, self._name = data, name
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._data[index]
+
+    def where(self, index: int) -> str:
+        return f"row {index} of {self._name}"
+
+
+class _Parquet(_Arrow):
+    def __init__(self, path: Path) -> None:
+        from datasets import Dataset
+
+        try:
+            super().__init__(Dataset.from_parquet(str(path)), str(path))
+        except Exception as error:  # pyarrow and datasets have no common class of errors
+            raise ValueError(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}") from error
+
+
+class _HubRows(_Arrow):
+    def __init__(self, name: str, subset: str | None, split: str) -> None:
+        from datasets import load_dataset
+
+        try:
+            super().__init__(load_dataset(name, subset, split=split), f"{name}{f'/{subset}' if subset else ''}, split {split}")
+        except Exception as error:  # of the network, the hub, the files or the names
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ValueError(
+                f"the data set {name} (subset {subset}, split {split}) is no file or folder here, and cannot be loaded from the hub: {why}"
+            ) from error
+        if not len(self):
+            raise ValueError(f"the data set {name} (subset {subset}, split {split}) has no rows")
+
+
+class _Joined:
+    """Several files as one data set."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts, self._ends = parts, list(accumulate(map(len, parts)))
+        self.fills = any(part.fills for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part, inside = self._find(index)
+        return part[inside]
+
+    def where(self, index: int) -> str:
+        part, inside = self._find(index)
+        return part.where(inside)
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+class _Part:
+    """The rows from `start` to `end`."""
+
+    def __init__(self, rows: Rows, start: int, end: int) -> None:
+        self._rows, self._start, self._end, self.fills = rows, start, end, rows.fills
+
+    def __len__(self) -> int:
+        return max(0, self._end - self._start)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._rows[self._start + index]
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._start + index)

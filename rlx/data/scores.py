@@ -1,0 +1,80 @@
+"""What the trainer computed for the tokens of a recorded batch: entropy, and how its log-probability differs from the engine's.
+
+Every rank writes the rows that it trained, beside the batch: `recorded/step_000012.scores_0.zst`, 4 bytes a token. `rlx view` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlx import codec
+from rlx.paths import RunPaths, atomic
+from rlx.types import Float, Int, StepBatch, TrainingSample
+
+Half = NDArray[np.float16]
+Scored = tuple[Float, Float]  # (trainer's log-probability [N], entropy [N]) of a row's sampled tokens
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Of one rank's samples: n samples with N sampled tokens, sample after sample."""
+
+    SCHEMA: ClassVar[str] = "rlx.TokenScores/1"
+
+    step: int
+    samples: Int  # [n] index of each sample in the batch, counted over its mini-batches
+    lengths: Int  # [n] sampled tokens of each
+    entropy: Half  # [N] nats, of the policy when the token was first trained on
+    mismatch: Half  # [N] the trainer's log-probability minus that of the engine that sampled the token
+
+
+def scores_of(batch: StepBatch, rows: Sequence[Scored], packed: Sequence[Sequence[TrainingSample]]) -> TokenScores:
+    """The scores of one rank. `rows`: those of its rows; `packed`: the samples of each of them (`rlx.data.packing.samples_in_rows`)."""
+    samples = [sample for part in batch.mini_batches for sample in part]
+    index = {id(sample): i for i, sample in enumerate(samples)}
+    assert len(packed) == len(rows), (len(packed), len(rows))
+    chosen = [sample for row in packed for sample in row]
+    engine = _joined(sample.inference_logprobs[sample.loss_mask] for sample in chosen)
+    trainer, entropy = _joined(logp for logp, _ in rows), _joined(entropy for _, entropy in rows)
+    assert len(engine) == len(trainer), (len(engine), len(trainer))
+    return TokenScores(
+        step=batch.step,
+        samples=np.array([index[id(sample)] for sample in chosen], dtype=np.int32),
+        lengths=np.array([np.count_nonzero(sample.loss_mask) for sample in chosen], dtype=np.int32),
+        entropy=entropy.clip(0, _LARGEST).astype(np.float16),
+        mismatch=(trainer - engine).clip(-_LARGEST, _LARGEST).astype(np.float16),
+    )
+
+
+def _joined(parts: Iterable[Float]) -> Float:
+    return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+def write_scores(paths: RunPaths, scores: TokenScores, rank: int) -> None:
+    """Write the file of a rank atomically."""
+    import zstandard  # only for recordings, as in `rlx.data.source`
+
+    content = zstandard.ZstdCompressor(level=1).compress(b"".join(codec.encode(scores)))
+    with atomic(paths.scores_of(scores.step, rank)) as temporary:
+        temporary.write_bytes(content)
+
+
+def read_scores(paths: RunPaths, step: int) -> list[TokenScores]:
+    """The scores of all ranks that wrote any. Raises ValueError for a damaged file."""
+    return [_read(path) for path in sorted(paths.recorded.glob(paths.scores_of(step, 0).name.replace("_0.zst", "_*.zst")))]
+
+
+def _read(path: Path) -> TokenScores:
+    import zstandard
+
+    try:
+        return codec.decode(bytearray(zstandard.ZstdDecompressor().decompress(path.read_bytes())), TokenScores)
+    except (zstandard.ZstdError, codec.CodecError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

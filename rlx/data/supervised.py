@@ -1,0 +1,229 @@
+"""Supervised batches: which examples make the batch of a step, and their samples.
+
+    Mixture of (examples, weight)  →  order: (set, row) of every place in the batch  →  samples  →  StepBatch
+
+The batch of a step follows from the seed and the step alone, so a run that resumes at a step needs no other state. `Conversations` are
+rows that are rendered when a step needs them; `Samples` are ready. `Prepared` makes batches in a thread, one step ahead, on rank 0, and
+sends them to the other ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from rlx import codec
+from rlx.data.conversations import RowError, read_conversation
+from rlx.data.masks import ASSISTANT, Format, mark, to_sample
+from rlx.data.rows import Rows
+from rlx.types import StepBatch, TrainingSample
+
+if TYPE_CHECKING:
+    from rlx.parallel.mesh import Mesh
+
+Tick = Callable[[], None]
+TICK = 0.2  # seconds between calls of `tick` while a batch is made
+
+OVERLONG, TRUNCATED, REFUSED = "data/overlong", "data/truncated", "data/refused"
+
+
+class Examples(Protocol):
+    """The examples of one data set."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
+        """The samples of an example; empty if it is left out. `counts` gets what was left out or cut, by the metric's name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Examples whose samples are ready, one each."""
+
+    name: str
+    ready: Sequence[TrainingSample]
+
+    def __len__(self) -> int:
+        return len(self.ready)
+
+    def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
+        return [self.ready[index]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """The rows of a data set, rendered by a model's chat format when they are needed."""
+
+    name: str
+    rows: Rows
+    chat: Format
+    seq_len: int  # the longest sample, in tokens
+    roles: Collection[str] = ASSISTANT  # whose messages are trained
+    truncate: bool = False  # cut a longer sample to `seq_len`; False: leave it out
+    skip_refused: bool = False  # leave out rows that cannot be marked exactly; False: they are errors
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
+        """Raises ValueError with the place of a row that cannot be marked exactly."""
+        try:
+            parts = mark(read_conversation(self.rows[index], fills=self.rows.fills), self.chat, self.roles)
+            if not any(any(part.trained) for part in parts):
+                raise RowError(f"it has nothing to train: no message of role {', '.join(sorted(self.roles))}")
+        except RowError as error:
+            if self.skip_refused:
+                counts[REFUSED] += 1
+                return []
+            raise ValueError(
+                f"{self.rows.where(index)} cannot be trained on: {error}.\n"
+                "Correct or remove the row; or leave out and count all such rows: data.refused=skip"
+            ) from error
+        samples = []
+        for part in parts:
+            if len(part) > self.seq_len:
+                if not self.truncate or not any(part.trained[: self.seq_len]):
+                    counts[OVERLONG] += 1
+                    continue
+                counts[TRUNCATED] += 1
+                part = replace(part, token_ids=part.token_ids[: self.seq_len], trained=part.trained[: self.seq_len])
+            if any(part.trained):
+                samples.append(to_sample(part, env=self.name))
+        return samples
+
+
+class SupervisedSource:
+    """Batches of a mixture of examples. Every example of a set comes once before any of it comes again."""
+
+    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        """`sets`: examples, and the weight by which they share the places of a batch, which is one mini-batch of `batch_size` examples.
+
+        Each example is its own group. Without `shuffle` the examples come in their order.
+        """
+        self.sets, self.batch_size, self.seed, self.shuffle = [examples for examples, _ in sets], batch_size, seed, shuffle
+        self.weights = [weight for _, weight in sets]
+        self._next, self._order = 0, self._places()
+        self._reports: dict[int, dict[str, float]] = {}
+
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
+        """The batch of `step`. Steps may come in any order; the next step is the cheapest. Raises ValueError for a row it cannot use."""
+        if step < self._next:
+            self._next, self._order = 0, self._places()
+        while self._next <= step:
+            places = next(self._order)
+            self._next += 1
+        counts: Counter[str] = Counter()
+        samples = []
+        for group, (number, index) in enumerate(places):
+            parts = self.sets[number].samples(index, counts)
+            samples += [replace(part, group=group, member=member) for member, part in enumerate(parts)]
+        if not samples:
+            lost = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise ValueError(f"step {step}: none of the batch's {self.batch_size} rows can be trained on ({lost}); raise seq_len")
+        self._reports[step] = self._report(step, places, samples, counts)
+        return StepBatch(step=step, mini_batches=(tuple(samples),))
+
+    def done(self, step: int) -> None:
+        """Nothing to do."""
+
+    def report(self, step: int) -> dict[str, float]:
+        """What the batch of `step` consists of, as metrics. It can be asked once."""
+        return self._reports.pop(step, {})
+
+    def _report(self, step: int, places: Sequence[tuple[int, int]], samples: Sequence[TrainingSample], counts: Counter[str]) -> dict:
+        rows = sum(map(len, self.sets))
+        values: dict[str, float] = {
+            "data/epoch": (step + 1) * self.batch_size / rows,
+            "batch/samples": len(samples),
+            "batch/tokens": sum(len(sample.token_ids) for sample in samples),
+            "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+            **{name: counts[name] for name in (OVERLONG, TRUNCATED, REFUSED)},
+        }
+        if len(self.sets) > 1:
+            drawn = Counter(number for number, _ in places)
+            values |= {f"data/{examples.name}/rows": drawn[number] for number, examples in enumerate(self.sets)}
+        return values
+
+    def _places(self) -> Iterator[list[tuple[int, int]]]:
+        """Endless: the (set, example) of every place of each batch."""
+        orders = [
+            shuffled_batches(len(examples), 1, self.seed if number == 0 else f"{self.seed}/{number}", self.shuffle)
+            for number, examples in enumerate(self.sets)
+        ]
+        numbers = shares(self.weights)
+        while True:
+            yield [(number, next(orders[number])[0]) for number in islice(numbers, self.batch_size)]
+
+
+def shares(weights: Sequence[float]) -> Iterator[int]:
+    """Endless: indices of the weights, each as often as its share, as evenly as possible. Equal claims go to the first."""
+    total, given = sum(weights), [0] * len(weights)
+    while True:
+        count = sum(given) + 1
+        number = max(range(len(weights)), key=lambda i: (weights[i] / total * count - given[i], -i))
+        given[number] += 1
+        yield number
+
+
+def shuffled_batches(num_examples: int, batch_size: int, seed: int | str, shuffle: bool = True) -> Iterator[list[int]]:
+    """An endless stream of index batches. Every example comes once before any comes again, shuffled anew for each pass."""
+    state = random.Random(seed)
+    waiting: list[int] = []
+    at = 0
+    while True:
+        while len(waiting) - at < batch_size:
+            waiting = waiting[at:] + (state.sample(range(num_examples), num_examples) if shuffle else list(range(num_examples)))
+            at = 0
+        yield waiting[at : at + batch_size]
+        at += batch_size
+
+
+@dataclass
+class Prepared:
+    """A source whose batches rank 0 makes in a thread, one step ahead, and sends to the other ranks."""
+
+    source: Callable[[], SupervisedSource]  # called on rank 0, in the thread, once
+    mesh: Mesh
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="batches"))
+    _made: dict[int, Future[bytes]] = field(default_factory=dict)
+    _source: SupervisedSource | None = None
+
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
+        """The batch of `step`; begins with the next one. Raises what making it raised, on rank 0."""
+
+        def read() -> bytes:
+            for each in (step, step + 1):
+                if each not in self._made:
+                    self._made[each] = self._thread.submit(self._make, each)
+            while True:
+                try:
+                    content = self._made[step].result(timeout=TICK)
+                except NotYet:
+                    tick()
+                    continue
+                self._made = {each: made for each, made in self._made.items() if each > step}
+                return content
+
+        return codec.decode(bytearray(self.mesh.read(read)), StepBatch)
+
+    def done(self, step: int) -> None:
+        """Nothing to do."""
+
+    def report(self, step: int) -> dict[str, float]:
+        """What the batch of `step` consists of, on rank 0; elsewhere nothing."""
+        return self._source.report(step) if self._source is not None else {}
+
+    def _make(self, step: int) -> bytes:
+        if self._source is None:
+            self._source = self.source()
+        return b"".join(codec.encode(self._source.receive(step)))

@@ -1,0 +1,108 @@
+"""Which tokens of a prompt are what the environment answered: the text of its messages, without the template around it.
+
+    … <|im_end|>\n<|im_start|>tool\n  1  8  <|im_end|>\n<|im_start|>assistant\n
+                                      tool tool                                  marked: the two tokens of the tool's result "18"
+
+Only messages that are new since the policy's previous request are marked, so no message is marked twice; the first prompt has none.
+Headers, end marks and line breaks of the template are not marked: they are always the same. A token that is partly content is not
+marked either. To find a message, the conversation is rendered again with another text in its place: what follows that text also follows
+the message. A template that changes the text (an escape, another spacing) hides it; such a message stays unmarked, with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.policy.base import Message, PolicyError
+from rlx.types import Int
+
+log = logging.getLogger(__name__)
+
+ROLES = ("user", "tool", "system")
+"""A token of a message with the n-th role is marked with n + 1; other tokens with 0."""
+
+PROBE = "probe-content-7351"
+_WINDOW = 16  # tokens decoded together to learn the text of the last
+
+
+class Format(Protocol):
+    """`rlx.policy.chat.Chat`."""
+
+    tokenizer: Any
+
+    def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
+        """The conversation as text."""
+        ...
+
+
+def answered(
+    chat: Format, ids: Sequence[int], prompt: Sequence[Message], known: int, tools: list[dict] | None, roles: Collection[str], env: str
+) -> Int | None:
+    """[P] marks of a prompt; None if nothing is marked. `known`: how many messages of the prompt are not new. `roles`: which to mark."""
+    wanted = [place for place in range(known, len(prompt)) if prompt[place]["role"] in roles]
+    if not wanted:
+        return None
+    text = chat.tokenizer.decode(list(ids), skip_special_tokens=False)
+    ends = text_ends(chat.tokenizer, ids)
+    marks = np.zeros(len(ids), dtype=np.int32)
+    for place in wanted:
+        message = prompt[place]
+        span = None if ends is None else _span(chat, text, prompt, place, tools)
+        if span is None:
+            _say_hidden(env, str(message["role"]))
+            continue
+        assert ends is not None
+        starts = np.concatenate([[0], ends[:-1]])
+        inside = (starts >= span[0]) & (starts < span[1]) & (ends <= span[1])
+        marks[inside] = ROLES.index(message["role"]) + 1
+    return marks if marks.any() else None
+
+
+def _span(chat: Format, text: str, prompt: Sequence[Message], place: int, tools: list[dict] | None) -> tuple[int, int] | None:
+    """Where the content of a message is in the prompt's text; None if the template does not show it as it is, or it is empty."""
+    content = prompt[place].get("content")
+    if not isinstance(content, str) or not content.strip():
+        return None
+    other = [message if number != place else {**message, "content": PROBE} for number, message in enumerate(prompt)]
+    try:
+        before, found, after = chat.show(other, tools).rpartition(PROBE)
+    except PolicyError:
+        return None
+    del before
+    if not found or not text.endswith(after):
+        return None
+    end = len(text) - len(after)
+    return next(((end - len(one), end) for one in (content, content.strip()) if text[:end].endswith(one)), None)
+
+
+def text_ends(tokenizer: Any, ids: Sequence[int]) -> Int | None:
+    """[P] where the text of each token ends, in characters of the whole text. A token that only begins a character ends where it starts.
+
+    None if the tokens' texts do not add up to the whole: then no token can be placed.
+    """
+    ends, length, begin, shown = np.zeros(len(ids), dtype=np.int32), 0, 0, ""
+    for place in range(len(ids)):
+        now = tokenizer.decode(list(ids[begin : place + 1]), skip_special_tokens=False)
+        if not now.endswith("\ufffd"):
+            length += len(now) - len(shown)
+            shown = now
+            if place + 1 - begin >= _WINDOW:
+                begin = place + 1 - _WINDOW // 2
+                shown = tokenizer.decode(list(ids[begin : place + 1]), skip_special_tokens=False)
+        ends[place] = length
+    return ends if length == len(tokenizer.decode(list(ids), skip_special_tokens=False)) else None
+
+
+@functools.cache
+def _say_hidden(env: str, role: str) -> None:
+    log.warning(
+        "envs.%s.learn: the chat template does not show a message of the role %s as the environment wrote it (or it has no text), "
+        "so its tokens are not learned",
+        env,
+        role,
+    )

@@ -1,0 +1,280 @@
+"""A teacher behind endpoints: given token sequences, it returns the log-probability of every token under the teacher.
+
+    sequences ─► requests of `batch_size` ─► POST /v1/completions {prompt: [ids, …], prompt_logprobs: 0} ─► float32 [L] each
+
+Any server with vLLM's route serves: vLLM's own, or rlx's. The numbers are at temperature 1, whatever the request says. A server that is
+overloaded (429), fails (5xx), does not answer or is gone is tried again with growing waits, at another address if there is one, until the
+deadline of the whole call. A request that it refuses (4xx) ends the call at once: a retry would not help.
+
+`check` compares tokenizers before any work. The log-probability of a token id under another vocabulary would be a number without meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from rlx.inference.protocol import CONNECT
+from rlx.types import Float, Int
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds before the second attempt at a request, doubled for each further one up to the longest
+LOWEST = -100.0  # nats; lower ones (vLLM reports -9999 for an impossible token) would be the only thing that a gradient sees
+PROBED = 256  # tokens of the vocabulary whose text is tokenized by both
+
+
+class TeacherError(RuntimeError):
+    """The teacher refused a request, or does not fit the policy."""
+
+
+class _Entry(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(slots=True)
+class Scores:
+    """What a call returned."""
+
+    logprobs: list[Float | None]  # [L] of each sequence, 0 for its first token; None: not scored by the deadline
+    retries: int = 0  # attempts that failed and were made again
+    trouble: list[str] = field(default_factory=list)  # the different failures
+
+    @property
+    def missing(self) -> int:
+        """Sequences that were not scored."""
+        return sum(one is None for one in self.logprobs)
+
+
+class Teacher:
+    """See the module's text. An async context manager. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        batch_size: int = 16,
+        max_concurrent: int = 4,
+        timeout: float = 120.0,
+        deadline: float = 600.0,
+    ) -> None:
+        """See `rlx.config.schema_teacher.TeacherConfig` for all arguments. `model` of None: `check` finds the only one."""
+        self.addresses = [url.rstrip("/").removesuffix("/v1") for url in base_urls]
+        self.model, self.batch_size, self.timeout, self.deadline = model, batch_size, timeout, deadline
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._free = asyncio.Semaphore(max_concurrent * len(self.addresses))
+        self._session: aiohttp.ClientSession | None = None
+        self._turn = 0
+
+    async def __aenter__(self) -> Teacher:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=self.timeout, sock_connect=CONNECT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    # -- scoring
+
+    async def score(self, sequences: Sequence[Int]) -> Scores:
+        """The log-probabilities of these sequences [L], for as many as are scored by the deadline. Raises TeacherError for a refusal."""
+        scores = Scores([None] * len(sequences))
+        # Sequences of similar length share a request, so that no short one waits for a long one.
+        order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
+        parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        tasks = [asyncio.create_task(self._score_part(part, sequences, scores)) for part in parts]
+        if not tasks:
+            return scores
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return scores
+
+    async def _score_part(self, part: Sequence[int], sequences: Sequence[Int], scores: Scores) -> None:
+        body = {
+            "model": self.model,
+            "prompt": [sequences[place].tolist() for place in part],
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "add_special_tokens": False,
+        }
+        async with self._free:
+            answer, address = await self._ask("/v1/completions", body, scores, self.addresses)
+        for place, logprobs in zip(part, _read(answer, [sequences[place] for place in part], address), strict=True):
+            scores.logprobs[place] = logprobs
+
+    async def _ask(self, path: str, body: Any, scores: Scores, addresses: Sequence[str]) -> tuple[bytes, str]:
+        """(the answer, the address that gave it), after retries without end: the caller has the deadline."""
+        wait = FIRST_WAIT
+        while True:
+            address = addresses[self._turn % len(addresses)]
+            self._turn += 1
+            asked_to_wait = 0.0
+            try:
+                async with self._request(address, path, body) as answer:
+                    content = await answer.read()
+                    if answer.status < 400:
+                        return content, address
+                    trouble = f"{address}{path} ({answer.status}): {_said(content)}"
+                    if answer.status not in (408, 409, 425, 429) and answer.status < 500:
+                        raise TeacherError(f"the teacher refused a request: {trouble}")
+                    asked_to_wait = _seconds(answer.headers.get("Retry-After"))
+            except TimeoutError:
+                trouble = f"{address} did not answer in {self.timeout:g} s (teacher.timeout)"
+            except aiohttp.ClientError as error:
+                trouble = f"{address} cannot be reached: {error or type(error).__name__}"
+            if trouble not in scores.trouble:
+                scores.trouble.append(trouble)
+                log.warning("the teacher: %s; trying again", trouble)
+            scores.retries += 1
+            await asyncio.sleep(max(asked_to_wait, wait * random.uniform(0.5, 1.0)))
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    def _request(self, address: str, path: str, body: Any) -> Any:
+        assert self._session is not None, "used outside `async with`"
+        if body is None:
+            return self._session.get(address + path)
+        return self._session.post(address + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"})
+
+    # -- before any work
+
+    async def check(self, tokenizer: Any, longest: int) -> None:
+        """Find the model, and make sure that every server scores the policy's tokens. Waits for a server up to the deadline.
+
+        `tokenizer`: the policy's. `longest`: tokens of the longest sequence. Raises TeacherError that says what does not fit.
+        """
+        scores = Scores([])
+        try:
+            async with asyncio.timeout(self.deadline):
+                for address in self.addresses:
+                    await self._check_one(address, tokenizer, longest, scores)
+        except TimeoutError:
+            trouble = "; ".join(scores.trouble[-3:]) or "no answer"
+            raise TeacherError(f"the teacher could not be checked in {self.deadline:g} s (teacher.deadline): {trouble}") from None
+
+    async def _check_one(self, address: str, tokenizer: Any, longest: int, scores: Scores) -> None:
+        answer, _ = await self._ask("/v1/models", None, scores, [address])
+        models = _decoded(answer, _Models, address).data
+        names = [model.id for model in models]
+        if self.model is None:
+            if len(models) != 1:
+                raise TeacherError(f"{address} serves {len(models)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
+            self.model = names[0]
+        found = next((model for model in models if model.id == self.model), None)
+        if found is None:
+            raise TeacherError(f"{address} has no model {self.model} (teacher.model); it serves {', '.join(names[:5])}")
+        if found.max_model_len is not None and found.max_model_len <= longest:
+            raise TeacherError(
+                f"the teacher's context is too short: samples have up to seq_len={longest} tokens and a request needs one more, but "
+                f"{address} takes {found.max_model_len}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
+            )
+        texts = probe_texts(tokenizer, longest)
+        body = {"model": self.model, "prompt": texts, "prompt_logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
+        answer, _ = await self._ask("/v1/completions", body, scores, [address])
+        for text, entries in zip(texts, _entries(answer, len(texts), address), strict=True):
+            ours = [str(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+            theirs = [next(iter(entry)) for entry in entries[1:] if entry]
+            if len(entries) != len(ours) or theirs != ours[1:]:
+                raise TeacherError(
+                    f"the teacher at {address} has another tokenizer than the policy, so its log-probabilities would be of other tokens: "
+                    f"{text[:40]!r} is the tokens {', '.join(ours[1:8])} … here and {', '.join(theirs[:7])} … there. "
+                    "Use a teacher with the policy's vocabulary"
+                )
+
+
+def probe_texts(tokenizer: Any, longest: int) -> list[str]:
+    """Texts with tokens from all over a vocabulary, and all special ones: two tokenizers that agree on them are the same.
+
+    Each has at most `longest` tokens. A server does not say which token is the first, so all begin with the same one.
+    """
+    special = set(tokenizer.all_special_ids)
+    spread = dict.fromkeys(int(token) for token in np.linspace(0, len(tokenizer) - 1, min(PROBED, len(tokenizer))))
+    words = [tokenizer.decode([token]) for token in spread if token not in special]
+    words = [word for word in words if word and "\ufffd" not in word] + list(tokenizer.all_special_tokens)
+    texts = ["0"]
+    for word in words:
+        if len(tokenizer.encode(texts[-1] + word, add_special_tokens=False)) > min(longest, 32):
+            texts.append("0")
+        texts[-1] += word
+    return texts
+
+
+def _read(answer: bytes, sequences: Sequence[Int], address: str) -> Iterable[Float]:
+    """[L] of each sequence. Raises TeacherError if the answer is about other tokens."""
+    for ids, entries in zip(sequences, _entries(answer, len(sequences), address), strict=True):
+        if len(entries) != len(ids):
+            raise TeacherError(f"{address} returned {len(entries)} log-probabilities for {len(ids)} tokens")
+        logprobs = np.zeros(len(ids), dtype=np.float32)
+        for place in range(1, len(ids)):
+            entry = (entries[place] or {}).get(str(ids[place]))
+            if entry is None:
+                raise TeacherError(f"{address} returned no log-probability of token {ids[place]} at place {place}; it scored other tokens")
+            if entry.logprob != entry.logprob:
+                raise TeacherError(f"{address} returned NaN for token {ids[place]} at place {place}")
+            logprobs[place] = max(entry.logprob, LOWEST)
+        yield logprobs
+
+
+def _entries(answer: bytes, count: int, address: str) -> list[list[dict[str, _Entry] | None]]:
+    """Prompt log-probabilities by sequence, in the order of the request."""
+    choices = sorted(_decoded(answer, _Completion, address).choices, key=lambda choice: choice.index)
+    if len(choices) != count or any(choice.prompt_logprobs is None for choice in choices):
+        raise TeacherError(
+            f"{address} returns no prompt log-probabilities ({len(choices)} choices for {count} prompts); a teacher must know "
+            "`prompt_logprobs` in a request, as vLLM does"
+        )
+    return [choice.prompt_logprobs or [] for choice in choices]
+
+
+def _decoded(answer: bytes, kind: Any, address: str) -> Any:
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TeacherError(f"{address} gave an answer that cannot be read: {error}; it begins with {answer[:100]!r}") from error
+
+
+def _said(content: bytes) -> str:
+    return content[:300].decode(errors="replace").strip()
+
+
+def _seconds(header: str | None) -> float:
+    """Of a `Retry-After`; 0 if there is none, or if it is a date."""
+    try:
+        return min(max(float(header or 0), 0.0), 60.0)
+    except ValueError:
+        return 0.0

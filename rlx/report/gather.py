@@ -1,0 +1,196 @@
+"""Reads what a report shows of a run directory. Works on running, failed and half-made runs: what cannot be read becomes a problem.
+
+Writes nothing and takes no lock. `Facts` holds numbers and texts, no HTML. Texts of rollouts and logs are untrusted; `page.py` escapes
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlx.config.errors import ConfigError
+from rlx.config.secret import hidden
+from rlx.runs.compare import flat
+from rlx.runs.history import History
+from rlx.runs.run import Run
+from rlx.runs.status import Status
+
+T = TypeVar("T")
+SAMPLES = 4  # rollouts shown of the first and of the last step
+DEPTH = 3  # folders below a sweep's directory that may hold a run
+
+Array = NDArray[np.float64]
+Series = tuple[Array, Array]  # steps [P], values [P]
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What is known of one run."""
+
+    run: Run
+    problems: list[str] = field(default_factory=list)  # what could not be read, for the page
+    state: str = "unknown"
+    status: Status | None = None
+    config: dict[str, Any] | None = None  # the leaves, by dotted name
+    overrides: list[str] = field(default_factory=list)
+    provenance: Mapping[str, Any] | None = None
+    history: History
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def max_steps(self) -> int | None:
+        if self.config is not None:
+            return int(self.config["max_steps"])
+        return self.status.max_steps if self.status is not None else None
+
+    @property
+    def score(self) -> float | None:
+        """Mean of `reward/mean` over the last five steps; `None` without a step."""
+        return self.history.final_reward
+
+    @property
+    def ended_well(self) -> bool:
+        return self.state == "completed"
+
+    def series(self, name: str, source: str) -> Series:
+        """One metric by step. Values may be NaN or infinite: a run that diverged shows it."""
+        found = [(step, record[name]) for step, record in sorted(self.history.records.get(source, {}).items()) if name in record]
+        pairs = np.array(found, dtype=np.float64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def names(self, source: str) -> list[str]:
+        """All metrics that a source wrote, sorted."""
+        return sorted({name for record in self.history.records.get(source, {}).values() for name in record} - {"step", "source", "time"})
+
+    def last(self, source: str) -> Mapping[str, Any]:
+        """The newest record of a source; empty if there is none."""
+        records = self.history.records.get(source, {})
+        return records[max(records)] if records else {}
+
+
+def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
+    """Everything but the rollouts. `jobs`: job id → SLURM's state; `None` if unknown."""
+    facts = Facts(run=run, history=History(run.paths))
+    attempt = _attempts(facts.problems)
+    attempt(facts.history.read, None)
+    facts.status = attempt(lambda: run.status, None)
+    facts.state = attempt(lambda: run.state(jobs), "unknown")
+    config = attempt(lambda: run.config, None)
+    facts.config = flat(asdict(hidden(config))) if config is not None else None
+    facts.overrides = attempt(lambda: [str(each) for each in run.overrides], [])
+    facts.provenance = attempt(lambda: run.provenance, None)
+    return facts
+
+
+def _attempts(problems: list[str]) -> Callable[[Callable[[], T], T], T]:
+    def attempt(read: Callable[[], T], otherwise: T) -> T:
+        try:
+            return read()
+        except ConfigError as error:
+            problems.append(error.problems[0].partition("\n")[0])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a half-written or foreign file
+            problems.append(f"{type(error).__name__}: {error}")
+        return otherwise
+
+    return attempt
+
+
+def failures(facts: Facts) -> list[str]:
+    """What failed in the run, by cause, in words."""
+    from rlx.rollout.failures import in_words
+
+    path = facts.run.paths.failures
+    return _attempts(facts.problems)(lambda: in_words(json.loads(path.read_text()), most=8) if path.exists() else [], [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """A few rollouts of one step, as in `rollouts/step_N.jsonl.zst`."""
+
+    step: int
+    records: Sequence[Mapping[str, Any]]
+    total: int  # rollouts in the file
+
+
+def samples(facts: Facts, count: int = SAMPLES) -> Iterator[Samples]:
+    """A few rollouts of the first and of the last saved step: the best and the worst reward, and those between, evenly chosen."""
+    from rlx.rollout.record import read_rollouts
+
+    attempt = _attempts(facts.problems)
+    none: list[int] = []
+    steps = attempt(lambda: facts.run.rollouts, none)
+    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
+        nothing: list[dict[str, Any]] = []
+        records = attempt(partial(_read, facts.run.paths.rollouts_of(step), read_rollouts), nothing)
+        scored = sorted((r for r in records if isinstance(r.get("reward"), int | float)), key=lambda r: -r["reward"])
+        chosen = scored or list(islice(records, count))
+        if chosen:
+            places = np.unique(np.linspace(0, len(chosen) - 1, min(count, len(chosen))).round().astype(int))
+            yield Samples(step=step, records=[chosen[place] for place in places], total=len(records))
+
+
+def _read(path: Path, read: Callable[[Path], Iterator[dict[str, Any]]]) -> list[dict[str, Any]]:
+    import zstandard
+
+    try:
+        return list(read(path))
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def defaults() -> dict[str, Any] | None:
+    """The leaves of the default configuration; `None` if it cannot be composed here."""
+    from rlx.config.load import compose
+
+    try:
+        return flat(asdict(compose([], {}).cfg))
+    except ConfigError:
+        return None
+
+
+def open_all(directory: Path) -> tuple[list[Run], bool]:
+    """The runs to report on, and whether they are a sweep. Raises ConfigError if there is no run."""
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}.\n  fix: name a run's or a sweep's directory; rlx runs lists runs")
+    if _is_run(directory):
+        return [Run.open(directory)], False
+    found = list(_below(directory, DEPTH))
+    if not found:
+        raise ConfigError(
+            f"{directory} is neither a run's directory nor a sweep's: no folder in it has a config.yaml or a status.json.\n"
+            "  fix: name a run's or a sweep's directory; rlx runs lists runs"
+        )
+    return found, True
+
+
+def _below(directory: Path, depth: int) -> Iterator[Run]:
+    """Runs below a folder, by name, also those that have not started. Skips folders that may not be read."""
+    try:
+        folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink() and not path.name.startswith("."))
+    except PermissionError:
+        return
+    for folder in folders:
+        if _is_run(folder):
+            yield Run(folder)
+        elif depth > 1:
+            yield from _below(folder, depth - 1)
+
+
+def _is_run(directory: Path) -> bool:
+    paths = Run(directory).paths
+    try:
+        return paths.config.is_file() or paths.status.is_file()
+    except PermissionError:
+        return False

@@ -1,0 +1,168 @@
+"""The HTML of a report: one file that needs no network. Everything that is shown is escaped here or in `chart.py`.
+
+Prompts, completions and logs are untrusted. Besides escaping, the page's policy (CSP) allows exactly one script and one style sheet, by
+their hashes, and no request to anywhere. So text that became markup by mistake could still not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import rlx
+from rlx.report.chart import number
+
+HERE = Path(__file__).parent
+LONGEST = 4000  # characters shown of one message
+CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+# Characters that reorder or hide text around them: a completion must not disguise what it says.
+HIDING = {code: f"⟨U+{code:04X}⟩" for code in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)}
+
+
+def page(title: str, subtitle: str, state: str, sections: Sequence[tuple[str, str]]) -> str:
+    """The whole document. `sections`: (heading, HTML); empty ones are left out. `state` is a run's state or a count of states."""
+    style, script = ((HERE / name).read_text() for name in ("page.css", "page.js"))
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; form-action 'none'"
+    shown = [(name, html) for name, html in sections if html]
+    links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in shown)
+    body = "".join(f'<section id="{_anchor(name)}"><h2>{escape(name)}</h2>{html}</section>' for name, html in shown)
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{text(title)}</title><style>{style}</style></head><body>"
+        f'<header><div><h1>{text(title)}</h1><p class="sub">{text(subtitle)}</p></div>'
+        f'<div class="right"><span class="state {_anchor(state.split(" ")[0])}">{text(state)}</span>'
+        '<button id="theme" type="button" hidden>light / dark</button></div></header>'
+        f"<nav>{links}</nav><main>{body}</main>"
+        f"<footer>made by rlx {escape(rlx.__version__)} at {when}</footer><script>{script}</script></body></html>\n"
+    )
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _anchor(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def text(value: Any) -> str:
+    """Untrusted text as HTML that shows it as it is. Control, invisible and reordering characters become visible signs."""
+    return escape(str(value).translate(CONTROL).translate(HIDING))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """A table of cells that are HTML already. `kind`: a class."""
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    if not body:
+        return ""
+    top = f"<thead><tr>{''.join(f'<th>{text(name)}</th>' for name in head)}</tr></thead>" if any(head) else ""
+    return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+
+
+def tiles(facts: Mapping[str, str]) -> str:
+    """Large numbers: label -> text."""
+    return f'<dl class="tiles">{"".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts.items())}</dl>'
+
+
+def note(lines: Sequence[str], kind: str = "note") -> str:
+    """A box of lines; empty text without any. `kind`: note or bad."""
+    return f'<div class="{kind}">{"".join(f"<p>{text(line)}</p>" for line in lines)}</div>' if lines else ""
+
+
+def grid(figures: Iterable[str]) -> str:
+    """Charts beside each other."""
+    inside = "".join(figures)
+    return f'<div class="grid">{inside}</div>' if inside else ""
+
+
+def folded(title: str, html: str, *, is_open: bool = False) -> str:
+    """A part that a click opens; empty text without content."""
+    return f"<details{' open' if is_open else ''}><summary>{text(title)}</summary>{html}</details>" if html else ""
+
+
+def lines_of(content: str) -> str:
+    """Preformatted untrusted text."""
+    return f'<pre dir="auto">{text(content)}</pre>'
+
+
+def shortened(content: str, longest: int = LONGEST) -> str:
+    """The beginning and the end of a long text, and how much is left out between."""
+    if len(content) <= longest:
+        return content
+    half = longest // 2
+    return f"{content[:half]}\n… {len(content) - 2 * half:,} characters left out …\n{content[-half:]}"
+
+
+def bar(parts: Mapping[str, float], total: float) -> str:
+    """Shares of a total as one line each: label, bar, percent. Parts may overlap, so they need not add up."""
+    rows = []
+    for name, value in parts.items():
+        share = value / total if total else 0.0
+        filled = f'<rect class="fill c0" width="{min(share, 1) * 100:.1f}" height="6"/>'
+        drawn = f'<svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true">{filled}</svg>'
+        rows.append([text(name), drawn, f"{share:.0%}", f"{number(value)} s"])
+    return table(["", "", "", ""], rows, "bars")
+
+
+# rollouts
+
+
+def rollout(record: Mapping[str, Any]) -> str:
+    """One rollout: what it is, its messages, its rewards."""
+    facts = [f"{record.get('env')}", f"example {record.get('example_id')}", f"group {record.get('group')}"]
+    facts += [f"{record.get('num_tokens')} tokens", f"{record.get('stop')}"]
+    if record.get("num_turns") not in (None, 1):
+        facts.append(f"{record['num_turns']} turns")
+    if record.get("error"):
+        facts.append(f"error: {shortened(str(record['error']), 300)}")
+    reward, advantage = record.get("reward"), record.get("advantage")
+    numbers = f'<b class="reward">reward {number(reward)}</b>' if isinstance(reward, int | float) else "<b>no reward</b>"
+    if isinstance(advantage, int | float):
+        numbers += f' <span class="advantage">advantage {number(advantage)}</span>'
+    parts = record.get("rewards")
+    if isinstance(parts, Mapping) and len(parts) > 1:
+        facts.append(", ".join(f"{name} {number(value)}" for name, value in parts.items() if isinstance(value, int | float)))
+    head = f'<p class="facts">{numbers} · {text(" · ".join(facts))}</p>'
+    answer = record.get("answer")
+    expected = f'<div class="message"><span>answer</span>{lines_of(shortened(str(answer), 500))}</div>' if answer not in (None, "") else ""
+    messages = _messages(record.get("prompt"), "prompt") + _messages(record.get("completion"), "said")
+    return f'<article class="card">{head}{messages}{expected}</article>'
+
+
+def _messages(messages: Any, kind: str) -> str:
+    if isinstance(messages, str):
+        messages = [{"role": "prompt" if kind == "prompt" else "completion", "content": messages}]
+    if not isinstance(messages, Sequence):
+        return ""
+    return "".join(_message(message, kind) for message in messages)
+
+
+def _message(message: Any, kind: str) -> str:
+    if not isinstance(message, Mapping):
+        return f'<div class="message {kind}"><span>?</span>{lines_of(shortened(str(message)))}</div>'
+    parts = [str(message[name]) for name in ("reasoning_content",) if message.get(name)]
+    content = message.get("content")
+    if isinstance(content, str):
+        parts.append(content)
+    elif content is not None:
+        parts += [str(part["text"]) if isinstance(part, Mapping) and "text" in part else _json(part) for part in _list(content)]
+    parts += [_json(call) for call in _list(message.get("tool_calls") or [])]
+    role = message.get("role", "?")
+    return f'<div class="message {kind}"><span>{text(role)}</span>{lines_of(shortened(chr(10).join(parts)))}</div>'
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=repr)

@@ -1,0 +1,142 @@
+"""Groups the runs of a sweep by what was varied. Runs of one setting differ only in their seed, so they are draws of one distribution.
+
+What differs is read from the configurations, not from folder names, so it works on any folder of runs. Knows no HTML.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.report.gather import Facts
+from rlx.report.statistics import Interval, iqm_interval
+
+SEED = "seed"
+NOT_A_SETTING = ("run.", "dry_run", "clean", "resume", "logger.", "launcher.", "slurm.", SEED)
+MOST_VALUES = 16  # a key with more values was searched, not compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The runs with one configuration apart from the seed."""
+
+    label: str  # the varied overrides: `loss=gspo, optim.lr=1e-4`
+    choices: Mapping[str, str]  # varied override -> its value here; without the seed
+    leaves: Mapping[str, Any]  # the configuration's leaves that differ between settings
+    runs: Sequence[Facts]
+
+    @property
+    def scored(self) -> list[float]:
+        """Final scores of the completed runs."""
+        return [facts.score for facts in self.runs if facts.ended_well and facts.score is not None]
+
+    @property
+    def iqm(self) -> Interval | None:
+        """Of the completed runs; `None` without one."""
+        return iqm_interval([self.scored]) if self.scored else None
+
+    @property
+    def repeated_seeds(self) -> list[Any]:
+        """Seeds of more than one run: such runs are not independent."""
+        seeds = Counter(facts.config[SEED] for facts in self.runs if facts.config is not None)
+        return [seed for seed, count in seeds.items() if count > 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One varied key over all settings: `Factor(key="loss", values={"grpo": Interval(…), "gspo": Interval(…)}, strata=2)`."""
+
+    key: str
+    values: Mapping[str, Interval]
+    strata: int  # combinations of the other varied keys; runs are resampled inside each
+    uneven: bool  # the values were not run in the same combinations, or not equally often
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """Runs by setting, best first; settings without a score last."""
+
+    settings: list[Setting] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)  # varied overrides, without the seed
+    leaves: list[str] = field(default_factory=list)  # leaves of the configuration that differ, without the seed
+
+
+def arrange(found: Sequence[Facts]) -> Sweep:
+    """The settings of a sweep."""
+    configs = [facts.config for facts in found if facts.config is not None]
+    names = dict.fromkeys(name for config in configs for name in config if not name.startswith(NOT_A_SETTING))
+    differ = [name for name in names if len({repr(config.get(name, "absent")) for config in configs}) > 1]
+    overrides = [overrides_of(facts) for facts in found]
+    asked = dict.fromkeys(key for each in overrides for key in each if not key.startswith(NOT_A_SETTING))
+    keys = [key for key in asked if len({each.get(key) for each in overrides}) > 1]
+
+    together: dict[Any, list[int]] = {}
+    for place, facts in enumerate(found):
+        mark: tuple[Any, ...]
+        if facts.config is not None:
+            mark = tuple(repr(facts.config.get(name, "absent")) for name in differ)
+        else:  # an unreadable configuration equals another one only if the overrides do
+            varied = tuple(sorted(item for item in overrides[place].items() if not item[0].startswith(NOT_A_SETTING)))
+            mark = ("unreadable", varied or facts.name)
+        together.setdefault(mark, []).append(place)
+    settings = []
+    for places in together.values():
+        first = found[places[0]]
+        choices = {key: overrides[places[0]].get(key, "(default)") for key in keys}
+        leaves = {name: first.config.get(name, "absent") for name in differ} if first.config is not None else {}
+        label = ", ".join(f"{key}={value}" for key, value in choices.items() if value != "(default)")
+        if first.config is None:
+            label = f"{label or first.name} (configuration not readable)"
+        label = label or ("default" if keys else "all runs")
+        settings.append(Setting(label=label, choices=choices, leaves=leaves, runs=[found[place] for place in places]))
+    settings = _distinct(settings)
+    settings.sort(key=lambda setting: -(iqm.value if (iqm := setting.iqm) is not None else float("-inf")))
+    return Sweep(settings=settings, keys=keys, leaves=differ)
+
+
+def overrides_of(facts: Facts) -> dict[str, str]:
+    """The overrides of a run's command line by key; the last one wins."""
+    parts = (line.lstrip("+~").partition("=") for line in facts.overrides)
+    return {key: value for key, _, value in parts}
+
+
+def _distinct(settings: Sequence[Setting]) -> list[Setting]:
+    """Settings whose overrides do not tell them apart (other files, another version) get the leaves that do."""
+    count = Counter(setting.label for setting in settings)
+    found = []
+    for setting in settings:
+        if count[setting.label] > 1 and setting.leaves:
+            alike = [other for other in settings if other.label == setting.label]
+            telling = [name for name in setting.leaves if len({repr(other.leaves.get(name)) for other in alike}) > 1]
+            more = ", ".join(f"{name}={setting.leaves[name]}" for name in telling[:3])
+            label = more if setting.label in ("all runs", "default") else f"{setting.label}, {more}"
+            setting = Setting(label=label, choices=setting.choices, leaves=setting.leaves, runs=setting.runs)
+        found.append(setting)
+    return found
+
+
+def factors(sweep: Sweep) -> list[Factor]:
+    """The IQM of each value of each varied key, over all settings that have it, if there is more than one varied key.
+
+    Runs are resampled inside each combination of the other keys: those are fixed by design, as the tasks of Agarwal et al. are.
+    """
+    if len(sweep.keys) < 2:
+        return []
+    found = []
+    for key in sweep.keys:
+        values: dict[str, dict[Any, list[float]]] = {}
+        for setting in sweep.settings:
+            if not setting.choices:
+                continue
+            rest = tuple(value for name, value in setting.choices.items() if name != key)
+            values.setdefault(setting.choices[key], {}).setdefault(rest, []).extend(setting.scored)
+        scored = {value: strata for value, strata in values.items() if any(strata.values())}
+        if 2 <= len(scored) <= MOST_VALUES:
+            counts = [{rest: len(scores) for rest, scores in strata.items()} for strata in scored.values()]
+            intervals = {value: iqm_interval(list(strata.values())) for value, strata in scored.items()}
+            uneven = any(each != counts[0] for each in counts)
+            best_first = dict(sorted(intervals.items(), key=lambda item: -item[1].value))
+            found.append(Factor(key=key, values=best_first, strata=max(map(len, counts)), uneven=uneven))
+    return found

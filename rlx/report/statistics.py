@@ -1,0 +1,111 @@
+"""Statistics over the runs of a sweep: interquartile means with stratified bootstrap intervals, and bands over seeds.
+
+Pure functions of numbers. The intervals of an evaluation, over its examples, are in `rlx.rollout.scores`.
+
+The *runs* are the sample here: another seed is another draw of the whole training. Following Agarwal et al. 2021 ("Deep Reinforcement
+Learning at the Edge of the Statistical Precipice", arXiv 2108.13264):
+
+- A set of runs is summarised by the interquartile mean (IQM), the mean of the middle half of its scores. One run that diverged does not
+  move it as it moves the mean, and it wastes fewer runs than the median.
+- Its interval is the 2.5 % and 97.5 % quantile of the IQM of resampled runs. Runs are resampled with replacement inside each stratum (a
+  task or another setting that was fixed by design), because its number of runs was not left to chance.
+
+With few runs such an interval is too narrow: among 3 runs, the bootstrap cannot see a fourth outcome. `FEW` is where pages warn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.95
+RESAMPLES = 2000  # the error of an interval's end is then about 1/20 of the interval's width
+FEW = 5  # runs below which a bootstrap interval is visibly too narrow
+SEED = 20211  # the same page for the same runs
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A summary of several runs: `Interval(value=0.93, low=0.91, high=0.95, runs=10)`."""
+
+    value: float
+    low: float | None  # None: a single run says nothing about the spread
+    high: float | None
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The mean of several runs' curves at each of T steps, with an interval."""
+
+    mean: Array  # [T]
+    low: Array  # [T] NaN where fewer than two runs have a value
+    high: Array  # [T]
+    runs: NDArray[np.int64]  # [T] runs that have a value there
+
+
+def iqm(scores: Array) -> Array:
+    """The interquartile mean over the last axis: [..., N] → [...]. The lowest and the highest ⌊N/4⌋ scores are left out.
+
+    As in the authors' library (scipy's `trim_mean` with 0.25). With fewer than 4 scores it is the mean. Raises ValueError if N is 0.
+    """
+    count = scores.shape[-1]
+    if count == 0:
+        raise ValueError("an interquartile mean of no scores")
+    cut = count // 4
+    middle = np.partition(scores, (cut, count - 1 - cut), axis=-1)[..., cut : count - cut]
+    return middle.mean(axis=-1)
+
+
+def iqm_interval(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
+    """The IQM of all scores with its stratified bootstrap interval. `strata`: the scores of the runs of each stratum.
+
+    There is no interval if no stratum has two runs. Raises ValueError if there is no run.
+    """
+    rows = [np.asarray(stratum, dtype=np.float64) for stratum in strata if len(stratum)]
+    if not rows:
+        raise ValueError("an interquartile mean of no runs")
+    everything = np.concatenate(rows)
+    value = float(iqm(everything))
+    if all(len(row) < 2 for row in rows):
+        return Interval(value, None, None, len(everything))
+    rng = np.random.default_rng(seed)
+    drawn = np.concatenate([row[rng.integers(0, len(row), (resamples, len(row)))] for row in rows], axis=1)
+    low, high = np.quantile(iqm(drawn), _ends())
+    return Interval(value, float(low), float(high), len(everything))
+
+
+def band(curves: Sequence[Sequence[float]] | Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Band:
+    """The mean curve of runs and its bootstrap interval at each step: `curves` [R][T], NaN where a run has no value.
+
+    Whole runs are resampled, so the values of one run stay together. A run without a value at a step does not count there.
+    """
+    values = np.asarray(curves, dtype=np.float64)
+    there = np.isfinite(values)
+    runs = there.sum(axis=0)
+    filled = np.where(there, values, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = filled.sum(axis=0) / runs
+    low = high = np.full(values.shape[1], np.nan)
+    if len(values) > 1:
+        rng = np.random.default_rng(seed)
+        # How often each resample contains each run. A resample's mean is then a weighted mean: [B, R] @ [R, T].
+        times = rng.multinomial(len(values), [1 / len(values)] * len(values), size=resamples).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means = (times @ filled) / (times @ there.astype(np.float64))
+        if np.isfinite(means).all():
+            low, high = np.quantile(means, _ends(), axis=0)
+        else:  # a resample may lack every run that reached a step
+            with np.errstate(invalid="ignore"):
+                low, high = np.nanquantile(np.where(runs > 1, means, 0.0), _ends(), axis=0)
+        low, high = (np.where(runs > 1, end, np.nan) for end in (low, high))
+    return Band(mean, low, high, runs)
+
+
+def _ends() -> tuple[float, float]:
+    return (1 - LEVEL) / 2, 1 - (1 - LEVEL) / 2

@@ -1,0 +1,287 @@
+"""The report of a sweep: curves with bands over seeds, interquartile means, what differs, and every run with its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlx.metrics import METRICS
+from rlx.report.chart import COLOURS, Chart, Line, colour_of, draw, number
+from rlx.report.gather import Facts, samples
+from rlx.report.page import folded, grid, note, page, table, text, tiles
+from rlx.report.panels import EVAL, SECTIONS, Panel
+from rlx.report.settings import SEED, Setting, Sweep, arrange, factors, overrides_of
+from rlx.report.single import provenance, sample
+from rlx.report.statistics import FEW, Interval, band
+from rlx.runs.history import AVERAGE
+
+MOST_POINTS = 120  # of a curve with a band
+MOST_COLUMNS = 12  # settings side by side in the table of differences
+RESAMPLES = 1000  # of a band
+TITLES = {"off_policy/lag_mean": "Mean lag", "time/step": "Duration of a step"}  # where a run's chart shows more than a sweep's
+
+Array = NDArray[np.float64]
+
+
+def report(directory: Path, found: Sequence[Facts]) -> str:
+    """The page."""
+    sweep = arrange(found)
+    drawn = "".join(_panel(sweep, panel) for panels in SECTIONS.values() for panel in panels if panel.in_sweep)
+    scores = "".join(_evaluations(sweep))
+    best = max((f for f in found if f.score is not None), key=lambda f: f.score or 0.0, default=None)
+    taken = "".join(map(sample, samples(best))) if best is not None else ""
+    taken = f"<p>Of the run with the highest score, {text(best.name)}.</p>{taken}" if best is not None and taken else ""
+    states = ", ".join(f"{count} {state}" for state, count in Counter(facts.state for facts in found).most_common())
+    problems = [f"{facts.name}: {problem}" for facts in found for problem in facts.problems]
+    sections = [
+        ("Overview", _overview(sweep, found) + _ended(found)),
+        ("Final scores", _final(sweep) + _factors(sweep)),
+        ("Curves", _how(sweep) + grid([drawn]) if drawn else ""),
+        ("Evaluation", grid([scores])),
+        ("Runs", _runs(sweep, found)),
+        ("What differs", _differences(sweep)),
+        ("Samples", taken),
+        ("Provenance", _provenance(found)),
+        ("Not readable", note(problems)),
+    ]
+    return page(directory.absolute().name, str(directory.absolute()), states, sections)
+
+
+def _overview(sweep: Sweep, found: Sequence[Facts]) -> str:
+    facts = {
+        "runs": str(len(found)),
+        "settings": str(len(sweep.settings)),
+        "seeds": str(len({each.config[SEED] for each in found if each.config is not None})),
+        "varied": ", ".join(sweep.keys) or ("the seed" if len(found) > 1 else "nothing"),
+        "steps done": f"{sum(each.history.steps for each in found):,}",
+    }
+    return tiles(facts)
+
+
+def _ended(found: Sequence[Facts]) -> str:
+    """The runs that are not completed, and why."""
+    lines = []
+    for facts in found:
+        if not facts.ended_well:
+            most = facts.max_steps
+            cause = facts.status.cause if facts.status is not None else None
+            why = f": {cause.role} {cause.replica}, {cause.reason}" if cause is not None else ""
+            lines.append(f"{facts.name}: {facts.state} after {facts.history.steps}{f' of {most}' if most else ''} steps{why}")
+    if not lines:
+        return ""
+    head = f"{len(lines)} of {len(found)} runs are not completed. They are left out of the final scores."
+    return note([head, "That flatters a setting whose runs fail.", *lines], "bad")
+
+
+# scores
+
+
+def _final(sweep: Sweep) -> str:
+    scored = [setting for setting in sweep.settings if setting.scored]
+    if not scored:
+        return note(["No run is completed yet, so there are no final scores."])
+    everything = [score for setting in scored for score in setting.scored]
+    ends = [end for s in scored if (i := s.iqm) is not None for end in (i.low, i.high) if end is not None]
+    low, high = min([*everything, *ends]), max([*everything, *ends])
+    rows = []
+    for place, setting in enumerate(sweep.settings):
+        found = setting.iqm
+        key = f'<span class="key {colour_of(place)}"></span>'
+        of = f"{len(setting.scored)} of {len(setting.runs)}"
+        if found is None:
+            rows.append([f"{key}{text(setting.label)}", of, "–", "", ""])
+            continue
+        plot = _strip(setting.scored, found, low, high, place)
+        rows.append([f"{key}{text(setting.label)}", of, _interval(found), plot, text(", ".join(number(s) for s in sorted(setting.scored)))])
+    fewest = min(len(setting.scored) for setting in scored)
+    about = (
+        "A run's score is the mean of its reward/mean over the last five steps. IQM: the mean of the middle half of the runs' scores; "
+        "in brackets its 95 % bootstrap interval over runs. Rings are runs."
+    )
+    lines = []
+    if fewest < FEW:
+        what = "intervals of so few runs are too narrow, and of a single run there is none"
+        lines.append(f"A setting has only {fewest} completed run{'' if fewest == 1 else 's'}: {what}.")
+    repeated = [setting.label for setting in sweep.settings if setting.repeated_seeds]
+    if repeated:
+        lines.append(f"Runs with the same seed are not independent; the intervals treat them as if they were: {'; '.join(repeated[:5])}")
+    head = ["setting", "completed", "IQM [95 %]", f"{number(low)} … {number(high)}", "scores"]
+    return f'<div class="card">{table(head, rows, "scores")}<p class="about">{about}</p></div>{note(lines)}'
+
+
+def _interval(found: Interval) -> str:
+    ends = "" if found.low is None else f" <small>[{number(found.low)}, {number(found.high)}]</small>"
+    return f"<b>{number(found.value)}</b>{ends}"
+
+
+def _strip(scores: Sequence[float], found: Interval, low: float, high: float, place: int) -> str:
+    """Every run as a ring, the IQM as a bar with its interval, on a common axis."""
+    span = (high - low) or 1.0
+
+    def at(value: float) -> float:
+        return round(6 + (value - low) / span * 228, 1)
+
+    rings = "".join(f'<circle class="line" cx="{at(score)}" cy="10" r="3.5"/>' for score in scores)
+    spread = "" if found.low is None or found.high is None else f'<path class="line" d="M{at(found.low)} 10H{at(found.high)}"/>'
+    middle = f'<path class="iqm" d="M{at(found.value)} 2V18"/>'
+    told = f"IQM {number(found.value)}, scores {', '.join(number(s) for s in scores)}"
+    return f'<svg class="strip {colour_of(place)}" viewBox="0 0 240 20" role="img" aria-label="{text(told)}">{spread}{rings}{middle}</svg>'
+
+
+def _factors(sweep: Sweep) -> str:
+    parts = []
+    for factor in factors(sweep):
+        rows = [[text(value), str(found.runs), _interval(found)] for value, found in factor.values.items()]
+        many = "s" if factor.strata > 1 else ""
+        about = f'<p class="about">over {factor.strata} combination{many} of the other keys; runs are resampled inside each</p>'
+        uneven = ["Not all values were completed equally often in each combination, so the comparison is not like for like."]
+        shown = table(["value", "runs", "IQM [95 %]"], rows) + note(uneven if factor.uneven else [])
+        parts.append(f'<div class="card"><h3>{text(factor.key)}</h3>{about}{shown}</div>')
+    return f'<h4>Each varied key by itself</h4><div class="two">{"".join(parts)}</div>' if parts else ""
+
+
+# curves
+
+
+def _how(sweep: Sweep) -> str:
+    lines = (
+        "Mean over the seeds of a setting, with its 95 % bootstrap interval. Where runs of a setting are missing, because they failed or "
+        "still run, the line is faint and has no band."
+    )
+    if len(sweep.settings) > COLOURS:
+        lines += f" The {COLOURS} settings with the best final scores are coloured."
+    return f'<p class="about">{lines}</p>'
+
+
+def _panel(sweep: Sweep, panel: Panel) -> str:
+    name = str(panel.in_sweep)
+    found = (_mean(setting, name, panel.source, place) for place, setting in enumerate(sweep.settings))
+    about = f"{METRICS[name][0].upper()}{METRICS[name][1:]}."
+    title = TITLES.get(name, panel.title)
+    lines = [line for line in found if line is not None]
+    return draw(Chart(title=title, lines=lines, about=about, from_zero=panel.from_zero, may_be_log=panel.may_be_log), _key(name))
+
+
+def _key(name: str) -> str:
+    """A metric's name as an id of the page."""
+    return name.replace("/", "-").replace("@", "-")
+
+
+def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Line | None:
+    """The mean curve of a setting's runs; `None` if no run has the metric."""
+    found = [series for facts in setting.runs if len((series := facts.series(name, source))[0])]
+    if not found:
+        return None
+    x, values = aligned(found)
+    whole = first_missing(values)
+    if not marks:
+        x, values = shrunk(x, values)
+        whole = first_missing(values)
+    summary = band(values, resamples=RESAMPLES)
+    gone = np.arange(len(x)) >= (len(x) if whole is None else whole)
+    low, high = (np.where(gone, np.nan, end) for end in (summary.low, summary.high))
+    several = len(found) > 1
+    return Line(
+        label=setting.label,
+        x=x,
+        y=summary.mean,
+        low=low if several else None,
+        high=high if several else None,
+        runs=summary.runs,
+        whole=whole,
+        colour=place,
+        marks=marks,
+    )
+
+
+def aligned(found: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Curves of R runs on their common steps: [T] steps and [R][T] values, NaN where a run has none."""
+    steps = np.unique(np.concatenate([x for x, _ in found]))
+    values = np.full((len(found), len(steps)), np.nan)
+    for row, (x, y) in enumerate(found):
+        values[row, np.searchsorted(steps, x)] = y
+    return steps, values
+
+
+def shrunk(x: Array, values: Array, most: int = MOST_POINTS) -> tuple[Array, Array]:
+    """At most `most` points, each the mean of neighbouring steps. A run counts in a point only if it has all of its steps."""
+    size = -(-len(x) // most)
+    if size <= 1:
+        return x, values
+    edges = np.arange(0, len(x), size)
+    counts = np.diff([*edges, len(x)])
+    return np.add.reduceat(x, edges) / counts, np.add.reduceat(values, edges, axis=1) / counts
+
+
+def first_missing(values: Array) -> int | None:
+    """The first of T points at which a run [R][T] lacks a value; `None` if all have all."""
+    gaps = np.flatnonzero(~np.isfinite(values).all(axis=0))
+    return int(gaps[0]) if len(gaps) else None
+
+
+def _evaluations(sweep: Sweep) -> Iterator[str]:
+    runs = (facts for setting in sweep.settings for facts in setting.runs)
+    for name in dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name)):
+        lines = [line for place, s in enumerate(sweep.settings) if (line := _mean(s, name, EVAL, place, marks=True)) is not None]
+        about = "Mean over seeds; the interval is over seeds, not over examples."
+        title = name.removeprefix("eval/").replace("/", " ")
+        yield draw(Chart(title=title, lines=lines, about=about, x_label="version", may_be_log=False), _key(name))
+
+
+# runs
+
+
+def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
+    colours = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
+    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    rows = []
+    for facts in sorted(found, key=lambda f: (colours[id(f)], str((f.config or {}).get(SEED)))):
+        asked = overrides_of(facts)
+        most, cause = facts.max_steps, facts.status.cause if facts.status is not None else None
+        scores = facts.history.scores()
+        rows.append(
+            [
+                f'<span class="key {colour_of(colours[id(facts)])}"></span>{text(facts.name)}',
+                *(text(asked.get(key, "(default)")) for key in sweep.keys),
+                text((facts.config or {}).get(SEED, "–")),
+                f'<span class="{"" if facts.ended_well else "warn"}">{text(facts.state)}</span>',
+                f"{facts.history.steps}/{most if most is not None else '–'}",
+                number(facts.score),
+                *(number(scores[name][max(scores[name])]) if name in scores else "–" for name in evals),
+                text(f"{cause.role}: {cause.reason}" if cause is not None else ""),
+            ]
+        )
+    head = ["run", *sweep.keys, SEED, "state", "steps", "reward", *evals, "cause"]
+    return table(head, rows)
+
+
+def _differences(sweep: Sweep) -> str:
+    """The keys of the resolved configurations that differ between settings."""
+    known = [setting for setting in sweep.settings if setting.leaves]
+    if not sweep.leaves:
+        return "<p>The configurations differ in nothing but the seed.</p>"
+    shown = known[:MOST_COLUMNS]
+    rows = [[text(name), *(text(setting.leaves.get(name, "–")) for setting in shown)] for name in sweep.leaves]
+    more = f"<p>The first {MOST_COLUMNS} of {len(known)} settings are shown.</p>" if len(known) > MOST_COLUMNS else ""
+    columns = table(["key", *(setting.label for setting in shown)], rows)
+    return folded(f"{len(rows)} keys of the configuration", columns + more, is_open=len(rows) <= 12)
+
+
+def _provenance(found: Sequence[Facts]) -> str:
+    records = [(facts, facts.provenance) for facts in found if facts.provenance is not None]
+    if not records:
+        return ""
+    lines = []
+    for what, read in (
+        ("commits", lambda record: str((record.get("source") or {}).get("commit"))),
+        ("sets of packages", lambda record: repr(record.get("packages"))),
+        ("versions of Python", lambda record: str((record.get("python") or {}).get("version"))),
+    ):
+        count = len({read(record) for _, record in records})
+        if count > 1:
+            lines.append(f"The runs used {count} different {what}: rlx diff RUN_A RUN_B shows them.")
+    return note(lines, "bad") + f"<p>Of {text(records[0][0].name)}:</p>" + provenance(records[0][0])

@@ -1,0 +1,179 @@
+"""The index of a file of rollouts: what a list of rollouts shows, as columns, and where each rollout's line begins.
+
+    step_000012.jsonl.zst      one zstd frame with the lines │ one skippable frame with the index
+
+Every zstd decoder skips the second frame, so the file stays an ordinary compressed JSONL file, and the index cannot belong to another
+file. The lines are in one frame, not in many that could be decompressed alone, because common one-shot decoders silently stop
+after the first frame. Files without an index (plain JSONL, results of evaluations, other writers) are indexed by reading their lines.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from rlx import codec
+from rlx.types import Bool, Float, Int
+
+Long = NDArray[np.int64]
+
+_HEAD = struct.Struct("<II")  # magic of a skippable frame, size of its content
+_TAIL = struct.Struct("<Q8s")  # size of the compressed index, magic
+_SKIPPABLE, _MAGIC = 0x184D2A57, b"rlxindex"
+_USUAL = 65536  # bytes read at once from the end of a file: the index of about 4,000 rollouts
+NONE = -1  # for integers that a line does not have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutIndex:
+    """Columns of n rollouts, in the order of their lines."""
+
+    SCHEMA: ClassVar[str] = "rlx.RolloutIndex/1"
+
+    begins: Long  # [n+1] bytes of the decompressed content before each line, and before the end
+    names: tuple[str, ...]  # the texts that the next four columns point to
+    env: Int  # [n] index into `names`, like the next three
+    stop: Int  # [n]
+    status: Int  # [n] ok, error, timeout or cancelled
+    left_out: Int  # [n] the filter's rule; "" if no filter dropped the rollout
+    example: Long  # [n]
+    group: Long  # [n] -1: none
+    member: Int  # [n] index in the group, or among the rollouts of an evaluated example
+    reward: Float  # [n] NaN: none
+    advantage: Float  # [n] NaN: it was not trained on
+    tokens: Int  # [n] sampled
+    turns: Int  # [n] -1: not recorded
+    truncated: Bool  # [n]
+    oldest: Int  # [n] the first and last policy version that sampled one of its tokens; -1: not recorded
+    newest: Int  # [n]
+
+    def __len__(self) -> int:
+        return len(self.env)
+
+
+class _Line(msgspec.Struct):
+    """The fields of a line that an index needs, of our files and of results in verifiers' layout."""
+
+    example_id: int
+    env: str = ""
+    group: int | None = None
+    member: int | None = None
+    rollout: int | None = None  # results: its number among those of the example
+    reward: float | None = None
+    advantage: float | None = None
+    num_tokens: int | None = None
+    token_usage: dict[str, Any] | None = None  # results
+    num_turns: int | None = None
+    stop: str | None = None
+    stop_condition: str | None = None  # results
+    status: str | None = None
+    left_out: str | None = None
+    truncated: bool | None = None
+    is_truncated: bool | None = None  # results
+    error: Any = None
+    versions: list[int] = []
+
+    @property
+    def length(self) -> int:
+        if self.num_tokens is not None:
+            return self.num_tokens
+        return int((self.token_usage or {}).get("output_tokens", NONE))
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+_INTEGERS = ("env", "stop", "status", "left_out", "member", "tokens", "turns", "oldest", "newest")
+
+
+class Indexer:
+    """Collects the index of a file while its lines pass by."""
+
+    def __init__(self) -> None:
+        self.begins = array("q", [0])
+        self._names: dict[str, int] = {}
+        self._integers = {name: array("i") for name in _INTEGERS}
+        self._longs = {name: array("q") for name in ("example", "group")}
+        self._floats = {name: array("f") for name in ("reward", "advantage")}
+        self._truncated = array("b")
+
+    def add(self, line: bytes) -> None:
+        """Add the next line, with its line break. Raises ValueError if it is no rollout."""
+        try:
+            one = _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"line {len(self.begins)} is no rollout: {error}") from error
+        status = one.status or ("ok" if one.error is None else "error")
+        texts = {"env": one.env, "stop": one.stop or one.stop_condition or "", "status": status, "left_out": one.left_out or ""}
+        numbers = {
+            "member": next((n for n in (one.member, one.rollout) if n is not None), NONE),
+            "tokens": one.length,
+            "turns": NONE if one.num_turns is None else one.num_turns,
+            "oldest": min(one.versions, default=NONE),
+            "newest": max(one.versions, default=NONE),
+        }
+        for name, text in texts.items():
+            self._integers[name].append(self._names.setdefault(text, len(self._names)))
+        for name, number in numbers.items():
+            self._integers[name].append(number)
+        self._longs["example"].append(one.example_id)
+        self._longs["group"].append(NONE if one.group is None else one.group)
+        self._floats["reward"].append(float("nan") if one.reward is None else one.reward)
+        self._floats["advantage"].append(float("nan") if one.advantage is None else one.advantage)
+        self._truncated.append(bool(one.truncated or one.is_truncated))
+        self.begins.append(self.begins[-1] + len(line))
+
+    def done(self) -> RolloutIndex:
+        """The index of the lines so far."""
+        columns: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in self._integers.items()}
+        columns |= {name: np.array(values, dtype=np.int64) for name, values in self._longs.items()}
+        columns |= {name: np.array(values, dtype=np.float32) for name, values in self._floats.items()}
+        return RolloutIndex(
+            begins=np.array(self.begins, dtype=np.int64),
+            names=tuple(self._names),
+            truncated=np.array(self._truncated, dtype=np.bool_),
+            **columns,
+        )
+
+
+def index_of(lines: Iterable[bytes]) -> RolloutIndex:
+    """The index of lines, each with its line break. Raises ValueError for a line that is no rollout."""
+    indexer = Indexer()
+    for line in lines:
+        indexer.add(line)
+    return indexer.done()
+
+
+def as_frame(index: RolloutIndex) -> bytes:
+    """The index as a skippable frame, to append to a compressed file."""
+    content = zstandard.ZstdCompressor(level=3).compress(b"".join(codec.encode(index)))
+    content += _TAIL.pack(len(content), _MAGIC)
+    return _HEAD.pack(_SKIPPABLE, len(content)) + content
+
+
+def read_index(path: Path) -> RolloutIndex | None:
+    """The index in a compressed file; `None` if it has none. Raises CodecError (a ValueError) if it is damaged."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _USUAL))
+        end = file.read()
+        if len(end) < _TAIL.size:
+            return None
+        length, magic = _TAIL.unpack(end[-_TAIL.size :])
+        if magic != _MAGIC:
+            return None
+        if length + _TAIL.size > len(end):
+            file.seek(size - _TAIL.size - length)
+            end = file.read()
+    try:
+        content = zstandard.ZstdDecompressor().decompress(end[-_TAIL.size - length : -_TAIL.size])
+    except zstandard.ZstdError as error:
+        raise codec.CodecError(f"{path}: its index is damaged: {error}") from error
+    return codec.decode(bytearray(content), RolloutIndex)

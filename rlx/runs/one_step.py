@@ -1,0 +1,166 @@
+"""Prepares `rlx replay`: the other objective, and where the policy of a recorded step comes from. Pure; loads no model.
+
+Every problem is a ConfigError before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlx.checkpoints import folders
+from rlx.config.checks import check
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.rules import target_name
+from rlx.config.schema import Config, LossTerms
+from rlx.runs.compare import flat
+from rlx.runs.run import Run
+from rlx.weights.files import versions
+
+MAY_DIFFER = ("loss", "ref")  # sections that change the gradient of a recorded batch at given weights
+FLAGS = ("--config-dir", "--config-path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Where version `step` comes from: `Policy(model="/run/weights/step_12", step=12, checkpoint=None)`."""
+
+    model: str  # a folder or a hub name
+    step: int  # the version that `model`, or the checkpoint, holds; later steps must be trained again
+    checkpoint: Path | None
+    initial: str | None  # version 0, for a reference; None: unknown
+
+
+def recorded_steps(run: Run) -> list[int]:
+    """Steps whose batches were recorded, in order."""
+    return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in run.paths.recorded.glob("step_*.batch.zst"))
+
+
+def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config, list[str]]:
+    """The run's configuration, the same with another objective, and notes for the user. `overrides`: `loss=gspo loss.eps_low=1e-3`.
+
+    Raises ConfigError for an override that would change nothing here, or an objective that the run's configuration refuses.
+    """
+    recorded = run.config
+    if recorded is None:
+        raise ConfigError(f"{run.root} has no config.yaml, so nothing is known of its objective.\n  fix: name another run")
+    flags, lines = _split(overrides)
+    if not lines:
+        raise ConfigError("give another objective to compare with, such as loss=gspo or loss.eps_high=0.3.")
+    keys = {line: line.lstrip("+~").partition("=")[0] for line in lines}
+    without = [line for line, key in keys.items() if key.partition(".")[0] not in MAY_DIFFER or key == "loss.mask_overlong"]
+    if without:
+        raise ConfigError(
+            f"{', '.join(without)}: has no effect on the gradient of a recorded batch at given weights; only loss and ref have.\n"
+            f"  fix: leave it out; to train the whole run again with it: python train.py --config-dir {run.root} --config-name config "
+            f"replay={run.root} {' '.join(without)}"
+        )
+    if "loss" in keys.values():  # a saved configuration has no groups to choose from, so the node comes from the default run's
+        composed = compose([*flags, *lines], {})
+        ref = {key.partition(".")[2]: getattr(composed.cfg.ref, key.partition(".")[2]) for key in keys.values() if key.startswith("ref.")}
+        other = replace(recorded, loss=composed.cfg.loss, ref=replace(recorded.ref, **ref))
+    else:
+        composed = compose([*flags[2:], "--config-dir", str(run.root.absolute()), "--config-name", "config", *lines], {})
+        other = replace(recorded, loss=composed.cfg.loss, ref=composed.cfg.ref)
+    problems = [problem.text for problem in check(other) if any(key.partition(".")[0] in MAY_DIFFER for key in problem.keys)]
+    if problems:
+        raise ConfigError(problems)
+    notes = []
+    if "loss" in keys.values() and composed.cfg.advantage != recorded.advantage:
+        here, there = target_name(recorded.advantage), target_name(composed.cfg.advantage)
+        if here != there:
+            notes.append(f"the advantages are those recorded ({here}); a run with this loss would by default use {there}")
+    if not list(_changes(recorded, other)):
+        notes.append("this is the run's own objective, so both sides are equal")
+    return recorded, other, notes
+
+
+def changes(recorded: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys in which the two differ, each with both values."""
+    return {name: (there, here) for name, there, here in _changes(recorded, other)}
+
+
+def _changes(recorded: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    there, here = map(_leaves, (recorded, other))
+    names = sorted({*there, *here})
+    return [(name, there.get(name), here.get(name)) for name in names if there.get(name) != here.get(name)]
+
+
+def _leaves(cfg: Config) -> dict[str, Any]:
+    """The keys of the sections that may differ, with the defaults of those that every objective has."""
+    shared = flat(asdict(LossTerms(aggregate="")), "loss.")
+    return shared | {name: value for name, value in flat(asdict(cfg)).items() if name.partition(".")[0] in MAY_DIFFER}
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The folder of the user's own options, and the overrides."""
+    flags, lines, waiting = [], [], list(overrides)
+    while waiting:
+        part = waiting.pop(0)
+        if part in FLAGS and waiting:
+            flags += [part, waiting.pop(0)]
+        elif part.startswith(tuple(f"{flag}=" for flag in FLAGS)):
+            flags += list(part.split("=", 1))
+        elif part.startswith("--"):
+            raise ConfigError(f"there is no option {part}. See rlx replay --help.")
+        else:
+            lines.append(part)
+    return flags, lines
+
+
+def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
+    """Where the policy of `step` comes from. Raises ConfigError if it is gone, or the batch was not recorded."""
+    paths, recorded = run.paths, recorded_steps(run)
+    if step not in recorded:
+        has = f"it has those of steps {recorded[0]} … {recorded[-1]}" if recorded else "it has none (orchestrator.save_batches=false?)"
+        raise ConfigError(f"{run.root} has no recorded batch of step {step}; {has}.\n  fix: name one of those with --step")
+    initial = paths.initial_model.read_text().strip() if paths.initial_model.is_file() else None
+    here = versions(paths)
+    follows = cfg.ref.sync_interval is not None and cfg.uses_reference
+    if other.uses_reference and other.ref.sync_interval is not None and (other.ref != cfg.ref or not cfg.uses_reference):
+        raise ConfigError(
+            f"ref.sync_interval={other.ref.sync_interval}: this reference would have followed the policy, but the run's did not, so it is "
+            "nowhere.\n  fix: ref.sync_interval=null compares with the initial policy"
+        )
+    gone = initial is None or (Path(initial).is_absolute() and not Path(initial).is_dir())
+    if gone and any(each.uses_reference and each.ref.name is None for each in (cfg, other)):
+        raise ConfigError(f"the reference is the initial model, and that is gone: {initial}.\n  fix: name a copy of it with ref.name=")
+    if not follows and step in here:
+        return Policy(model=str(paths.weights_of(step).absolute()), step=step, checkpoint=None, initial=initial)
+    if gone and initial is not None and (step == 0 or not here):
+        raise ConfigError(f"the initial model {initial} is gone.\n  fix: name a step whose weights are there: {_listed(here)}")
+    # A checkpoint is loaded over a model of the same shape: the initial one, or any version.
+    shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here else None
+    for at in sorted([each for each in folders.steps(paths) if each <= step], reverse=True):
+        if shape is not None and set(range(at, step)) <= set(recorded):
+            return Policy(model=shape, step=at, checkpoint=(paths.checkpoint_of(at) / folders.TRAINER).absolute(), initial=initial)
+    if not gone and set(range(step)) <= set(recorded):
+        return Policy(model=str(initial), step=0, checkpoint=None, initial=initial)
+    has = f"weights/ has versions {_listed(here)}; checkpoints/ has {_listed(folders.steps(paths))}"
+    raise ConfigError(
+        f"the policy of step {step} is gone. {has}; version 0 is {'gone' if gone else initial}.\n"
+        f"To train forward from a checkpoint or version 0, all batches up to step {step} are needed; recorded are {_listed(recorded)}.\n"
+        "  fix: name a step whose weights are there; in the next run keep more with weight_broadcast.keep_last or ckpt.keep_last"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "none"
+    return ", ".join(map(str, numbers)) if len(numbers) <= 12 else f"{', '.join(map(str, numbers[:5]))} … {numbers[-1]}"
+
+
+def label_of(overrides: Sequence[str]) -> str:
+    """A folder's name for the other objective: `loss=gspo,loss.eps_low=0.001`."""
+    from rlx.config.sweeps import element_name
+
+    return element_name(_split(overrides)[1])
+
+
+def command(run: Run, step: int, overrides: Sequence[str]) -> str:
+    """The command, to repeat it."""
+    return f"rlx replay {shlex.quote(str(run.root))} --step {step} {shlex.join(overrides)}"

@@ -1,0 +1,127 @@
+"""Data sets on disk and their rows as conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.data.conversations import RowError, read_conversation
+from rlx.data.rows import open_rows
+
+ASKED, SAID = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
+
+
+def write(path: Path, rows: list[dict], blank: str = "") -> str:
+    path.write_text(blank.join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_jsonl_file_keeps_every_value_as_it_stands(tmp_path: Path) -> None:
+    rows = [{"a": "2024-01-01T00:00:00"}, {"b": {"x": 1}}, {"b": {"y": "two"}, "a": None}, {"b": 3}]
+    found = open_rows(write(tmp_path / "a.jsonl", rows, blank="\n  \n"))
+    assert [found[i] for i in range(len(found))] == rows, "no dates are guessed, and no row gets the keys of another"
+    assert found.where(2) == f"row 2 of {tmp_path}/a.jsonl (line 7)"
+
+
+def test_folders_patterns_and_parts_of_data_sets(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / f"{name}.jsonl", [{"n": f"{name}{i}"} for i in range(3)])
+    (tmp_path / "readme.md").write_text("no data")
+    whole = open_rows(str(tmp_path))
+    assert [whole[i]["n"] for i in range(len(whole))] == ["a0", "a1", "a2", "b0", "b1", "b2"], "in the order of names"
+    assert len(open_rows(f"{tmp_path}/b*.jsonl")) == 3
+    one, rest = (open_rows(str(tmp_path), split=split) for split in ("train[:50%]", "train[50%:]"))
+    assert [one[2]["n"], rest[0]["n"], rest.where(0)] == ["a2", "b0", f"row 0 of {tmp_path}/b.jsonl (line 1)"]
+
+
+def test_a_parquet_file_has_the_same_conversations_as_its_jsonl(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    calls = [[{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}], None]
+    rows = [
+        {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": call}, SAID], "tools": json.dumps([ADD])} for call in calls
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    parquet, jsonl = open_rows(str(tmp_path / "a.parquet")), open_rows(write(tmp_path / "a.jsonl", rows))
+    for i in range(2):
+        assert read_conversation(parquet[i], fills=True) == read_conversation(jsonl[i])
+    assert read_conversation(jsonl[0]).tools == [ADD]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "reason"),
+    [
+        ("none.jsonl", "train", "does not exist"),
+        ("*.json", "train", "no file matches"),
+        ("table.csv", "train", "neither JSONL nor Parquet"),
+        ("a.jsonl", "test", "only the split `train`"),
+        ("a.jsonl", "train[5:]", "the part train\\[5:\\] has no rows"),
+        ("empty.jsonl", "train", "has no rows"),
+        ("broken.parquet", "train", "cannot be read as Parquet"),
+    ],
+)
+def test_what_is_no_data_set_is_named(tmp_path: Path, name: str, split: str, reason: str) -> None:
+    write(tmp_path / "a.jsonl", [{"n": 1}])
+    for other in ("table.csv", "empty.jsonl", "broken.parquet"):
+        (tmp_path / other).write_text("x,y" if other != "empty.jsonl" else "")
+    with pytest.raises(ValueError, match=reason):
+        open_rows(str(tmp_path / name), split=split)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": \n')
+    with pytest.raises(ValueError, match=r"row 1 of .*a\.jsonl \(line 2\) is not JSON"):
+        open_rows(str(tmp_path / "a.jsonl"))[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "first"),
+    [
+        ({"messages": [ASKED, SAID]}, [ASKED, SAID], 0),
+        ({"messages": json.dumps([ASKED, SAID])}, [ASKED, SAID], 0),
+        ({"prompt": "2+3", "completion": "5"}, [ASKED, SAID], 1),
+        ({"prompt": [ASKED], "completion": [SAID], "messages": None}, [ASKED, SAID], 1),
+        ({"prompt": [ASKED, SAID, ASKED], "completion": SAID}, [ASKED, SAID, ASKED, SAID], 3),
+        ({"messages": [{"role": "developer", "content": [{"type": "text", "text": "be"}, " kind"]}]}, None, 0),
+    ],
+)
+def test_the_forms_of_a_row(row: dict[str, Any], messages: list | None, first: int) -> None:
+    conversation = read_conversation(row)
+    assert conversation.messages == (messages or [{"role": "system", "content": "be kind"}])
+    assert (conversation.first, conversation.tools) == (first, None)
+
+
+def test_tools_and_calls_are_read_in_both_forms() -> None:
+    function = ADD["function"]
+    flat = {"id": "a", "name": "add", "arguments": {"x": None}}
+    nested = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": null}'}}
+    for call in (flat, nested, json.dumps(nested)):
+        for tools in ({"tools": [ADD]}, {"tool_defs": json.dumps([function])}, {"tools": [json.dumps(ADD)]}):
+            read = read_conversation({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], **tools})
+            assert read.tools == [ADD]
+            assert read.messages[1] == {"role": "assistant", "content": "", "tool_calls": [nested]}
+    padded = read_conversation({"messages": [{"role": "assistant", "tool_calls": [flat]}]}, fills=True)
+    assert padded.messages[0]["tool_calls"][0]["function"]["arguments"] == "{}", "Parquet fills in the keys of other rows"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "a"}, "it needs `messages`, or `prompt` and `completion`; it has text"),
+        ({"messages": "hello"}, "`messages` is a text"),
+        ({"messages": []}, "it has no messages"),
+        ({"messages": [{"role": "human", "content": "a"}]}, "the role 'human'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of type 'image_url'; only text"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "is of type dict"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "a tool call has no name"),
+        ({"messages": [{**ASKED, "tool_calls": [{"name": "add"}]}]}, "of role user has `tool_calls`"),
+        ({"messages": [ASKED], "tools": "add(x)"}, "tools is a text that is not JSON"),
+    ],
+)
+def test_a_row_that_is_no_conversation_says_why(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        read_conversation(row)

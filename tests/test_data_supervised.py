@@ -1,0 +1,140 @@
+"""Supervised batches: their order, what is left out and counted, and that one rank makes them for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+from test_codec_records import same
+from test_data_source import on_two_ranks
+from trainer_examples import make_samples
+
+from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
+from rlx.parallel.mesh import one_process
+
+
+def samples_of(count: int, env: str = "a") -> list:
+    return [dataclasses.replace(sample, group=0, env=env) for sample in (make_samples() * 9)[:count]]
+
+
+def source_of(count: int = 16, **keys: Any) -> SupervisedSource:
+    return SupervisedSource([(Samples("a", samples_of(count)), 1.0)], **{"batch_size": 6, "seed": 1, **keys})
+
+
+def test_batches_visit_every_example_before_any_again() -> None:
+    batches = shuffled_batches(10, 4, seed=0)
+    visited = [i for _ in range(5) for i in next(batches)]
+    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
+    assert visited[:10] != visited[10:]
+    assert list(islice(shuffled_batches(3, 2, seed=0, shuffle=False), 3)) == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_a_supervised_source_gives_the_same_batch_for_a_step_in_any_order() -> None:
+    source = source_of()
+    in_order = [source.receive(step) for step in range(5)]
+    for step in (4, 1, 3, 0):
+        assert same(source.receive(step), in_order[step])
+    assert same(source_of().receive(3), in_order[3])
+    assert not same(source_of(seed=2).receive(3), in_order[3])
+    ready, order = samples_of(16), shuffled_batches(16, 6, seed=1)
+    for batch in in_order:
+        (mini_batch,) = batch.mini_batches
+        assert [s.group for s in mini_batch] == list(range(6)), "every example is its own group, even if it comes twice"
+        assert same([s.token_ids for s in mini_batch], [ready[i].token_ids for i in next(order)])
+
+
+def test_sets_share_the_places_by_weight_at_every_moment() -> None:
+    for weights in ([1.0, 2.0], [0.5, 0.3, 0.2], [1.0, 1.0]):
+        drawn = list(islice(shares(weights), 1000))
+        for end in (10, 57, 1000):
+            counts = Counter(drawn[:end])
+            assert all(abs(counts[i] - end * weight / sum(weights)) < 1 for i, weight in enumerate(weights))
+    sets = [(Samples(name, samples_of(16, name)), weight) for name, weight in (("a", 3.0), ("b", 1.0))]
+    source = SupervisedSource(sets, batch_size=6, seed=0)
+    envs = [sample.env for step in range(4) for sample in source.receive(step).mini_batches[0]]
+    assert Counter(envs) == {"a": 18, "b": 6}
+    reports = [source.report(step) for step in range(4)]
+    assert sum(report["data/b/rows"] for report in reports) == 6
+    assert reports[3]["data/epoch"] == 24 / 32
+
+
+class Words:
+    """A chat format of one token per character. An answer ends with a full stop."""
+
+    stop_token_ids, closing = (ord("."),), 0
+
+    def render(self, messages: list, tools: Any = None) -> list[int]:
+        return [ord(c) for message in messages for c in message["content"] + "."]
+
+    transcript = render
+
+    def text(self, ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+class Rows(list):
+    fills = False
+
+    def where(self, index: int) -> str:
+        return f"row {index} of words"
+
+
+def examples(**keys: Any) -> Conversations:
+    rows = Rows({"prompt": "go", "completion": said} for said in ("yes", "a longer answer", "no. no"))
+    return Conversations(name="words", rows=rows, chat=Words(), seq_len=8, **keys)
+
+
+def test_what_is_longer_than_seq_len_is_dropped_or_cut_and_counted() -> None:
+    counts: Counter[str] = Counter()
+    assert examples().samples(1, counts) == []
+    (cut,) = examples(truncate=True).samples(1, counts)
+    assert (bytes(cut.token_ids.tolist()), cut.loss_mask.tolist()) == (b"go.a lon", [False] * 3 + [True] * 5)
+    assert counts == {"data/overlong": 1, "data/truncated": 1}
+
+
+def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
+    with pytest.raises(ValueError, match=r"(?s)row 2 of words cannot be trained on: an answer contains '\.'.*data\.refused=skip"):
+        examples().samples(2, Counter())
+    source = SupervisedSource([(examples(skip_refused=True), 1.0)], batch_size=3, seed=0)
+    assert len(source.receive(0).mini_batches[0]) == 1
+    report = source.report(0)
+    assert (report["data/refused"], report["data/overlong"], report["batch/loss_tokens"]) == (1, 1, 4)
+    nothing = SupervisedSource([(examples(skip_refused=True, roles={"tool"}), 1.0)], batch_size=3, seed=0)
+    with pytest.raises(ValueError, match="none of the batch's 3 rows can be trained on"):
+        nothing.receive(0)
+
+
+def test_one_rank_makes_the_batches_of_all_in_a_thread_and_keeps_one_ahead() -> None:
+    made: list[int] = []
+
+    class Slow(SupervisedSource):
+        def receive(self, step: int, tick: Any = None) -> Any:
+            time.sleep(0.3 * (step == 0))
+            made.append(step)
+            return super().receive(step)
+
+    def slow() -> SupervisedSource:
+        return Slow([(Samples("a", samples_of(16)), 1.0)], batch_size=6, seed=1)
+
+    ticks: list[int] = []
+    alone = Prepared(slow, one_process("cpu"))
+    assert same(alone.receive(0, lambda: ticks.append(1)), source_of().receive(0))
+    assert ticks, "the heartbeat goes on while a batch is made"
+    assert same(alone.receive(1), source_of().receive(1))
+    assert alone.report(0)["batch/samples"] == 6
+    assert made[:2] == [0, 1]
+    found = on_two_ranks(lambda rank: Prepared(slow if rank.first else pytest.fail, rank).receive(2))  # type: ignore[arg-type]
+    assert all(same(one, source_of().receive(2)) for one in found)
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> None:
+    source = Prepared(lambda: SupervisedSource([(examples(), 1.0)], batch_size=3, seed=0), one_process("cpu"))
+    with pytest.raises(ValueError, match="row 2 of words cannot be trained on"):
+        source.receive(0)

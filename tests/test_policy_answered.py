@@ -1,0 +1,132 @@
+"""What the environment answered is marked, token for token, and nothing else: headers, end marks and the first prompt are not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import HERMES, LLAMA, PLAIN, STRIPPING, small_tokenizer
+from policy_stand_in import StandIn, policy_of, tiny_chat
+
+from rlx.policy import answered as answered_module
+from rlx.policy.answered import ROLES, text_ends
+from rlx.policy.base import Message
+from rlx.policy.chat import Chat
+from rlx.rollout.samples import samples_of
+from rlx.types import Group, Rollout, Task, TrainingSample, Turn
+
+TASK = Task(env="e", example_id=0, index=0, row={})
+SAID = [  # what the environment says, some of it like the template's own words
+    ("user", "now add two"),
+    ("tool", "user\nthe result is 5"),
+    ("user", "assistant"),
+    ("tool", " spaced out \n"),
+    ("user", "naïve 五 🙂 ok"),
+    ("user", "<tool_call>add</tool_call>"),
+]
+
+
+def play(chat: Chat, said: list[tuple[str, str]], roles: frozenset[str] = frozenset(ROLES), system: bool = True) -> tuple[Turn, ...]:
+    """An episode in which the environment answers with `said`, one message a turn."""
+    policy = replace(
+        policy_of(StandIn(chat, error=0.0), sampling={"max_tokens": 40, "temperature": 1.0}, context_length=2000), chat=chat, learn=roles
+    )
+    episode = policy.episode(TASK, 0, 0)
+
+    async def whole() -> None:
+        messages: list[Message] = [{"role": "system", "content": "be good"}] if system else []
+        messages += [{"role": "user", "content": "abc"}]
+        messages += [(await episode.respond(messages)).message]
+        for role, content in said:
+            messages += [{"role": role, "content": content}]
+            messages += [(await episode.respond(messages)).message]
+
+    asyncio.run(whole())
+    return episode.turns
+
+
+def marked(chat: Chat, turn: Turn) -> str:
+    """The text of a prompt's marked tokens."""
+    assert turn.answered is not None
+    runs = np.flatnonzero(turn.answered)
+    assert (np.diff(runs) == 1).all(), "one message is one stretch"
+    return chat.tokenizer.decode(turn.prompt_ids[runs], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [PLAIN, HERMES, STRIPPING, LLAMA], ids=["plain", "hermes", "stripping", "llama"])
+def test_the_messages_text_is_marked_and_nothing_of_the_template(template: str):
+    chat = Chat(small_tokenizer(template))
+    first, *later = play(chat, SAID)
+    assert first.answered is None, "the first prompt is the task, not an answer"
+    for (role, content), turn in zip(SAID, later, strict=True):
+        if turn.answered is None:  # shown in another form by this template
+            assert role == "tool" or content != content.strip(), (role, content)
+            continue
+        assert set(turn.answered.tolist()) == {0, ROLES.index(role) + 1}
+        text = marked(chat, turn)
+        assert text
+        assert text in content, "a token that is partly template is left out"
+        assert len(content.strip()) - len(text.strip()) <= 3
+    assert sum(turn.answered is not None for turn in later) >= 4
+
+
+def test_the_tiny_models_characters_are_marked_exactly():
+    chat = tiny_chat()
+    _, *later = play(chat, [("user", "user"), ("user", "12")])
+    assert [marked(chat, turn) for turn in later] == ["user", "12"]
+
+
+def test_only_the_roles_that_are_learned_are_marked():
+    chat = tiny_chat()
+    turns = play(chat, [("user", "one"), ("system", "two")], frozenset({"system"}))
+    assert [turn.answered is None for turn in turns] == [True, True, False]
+    assert play(chat, [("user", "one")], frozenset())[1].answered is None
+
+
+def test_a_message_that_the_template_changes_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
+    answered_module._say_hidden.cache_clear()
+    chat = Chat(small_tokenizer(PLAIN.replace("{{ message.content }}", "{{ message.content | upper }}")))
+    assert all(turn.answered is None for turn in play(chat, [("user", "quiet"), ("user", "words")]))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["envs.e.learn"]
+
+
+def test_token_ends_add_up_for_characters_of_several_tokens():
+    tokenizer = small_tokenizer(PLAIN)
+    text = "the naïve tool 五五🙂 is five"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ends = text_ends(tokenizer, ids)
+    assert ends is not None
+    assert ends[-1] == len(text)
+    assert (np.diff(ends) >= 0).all()
+    for place, end in enumerate(ends):
+        whole = tokenizer.decode(ids[: place + 1])
+        assert whole.rstrip("\ufffd") == text[:end] or whole.endswith("\ufffd")
+
+
+def samples(turns: tuple[Turn, ...], strategy: str, learn: dict[str, float]) -> list[TrainingSample]:
+    rollout: Any = Rollout(
+        task=TASK, member=0, turns=turns, prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
+    )
+    group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
+    return samples_of(group, strategy=strategy, learn=learn)
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+def test_each_answer_is_learned_once_with_its_roles_weight(strategy: str):
+    chat = tiny_chat()
+    turns = play(chat, [("user", "one"), ("system", "seven")])
+    found = samples(turns, strategy, {"user": 0.5, "system": 2.0})
+    assert len(found) == (1 if strategy == "interleaved" else 3)
+    by_weight: dict[float, str] = {}
+    for sample in found:
+        if sample.ce_weights is None:
+            continue
+        assert not (sample.loss_mask & (sample.ce_weights > 0)).any(), "the policy's own tokens are not the environment's"
+        for weight in (0.5, 2.0):
+            by_weight[weight] = by_weight.get(weight, "") + chat.tokenizer.decode(sample.token_ids[sample.ce_weights == weight])
+    assert by_weight == {0.5: "one", 2.0: "seven"}
+    assert all(sample.ce_weights is None for sample in samples(turns, strategy, {}))
+    assert all(sample.ce_weights is None for sample in samples(turns, strategy, {"tool": 1.0}))

@@ -1,0 +1,262 @@
+"""A teacher behind an endpoint: a stand-in that is overloaded, slow, dead or wrong; and a real vLLM server (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from inference_server import CONTEXT, EXACT, Run, prompts
+from trainer_examples import make_samples, step_batch
+
+from rlx.models.tiny import build_tokenizer
+from rlx.policy import teacher as teacher_module
+from rlx.policy.teacher import LOWEST, Teacher, TeacherError, probe_texts
+from rlx.rollout.teaching import Teaching
+
+TOKENIZER = build_tokenizer(CONTEXT)
+Answer = Callable[[int], Awaitable[web.Response | None]]
+SEQUENCES = [np.array(ids, dtype=np.int32) for ids in ([5, 6, 7], [8, 9], [5, 6, 7, 8, 9, 10], [11, 12, 13])]
+
+
+def expected(ids: np.ndarray) -> list[float]:
+    """What the stand-in says of a sequence: minus a tenth of each token."""
+    return [0.0, *(-token / 10 for token in ids[1:])]
+
+
+class StandIn:
+    """A server with vLLM's routes, whose log-probabilities are known. `first` answers instead, if it returns a response."""
+
+    def __init__(self, first: Answer | None = None, *, shift: int = 0, models: tuple[str, ...] = ("big",), context: int = 1000) -> None:
+        self.first, self.shift, self.models, self.context = first, shift, models, context
+        self.asked: list[dict[str, Any]] = []
+        self.open = self.most = 0
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body | {"key": request.headers.get("Authorization")})
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            await asyncio.sleep(0.005)
+            if self.first is not None and (said := await self.first(len(self.asked))) is not None:
+                return said
+            ids = [TOKENIZER.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in body["prompt"]]
+            ids = [[token + self.shift for token in one] if isinstance(body["prompt"][0], str) else one for one in ids]
+            choices = [
+                {"index": n, "prompt_logprobs": [None, *({str(t): {"logprob": -t / 10, "rank": 1}} for t in one[1:])]}
+                for n, one in enumerate(ids)
+            ]
+            return web.json_response({"choices": choices[::-1]})
+        finally:
+            self.open -= 1
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name, "max_model_len": self.context} for name in self.models]})
+
+
+@contextlib.asynccontextmanager
+async def served(stand_in: StandIn) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", stand_in.completions), web.get("/v1/models", stand_in.list_models)])
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def status(code: int, text: str = "no", **headers: str) -> web.Response:
+    return web.Response(status=code, text=text, headers=headers)
+
+
+def talk(stand_in: StandIn, conversation: Callable[[Teacher], Awaitable[Any]], more: tuple[str, ...] = (), **keys: Any) -> Any:
+    async def whole() -> Any:
+        async with served(stand_in) as url, Teacher([*more, f"{url}/v1/"], **{"model": "big", "deadline": 10.0, **keys}) as teacher:
+            return await conversation(teacher)
+
+    return asyncio.run(whole())
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_module, "FIRST_WAIT", 0.01)
+
+
+def same(scores: Any) -> bool:
+    return all(np.allclose(found, expected(ids)) for found, ids in zip(scores.logprobs, SEQUENCES, strict=True))
+
+
+def test_every_sequence_gets_its_own_log_probabilities_in_few_requests():
+    server = StandIn()
+    scores = talk(server, lambda teacher: teacher.score(SEQUENCES), batch_size=2, max_concurrent=1, api_key="secret")
+    assert same(scores)
+    assert scores.retries == 0
+    assert [len(body["prompt"]) for body in server.asked] == [2, 2]
+    assert server.most == 1
+    assert {body["key"] for body in server.asked} == {"Bearer secret"}
+    assert talk(StandIn(), lambda teacher: teacher.score([])).logprobs == []
+
+
+def test_an_overloaded_or_failing_teacher_is_asked_again():
+    async def first(number: int) -> web.Response | None:
+        return {1: status(429, "slow down", **{"Retry-After": "0.05"}), 2: status(503), 3: status(500)}.get(number)
+
+    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES))
+    assert same(scores)
+    assert scores.retries == 3
+    assert "(429): slow down" in scores.trouble[0]
+
+
+def test_a_slow_answer_is_given_up_and_asked_for_again():
+    async def first(number: int) -> web.Response | None:
+        await asyncio.sleep(0.4 if number == 1 else 0)
+        return None
+
+    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES), timeout=0.1)
+    assert same(scores)
+    assert scores.trouble[0].endswith("did not answer in 0.1 s (teacher.timeout)")
+
+
+def test_a_dead_server_is_borne_while_another_lives():
+    scores = talk(StandIn(), lambda teacher: teacher.score(SEQUENCES), more=("http://127.0.0.1:9",), batch_size=1)
+    assert same(scores)
+    assert "http://127.0.0.1:9 cannot be reached" in scores.trouble[0]
+
+
+def test_what_is_not_scored_by_the_deadline_is_missing_and_nothing_waits_longer():
+    async def first(number: int) -> web.Response | None:
+        return status(429) if number > 1 else None
+
+    server = StandIn(first)
+    scores = talk(server, lambda teacher: teacher.score(SEQUENCES), batch_size=1, max_concurrent=1, deadline=0.3)
+    assert [one is None for one in scores.logprobs] == [True, False, True, True]  # the shortest is asked for first
+    assert scores.missing == 3
+
+
+@pytest.mark.parametrize(("answer", "text"), [
+    (status(400, "maximum context length is 3"), r"the teacher refused a request: .*\(400\): maximum context length is 3"),
+    (status(401, "who are you"), r"refused a request: .*\(401\)"),
+    (web.json_response({"choices": [{"index": n} for n in range(4)]}), "returns no prompt log-probabilities"),
+    (web.json_response({"choices": []}), "returns no prompt log-probabilities"),
+    (web.Response(text="<html>"), "gave an answer that cannot be read"),
+    (web.json_response({"choices": [{"index": n, "prompt_logprobs": [None]} for n in range(4)]}),
+     "returned 1 log-probabilities for 2 tokens"),
+    (web.json_response({"choices": [{"index": n, "prompt_logprobs": [None, *([{"99": {"logprob": -1}}] * (len(ids) - 1))]}
+                                    for n, ids in enumerate(sorted(SEQUENCES, key=len))]}), "no log-probability of token 9 at place 1"),
+])  # fmt: skip
+def test_an_answer_that_is_none_is_named_at_once(answer: web.Response, text: str):
+    async def first(_: int) -> web.Response:
+        return answer
+
+    server = StandIn(first)
+    with pytest.raises(TeacherError, match=text):
+        talk(server, lambda teacher: teacher.score(SEQUENCES))
+    assert len(server.asked) == 1
+
+
+def test_an_impossible_token_has_a_bounded_log_probability():
+    ids = np.array([3, 100_000], dtype=np.int32)
+    assert talk(StandIn(), lambda teacher: teacher.score([ids])).logprobs[0].tolist() == [0, LOWEST]
+
+
+def test_the_probe_has_the_whole_vocabulary_in_short_texts():
+    texts = probe_texts(TOKENIZER, 64)
+    ids = [TOKENIZER.encode(text, add_special_tokens=False) for text in texts]
+    assert max(map(len, ids)) <= 64
+    roles = set(range(4, 8))  # tokens that only a template makes, and no text
+    assert {token for one in ids for token in one} == set(range(len(TOKENIZER))) - roles
+
+
+@pytest.mark.parametrize(("server", "keys", "text"), [
+    (StandIn(shift=1), {}, "has another tokenizer than the policy"),
+    (StandIn(models=("small", "large")), {"model": None}, r"serves 2 models \(small, large\); name the teacher: teacher\.model=NAME"),
+    (StandIn(models=("small",)), {"model": "large"}, r"has no model large \(teacher\.model\); it serves small"),
+    (StandIn(context=64), {}, r"context is too short: .* seq_len=64 .* takes 64\. Serve it with --max-model-len 65"),
+])  # fmt: skip
+def test_a_teacher_that_does_not_fit_is_refused_before_any_work(server: StandIn, keys: dict[str, Any], text: str):
+    with pytest.raises(TeacherError, match=text):
+        talk(server, lambda teacher: teacher.check(TOKENIZER, 64), **keys)
+
+
+def test_a_teacher_that_fits_is_found_and_one_that_is_not_there_is_named():
+    async def name(teacher: Teacher) -> str | None:
+        await teacher.check(TOKENIZER, 64)
+        return teacher.model
+
+    assert talk(StandIn(models=("only",)), name, model=None) == "only"
+    with pytest.raises(TeacherError, match=r"in 0\.2 s \(teacher\.deadline\): http://127\.0\.0\.1:9 cannot be reached"):
+        talk(StandIn(), name, more=("http://127.0.0.1:9",), deadline=0.2)
+
+
+# samples
+
+
+def test_the_samples_of_an_environment_with_a_teacher_get_scores_where_the_policy_sampled():
+    samples = make_samples(groups=2)
+    mine = [replace(sample, env="taught") if sample.group else sample for sample in samples]
+    batch, values = talk(StandIn(), lambda teacher: Teaching(teacher, frozenset({"taught"})).score(step_batch(3, [mine])))
+    for before, after in zip(mine, batch.mini_batches[0], strict=True):
+        if before.env == "taught":
+            wanted = np.where(before.loss_mask, expected(before.token_ids), np.nan)
+            assert np.allclose(after.teacher_logprobs, wanted, equal_nan=True)
+            assert after.teacher_logprobs.dtype == np.float32
+        else:
+            assert after is before
+    assert values["teacher/unscored"] == values["teacher/retries"] == 0
+
+
+def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
+    async def first(number: int) -> web.Response | None:
+        return status(503, "broken") if number > 1 else None
+
+    samples, keys = make_samples(groups=2), {"batch_size": 1, "max_concurrent": 1, "deadline": 0.3}
+
+    def score(unscored: str) -> Any:
+        return talk(
+            StandIn(first), lambda teacher: Teaching(teacher, frozenset({"test"}), unscored).score(step_batch(3, [samples])), **keys
+        )
+
+    batch, values = score("drop")
+    assert len(batch.mini_batches[0]) == 1
+    assert values["teacher/unscored"] == len(samples) - 1
+    with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 0\.3 s .*\(503\): broken\. teacher\.unscored=drop"):
+        score("fail")
+
+
+# a real server
+
+
+@pytest.mark.slow
+def test_vllm_scores_as_hugging_face_does_and_its_tokenizer_is_the_policys(tmp_path: Path):
+    run = Run(tmp_path, tied=True)
+    run.start()
+    try:
+        (endpoint,) = run.ready()
+
+        async def whole() -> Any:
+            async with Teacher([endpoint.url], api_key=endpoint.api_key, batch_size=3) as teacher:
+                await teacher.check(TOKENIZER, CONTEXT - 1)
+                with pytest.raises(TeacherError, match="context is too short"):
+                    await teacher.check(TOKENIZER, CONTEXT)
+                return await teacher.score([np.array(ids, dtype=np.int32) for ids in sequences])
+
+        sequences = [ids[: 5 + 4 * n] for n, ids in enumerate(prompts(8))]
+        scores = asyncio.run(whole())
+        for ids, found in zip(sequences, scores.logprobs, strict=True):
+            with torch.no_grad():
+                logits = run.models[0](torch.tensor([ids])).logits[0, :-1].double()
+            wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+            assert np.abs(found[1:] - wanted).max() < EXACT
+    finally:
+        run.stop()

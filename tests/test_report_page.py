@@ -1,0 +1,241 @@
+"""`rlx report`: what the page of a run and of a sweep says, that untrusted text stays text, and that broken directories are no obstacle."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from launch_configs import config
+
+from rlx.cli import main
+from rlx.config.schema import RunConfig
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.plan.rl import make_plan
+from rlx.report.chart import Chart, Line, draw, number, thin, ticks
+from rlx.report.gather import gather
+from rlx.report.settings import arrange, factors
+from rlx.report.sweep import aligned, first_missing, shrunk
+from rlx.runs.claim import create, write_description
+from rlx.runs.run import Run
+from rlx.runs.status import Cause, Status
+
+EVIL = "<script>window.pwned=1</script></pre><img src=http://evil.example/x onerror=alert(1)>\x1b[31m\u202e"
+
+
+def make(root: Path, rewards: list[float], *, seed: int = 0, loss: str = "grpo", lr: float = 1e-4, state: str = "completed") -> RunPaths:
+    """A run directory as a sweep makes it, with records of each step."""
+    cfg = replace(config("cpu"), seed=seed, max_steps=6, run=RunConfig(name=root.name, dir=str(root)))
+    cfg = replace(cfg, loss={**cfg.loss, "_target_": f"rlx.losses.{loss}.{loss}"}, optim={**cfg.optim, "lr": lr})
+    paths, lock = create(cfg, [f"loss={loss}", f"optim.lr={lr}", f"seed={seed}"], make_plan(cfg, root))
+    lock.close()
+    orchestrator, trainer = MetricsWriter(paths.metrics, "orchestrator"), MetricsWriter(paths.metrics, "trainer")
+    for step, reward in enumerate(rewards):
+        orchestrator.write(step, {"reward/mean": reward, "reward/std": 0.1, "rollouts/dropped_off_policy": 8.0 * step})
+        trainer.write(step, {"policy/entropy": 1 / (step + 1), "time/step": 2.0, "time/wait_batch": 0.5})
+    status = Status(step=len(rewards), max_steps=6)
+    cause = Cause(role="trainer", replica=0, returncode=1, reason="exit code 1", log="logs/latest/trainer.log", last_lines=("boom <b>",))
+    status.finish(state, cause if state == "failed" else None)
+    status.write(paths)
+    return paths
+
+
+def page_of(directory: Path) -> str:
+    assert main(["report", str(directory)]) == 0
+    return (directory / "report.html").read_text()
+
+
+class Parsed(HTMLParser):
+    """The tags and attributes of a page, and its visible text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_untrusted_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
+    paths = make(tmp_path / "run", [0.1, 0.9], state="failed")
+    record = {"env": EVIL, "reward": 1.0, "advantage": 0.5, "prompt": EVIL, "stop": EVIL, "answer": EVIL, "num_tokens": 3}
+    record["completion"] = [{"role": EVIL, "content": [{"text": EVIL}], "tool_calls": [{"name": EVIL}]}]
+    paths.rollouts.mkdir()
+    paths.rollouts_of(1).write_bytes(zstandard.ZstdCompressor().compress(json.dumps(record).encode() + b"\n"))
+    MetricsWriter(paths.metrics, "orchestrator").write(2, {f"reward/{EVIL}/mean": 1.0, "reward/other/mean": 0.5, "reward/mean": 0.5})
+    page = page_of(paths.root)
+    parsed = Parsed(page)
+    assert not [tag for tag, _ in parsed.tags if tag in ("img", "iframe", "link", "object")]
+    assert [attrs for tag, attrs in parsed.tags if tag == "script" and attrs.get("type") != "application/json"] == [{}], "one script, ours"
+    assert not [attrs for _, attrs in parsed.tags if {"src", "onerror", "onload", "style"} & set(attrs)]
+    assert all(str(attrs["href"]).startswith("#") for tag, attrs in parsed.tags if tag == "a")
+    shown = "".join(parsed.texts)
+    assert EVIL.partition("\x1b")[0] in shown, "shown as it was written"
+    assert "\u202e" not in page
+    assert "\x1b" not in page
+    assert "boom <b>" in shown
+
+
+def test_the_policy_of_the_page_allows_its_script_and_style_and_nothing_else(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run", [0.1]).root)
+    policy = html.unescape(re.findall(r'Content-Security-Policy" content="([^"]*)"', page)[0])
+    assert policy.startswith("default-src 'none'; ")
+    for element in ("script", "style"):
+        (content,) = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        assert f"{element}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
+
+
+def test_a_failed_run_says_why_and_its_numbers_are_in_tables_too(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run", [0.125, 0.5], state="failed").root)
+    assert "trainer 0: exit code 1" in page
+    assert "2 of 6" in page
+    assert "<td>0.125 <small>[0.025, 0.225]</small></td>" in page, "reward of step 0 with its spread, readable without scripts"
+    assert "<td>dropped off policy</td><td>8</td>" in page
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"status.json": "{"}, {"config.yaml": "a: ["}, {"metrics.jsonl": "{broken\n", "provenance.json": "[]"}]
+)
+def test_half_made_and_damaged_directories_get_a_page(tmp_path: Path, content: dict[str, str]) -> None:
+    paths = make(tmp_path / "run", [0.5])
+    for name, text in content.items():
+        (paths.root / name).write_text(text)
+    if not content:
+        for path in (paths.status, paths.metrics, paths.provenance):
+            path.unlink()
+    page = page_of(paths.root)
+    assert ("Not readable" in page) == (bool(content) and "metrics.jsonl" not in content)
+    assert gather(Run(paths.root)).name == "run"
+
+
+def test_a_report_of_a_dry_run_leaves_the_directory_free(tmp_path: Path) -> None:
+    cfg = replace(config("cpu"), run=RunConfig(name="run", dir=str(tmp_path / "run")))
+    plan = make_plan(cfg, tmp_path / "run")
+    assert write_description(cfg, [], plan) is not None
+    assert "not started" in page_of(tmp_path / "run")
+    create(cfg, [], plan)[1].close()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([str(tmp_path / "absent")], [str(tmp_path)], [str(tmp_path), "--out"], ["--typo", str(tmp_path)], []):
+        assert main(["report", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "there is no directory" in said
+    assert "is neither a run's directory nor a sweep's" in said
+    assert not (tmp_path / "report.html").exists()
+
+
+def sweep(root: Path) -> Path:
+    """Two objectives and two learning rates with two seeds each; one run failed, one has not started."""
+    for loss, lr, base in (("grpo", 1e-4, 0.8), ("grpo", 1e-3, 0.6), ("gspo", 1e-4, 0.7), ("gspo", 1e-3, 0.5)):
+        for seed in (1, 2):
+            failed = (loss, lr, seed) == ("gspo", 1e-3, 2)
+            rewards = [base + seed / 100] * (3 if failed else 6)
+            make(
+                root / f"loss={loss},optim.lr={lr},seed={seed}",
+                rewards,
+                seed=seed,
+                loss=loss,
+                lr=lr,
+                state="failed" if failed else "completed",
+            )
+    return root
+
+
+def test_a_sweep_groups_its_runs_by_everything_but_the_seed(tmp_path: Path) -> None:
+    sweep(tmp_path / "sweep")
+    found = arrange([gather(Run(path)) for path in sorted((tmp_path / "sweep").iterdir())])
+    assert found.keys == ["loss", "optim.lr"]
+    assert found.leaves == ["loss._target_", "optim.lr"]
+    assert [(each.label, len(each.runs), len(each.scored)) for each in found.settings] == [
+        ("loss=grpo, optim.lr=0.0001", 2, 2),
+        ("loss=gspo, optim.lr=0.0001", 2, 2),
+        ("loss=grpo, optim.lr=0.001", 2, 2),
+        ("loss=gspo, optim.lr=0.001", 2, 1),
+    ]
+    best, worst = found.settings[0].iqm, found.settings[3].iqm
+    assert best is not None
+    assert (best.value, best.low, best.high) == pytest.approx((0.815, 0.81, 0.82))
+    assert worst is not None
+    assert (worst.value, worst.low) == (pytest.approx(0.51), None)
+    by_loss, by_lr = factors(found)
+    assert (by_loss.key, by_loss.strata, by_loss.uneven) == ("loss", 2, True)
+    assert by_loss.values["grpo"].value == pytest.approx(0.715)
+    assert list(by_lr.values) == ["0.0001", "0.001"]
+
+
+def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:
+    page = page_of(sweep(tmp_path / "sweep"))
+    assert "7 completed, 1 failed" in page
+    assert "1 of 8 runs are not completed" in page
+    assert "loss=gspo,optim.lr=0.001,seed=2: failed after 3 of 6 steps: trainer 0, exit code 1" in page
+    assert "not like for like" in page
+
+
+def test_runs_whose_configuration_is_not_readable_are_not_lumped_together(tmp_path: Path) -> None:
+    for path in sorted(sweep(tmp_path / "sweep").iterdir()):
+        (path / "config.yaml").write_text("from: another version")
+    found = arrange([gather(Run(path)) for path in sorted((tmp_path / "sweep").iterdir())])
+    assert [len(setting.runs) for setting in found.settings] == [2, 2, 2, 2]
+    assert found.settings[0].label == "loss=grpo, optim.lr=0.0001 (configuration not readable)"
+
+
+def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make(tmp_path / "folder" / name, [0.5] * 6, seed=3)
+    assert "Runs with the same seed are not independent" in page_of(tmp_path / "folder")
+
+
+def test_curves_meet_on_common_steps_and_a_missing_run_is_noticed() -> None:
+    x, values = aligned([(np.array([0.0, 1, 2, 3]), np.array([1.0, 2, 3, 4])), (np.array([0.0, 1, 3]), np.array([5.0, 6, 8]))])
+    assert x.tolist() == [0, 1, 2, 3]
+    assert np.array_equal(values, [[1, 2, 3, 4], [5, 6, np.nan, 8]], equal_nan=True)
+    assert first_missing(values) == 2
+    few, means = shrunk(x, values, most=2)
+    assert few.tolist() == [0.5, 2.5]
+    assert np.array_equal(means, [[1.5, 3.5], [5.5, np.nan]], equal_nan=True), "a mean over half of the steps is not comparable"
+
+
+def test_long_curves_are_thinned_and_a_spike_of_a_largest_value_survives() -> None:
+    y = np.zeros(1000)
+    y[501] = 7
+    line = Line(label="largest", x=np.arange(1000.0), y=y, largest=True)
+    found, size = thin(line, most=100)
+    assert (len(found.x), size, found.y.max()) == (100, 10, 7)
+    assert thin(replace(line, largest=False), most=100)[0].y.max() == pytest.approx(0.7)
+
+
+def test_values_that_are_not_finite_are_counted_on_the_chart() -> None:
+    line = Line(label="loss", x=np.arange(4.0), y=np.array([1, np.nan, np.inf, 2]))
+    drawn = draw(Chart(title="Loss", lines=[line]), "loss")
+    assert "2 values are not finite" in drawn
+    assert drawn.count("M") >= 2, "the curve has a gap"
+    assert draw(Chart(title="Loss", lines=[]), "loss") == ""
+
+
+def test_ticks_and_numbers_are_round() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(-0.031, 0.02) == [-0.02, 0, 0.02]
+    assert ticks(3, 1234) == [500, 1000]
+    assert [number(v) for v in (None, float("nan"), 12345.0, 0.000012345, -1.5, float("inf"))] == [
+        "–",
+        "–",
+        "12,345",
+        "1.234e-05",
+        "−1.5",
+        "∞",
+    ]

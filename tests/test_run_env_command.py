@@ -1,0 +1,146 @@
+"""`rlx env` as a new user runs it: write a package, install it, check it, train on it; all in a Python that is not the checkout's.
+
+The packages are real, as are uv, vLLM and verifiers. uv needs a package index for setuptools and for the packages of other Pythons.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from main_job import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Rlx = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def rlx(tmp_path: Path, model_cache: Path) -> Rlx:
+    """`rlx("env", "list")` in an empty folder. What it installs goes into a virtual environment that sees the checkout's packages."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    site = next(venv.glob("lib/python*/site-packages"))
+    (site / "checkout.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    work = tmp_path / "work"
+    work.mkdir()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for uv
+    own = {"RLX_CACHE": str(model_cache), "RLX_PYTHONS": str(tmp_path / "pythons"), "HF_HUB_OFFLINE": "1", "PATH": path, "PYTHONPATH": ""}
+
+    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+        command = [venv / "bin" / "python", "-m", "rlx.cli", *arguments]
+        done = subprocess.run(command, cwd=work, env=os.environ | own, capture_output=True, text=True, check=False, timeout=280)
+        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done
+
+    return run
+
+
+def printed(done: subprocess.CompletedProcess, start: str) -> list[str]:
+    """The arguments of the printed command that begins so."""
+    return next(line.split()[2:] for line in done.stdout.splitlines() if line.strip().startswith(start))
+
+
+def test_a_check_says_what_the_model_does_and_whether_to_train(rlx: Rlx) -> None:
+    done = rlx("env", "check", "reverse_text", "num_examples=8", "--json")
+    answer = json.loads(done.stdout)
+    facts = answer["facts"]
+    assert (answer["worth"], answer["playable"], facts["examples"], facts["rollouts"], facts["failed"]) == (True, True, 8, 64, 0.0)
+    assert 0 < facts["baseline"]["low"] <= facts["baseline"]["mean"] <= facts["baseline"]["high"] < 1
+    assert facts["differing"] > 0.2
+    assert facts["turns"][0]["rollouts"] == 64
+    assert set(facts["seconds"]) == {"generation", "environment", "scoring"}
+    assert len(Path(answer["results"]).read_text().splitlines()) == 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flavour", [[], ["--kind", "multi-turn"], ["--kind", "tools"], ["--v1"]], ids=lambda words: "-".join(words) or "plain"
+)
+def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx, flavour: list[str], tmp_path: Path) -> None:
+    wrote = rlx("env", "init", "fresh-one", *flavour)
+    installed = rlx("env", "install", "./fresh-one")
+    assert "fresh-one 0.1.0" in installed.stdout
+    assert str(tmp_path / "venv") in installed.stdout
+    assert any(line.startswith("fresh-one ") for line in rlx("env", "list").stdout.splitlines())
+    assert "next" in rlx("env", "info", "fresh-one").stdout
+    checked = rlx(*["env", *printed(wrote, "rlx env check")])
+    assert "worth training on:" in checked.stdout
+    rlx("train", *printed(wrote, "rlx train"), "max_steps=3", "run.name=mine")
+    records = read_metrics(tmp_path / "work" / "outputs" / "mine")
+    assert [record["step"] for record in records if record["source"] == "trainer"] == [0, 1, 2]
+    assert all(0 < record["reward/mean"] < 1 for record in records if record["source"] == "orchestrator")
+
+
+@pytest.mark.long
+def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_a_python_of_its_own(rlx: Rlx, tmp_path: Path) -> None:
+    """Its verifiers is 0.4, which has v1 only and another `mcp` than vLLM's; the model is one that rlx has trained before."""
+    rlx("train", "max_steps=1", "run.name=first")
+    rlx("env", "init", "other-one", "--v1")
+    project = tmp_path / "work" / "other-one" / "pyproject.toml"
+    project.write_text(project.read_text().replace("verifiers>=0.3.1", "verifiers>=0.4"))
+    refused = rlx("env", "install", "./other-one", code=1)
+    assert "other-one was not installed: it needs other versions of packages that rlx runs on here (verifiers 0.3.1)" in refused.stderr
+    assert "rlx env install ./other-one --python other-one" in refused.stderr
+    installed = rlx("env", "install", "./other-one", "--python", "other-one")
+    assert "it has verifiers 0.4" in installed.stdout
+    own = next(word for word in printed(installed, "python train.py") if word.startswith("envs.custom.python="))
+    assert own == f"envs.custom.python={tmp_path}/pythons/other-one/bin/python"
+    weights = tmp_path / "work" / "outputs" / "first" / "weights" / "step_1"
+    model = [f"model.name={weights}", "model.warm_start=null"]
+    rlx("train", "env=custom", "envs.custom.id=other-one", own, *model, "max_steps=3", "run.name=mine")
+    records = read_metrics(tmp_path / "work" / "outputs" / "mine")
+    assert [record["step"] for record in records if record["source"] == "trainer"] == [0, 1, 2]
+    log = (tmp_path / "work" / "outputs" / "mine" / "logs" / "attempt_0" / "env_custom_0.log").read_text()
+    assert "Traceback" not in log
+    with pytest.raises(importlib.metadata.PackageNotFoundError):  # the checkout's own Python was not touched
+        importlib.metadata.version("other-one")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("import nothing_like_this\ndef load_environment(): ...\n", 1, "nothing_like_this"),
+        ("import verifiers as vf\ndef load_environment():\n    raise OSError('no such disk')\n", 1, "OSError: no such disk"),
+        ("EMPTY", 1, "no examples"),
+        ("RAISES", 3, "a reward function raised in 100 % of the rollouts, which scores 0: score raised ZeroDivisionError"),
+        ("SETUP", 1, "in a row failed"),
+    ],
+    ids=["import", "load", "empty", "reward", "setup"],
+)
+def test_a_broken_package_gets_a_sentence(rlx: Rlx, source: str, code: int, says: str, tmp_path: Path) -> None:
+    text = """\
+import verifiers as vf
+from datasets import Dataset
+
+class Env(vf.SingleTurnEnv):
+    async def setup_state(self, state):
+        if {setup}:
+            raise KeyError("no place")
+        return state
+
+def score(completion):
+    return 1 / {divisor}
+
+def load_environment():
+    rows = Dataset.from_dict({{"question": {questions}, "answer": {questions}}})
+    return Env(dataset=rows, rubric=vf.Rubric(funcs=[score]))
+"""
+    kinds = {
+        "EMPTY": {"setup": False, "divisor": 1, "questions": []},
+        "RAISES": {"setup": False, "divisor": 0, "questions": ["abc", "de", "fgh"]},
+        "SETUP": {"setup": True, "divisor": 1, "questions": ["abc", "de", "fgh"]},
+    }
+    name = f"broken-{abs(hash(source)) % 10**6}"
+    rlx("env", "init", name)
+    (tmp_path / "work" / name / f"{name.replace('-', '_')}.py").write_text(text.format(**kinds[source]) if source in kinds else source)
+    rlx("env", "install", f"./{name}")
+    done = rlx("env", "check", name, code=code)
+    assert says in done.stdout + done.stderr

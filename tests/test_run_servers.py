@@ -1,0 +1,177 @@
+"""Inference servers that the run started die, or fail for a while: the run goes on, trains nothing wrong, and says so. On real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from inference_server import START
+from main_job import MainJob
+
+from rlx.inference.endpoints import endpoint_file, read_endpoint
+from rlx.inference.protocol import Answer, Asked
+from rlx.paths import RunPaths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ON_POLICY = ("max_async_level=0", "orchestrator.batch_size=64", "model.dtype=float32")
+
+
+def check(job: MainJob, steps: int) -> None:
+    """Every step was trained, on tokens that the servers sampled from the policy that they say."""
+    trained, played = job.metrics("trainer"), job.metrics("orchestrator")
+    assert [record["step"] for record in trained] == list(range(steps)), job.text()
+    assert [record["step"] for record in played][:steps] == list(range(steps))
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6, "in float32, and at lag 0"
+    for step in range(steps):
+        for rollout in job.rollouts(step):
+            assert rollout["versions"] == [step]
+    assert not any(value for name, value in played[-1].items() if name.startswith("rollouts/failed_")), "an outage is no rollout's failure"
+
+
+def pid_of(job: MainJob, replica: int) -> int:
+    return next(p["pid"] for p in job.status()["processes"] if (p["role"], p["replica"]) == ("inference", replica))
+
+
+def test_the_only_server_is_killed_and_serves_again_with_the_runs_version(start: Callable[..., MainJob]) -> None:
+    """Rollouts, requests and updates have less time than the server needs to start."""
+    short = ("orchestrator.rollout_timeout=4", "inference.request_timeout=4", "weight_broadcast.timeout=4")
+    job = start("run", *ON_POLICY, *short, "max_steps=8")
+    job.until_step(2)
+    os.kill(pid_of(job, 0), signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    check(job, 8)
+    (restart,) = job.status()["restarts"]
+    assert (restart["name"], restart["log"]) == ("inference_0", "logs/attempt_0/inference_0.log")
+    assert "serving version 0" in (job.run_dir / "logs/attempt_0/inference_0.1.log").read_text()
+    assert "inference_0: killed by SIGKILL" in job.text(), "said at once"
+    assert "  restarted inference_0 1 ×; the last: killed by SIGKILL" in job.text()
+    job.wait_until_nothing_is_left(timeout=2)
+
+
+@pytest.mark.long
+def test_one_of_two_servers_is_killed_the_other_goes_on_and_the_first_joins_again(start: Callable[..., MainJob]) -> None:
+    job = start("run", *ON_POLICY, "hardware.inference_replicas=2", "inference.kv_cache_gb=0.25", "max_steps=100000")
+    job.until_step(2, timeout=240)
+    os.kill(pid_of(job, 1), signal.SIGKILL)
+    killed_at = job.metrics("trainer")[-1]["step"]
+    job.until(lambda: any(r["perf/servers"] == 1 and r["step"] > killed_at + 1 for r in job.metrics("inference")), "steps with one server")
+    alone = next(r["step"] for r in job.metrics("inference") if r["perf/servers"] == 1)
+    job.until(lambda: any(r["perf/servers"] == 2 and r["step"] > alone for r in job.metrics("inference")), "the second server's return")
+    job.until_step(job.metrics("trainer")[-1]["step"] + 3)
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.wait() == 130
+    check(job, 1 + job.metrics("trainer")[-1]["step"])
+    assert [restart["name"] for restart in job.status()["restarts"]] == ["inference_1"]
+    log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()
+    assert "joins; it serves once it has the run's version" in log
+    assert "no inference server takes requests" not in log
+
+
+class Proxy:
+    """Stands between a run and its server, in a thread. While `fails` is set, everything is answered with a 500."""
+
+    def __init__(self) -> None:
+        self.fails, self.failed = False, 0
+        self.upstream = ""
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        assert self._ready.wait(20)
+
+    async def _serve(self) -> None:
+        application = web.Application(client_max_size=2**30)
+        application.router.add_get("/generate", self._relay)
+        application.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        await asyncio.Event().wait()
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        if not self.upstream:
+            return web.Response(status=503)
+        if self.fails:
+            self.failed += 1
+            return web.Response(status=500, text="out of luck")
+        headers = {"Authorization": request.headers["Authorization"]}
+        url, body = self.upstream + request.path, await request.read()
+        async with aiohttp.ClientSession() as session, session.request(request.method, url, data=body, headers=headers) as answer:
+            return web.Response(status=answer.status, body=await answer.read())
+
+    async def _relay(self, request: web.Request) -> web.WebSocketResponse:
+        mine = web.WebSocketResponse(max_msg_size=0)
+        await mine.prepare(request)
+        headers = {"Authorization": request.headers["Authorization"]}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(self.upstream + "/generate", headers=headers, max_msg_size=0) as his,
+        ):
+
+            async def back() -> None:
+                async for message in his:
+                    await mine.send_bytes(message.data)
+
+            returning = asyncio.ensure_future(back())
+            async for message in mine:
+                if self.fails:
+                    asked = msgspec.msgpack.decode(message.data, type=Asked)
+                    self.failed += len(asked.requests)
+                    await mine.send_bytes(
+                        msgspec.msgpack.encode([Answer(number, 500, error="out of luck") for number, _ in asked.requests])
+                    )
+                else:
+                    await his.send_bytes(message.data)
+            returning.cancel()
+        return mine
+
+
+@contextmanager
+def server_of(job: MainJob, folder: Path) -> Iterator[str]:
+    """A server of the run's model that the run did not start. Yields its address."""
+    job.until(lambda: (job.run_dir / "initial_model.txt").exists(), "the initial model")
+    folder.mkdir()
+    for name in ("config.yaml", "secrets.yaml", "initial_model.txt"):
+        shutil.copy(job.run_dir / name, folder)
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-c", START, "--run-dir", str(folder)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    try:
+        file = endpoint_file(RunPaths(folder), 0)
+        job.until(file.exists, "the server")
+        endpoint = read_endpoint(file)
+        assert endpoint is not None
+        yield endpoint.url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_a_server_that_answers_500_for_ten_seconds_costs_the_run_nothing_but_time(start: Callable[..., MainJob], tmp_path: Path) -> None:
+    proxy = Proxy()
+    job = start("run", *ON_POLICY, f"inference.base_url=[http://127.0.0.1:{proxy.port}]", "inference.api_key=key", "max_steps=8")
+    with server_of(job, tmp_path / "server") as proxy.upstream:
+        job.until_step(2)
+        proxy.fails = True
+        time.sleep(10)
+        proxy.fails = False
+        assert job.wait() == 0, job.text()
+    check(job, 8)
+    assert proxy.failed > 10, "requests met the failure"
+    assert job.status()["restarts"] == []

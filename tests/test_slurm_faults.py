@@ -1,0 +1,62 @@
+"""What a run on SLURM bears and says: a server, a worker of an environment and a stopped process on nodes other than the supervisor's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from slurm_job import SlurmJob, slurm
+from test_slurm_runs import LONG, NODES, submit  # noqa: F401  (a fixture)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(600)]
+
+
+def trained(job: SlurmJob) -> int:
+    return max((record["step"] for record in job.metrics() if record["source"] == "trainer"), default=-1)
+
+
+def test_a_server_and_a_worker_killed_on_their_nodes_are_started_again(submit: Callable[..., SlurmJob]) -> None:  # noqa: F811
+    job = submit("run", NODES, *LONG, "max_async_level=0")
+    job.until_step(1)
+    worker = json.loads((job.run_dir / "stalls" / "env_reverse_text_0.process").read_text())
+    os.kill(worker["pid"], signal.SIGKILL)
+    replaced = lambda: any(r.get("workers/replaced_died") for r in job.metrics())  # noqa: E731
+    job.until(replaced, "a record that counts the worker", timeout=120)
+    server = job.pid("inference")
+    os.kill(server, signal.SIGKILL)
+    job.until(lambda: job.status()["restarts"], "the server's next start", timeout=60)
+    step = trained(job)
+    job.until_step(step + 3)
+    (restart,) = job.status()["restarts"]
+    assert (restart["name"], restart["log"]) == ("inference_0", "logs/attempt_0/inference_0.log")
+    assert "SIGKILL" in restart["reason"]
+    assert job.pid("inference") != server, job.text()
+    assert "serving version 0" in (job.run_dir / "logs/attempt_0/inference_0.1.log").read_text()
+    slurm("scancel", job.id)
+    assert job.until_over(timeout=60) == "interrupted", job.text()
+    assert job.left() == []
+    lags = [record["mismatch/kl"] for record in job.metrics() if record["source"] == "trainer"]
+    assert max(lags) < 1e-6, "in float32, at lag 0: the new server has the run's weights"
+
+
+def test_a_stopped_trainer_on_another_node_is_named_and_the_run_goes_on(submit: Callable[..., SlurmJob]) -> None:  # noqa: F811
+    job = submit("run", NODES, *LONG, "launcher.stall_timeout=8")
+    job.until_step(1)
+    pid = job.pid("trainer", 1)
+    accounts = lambda: [file.read_text() for file in sorted(job.run_dir.glob("logs/latest/stall_*.txt"))]  # noqa: E731
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        job.until(accounts, "account of the stall", timeout=120)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    (text,) = accounts()
+    assert "waiting for trainer_1" in text.splitlines()[0], text
+    assert "== orchestrator\nthread MainThread\n" in text, "the stacks of those that answer, on other nodes too"
+    job.until_step(trained(job) + 3)
+    assert "progress again, after " in accounts()[0]
+    assert job.status()["state"] == "running"
+    slurm("scancel", job.id)
+    assert job.until_over(timeout=60) == "interrupted", job.text()

@@ -1,0 +1,202 @@
+"""Rollouts as a table: the index in a file, filters, order, and the plain commands that print them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from view_run import write_run, write_step
+
+from rlx.cli import main
+from rlx.config.errors import ConfigError
+from rlx.paths import RunPaths
+from rlx.rollout.index import RolloutIndex, index_of, read_index
+from rlx.rollout.record import read_rollouts
+from rlx.runs.rollouts import Rollouts, Table
+from rlx.runs.selection import select, sort
+from rlx.runs.tokens import NoTokens, Pieces, tokens_of
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    return write_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture
+def table(paths: RunPaths) -> Table:
+    return Rollouts(paths.root).whole()
+
+
+def shown(table: Table, rows: np.ndarray, *columns: str) -> list:
+    return [tuple(table.columns[name][row].item() for name in columns) for row in rows]
+
+
+def same(a: RolloutIndex, b: RolloutIndex) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in a.__slots__ if name not in ("reward", "advantage")) and all(
+        np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True) for name in ("reward", "advantage")
+    )
+
+
+def test_the_index_in_a_file_is_that_of_its_lines_and_every_decoder_skips_it(paths: RunPaths):
+    packed = paths.rollouts_of(1).read_bytes()
+    whole = zstandard.ZstdDecompressor().decompress(packed)
+    with zstandard.open(paths.rollouts_of(1), "rb") as file:
+        assert file.read() == whole
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == whole
+    lines = whole.splitlines(keepends=True)
+    assert [json.loads(line) for line in lines] == list(read_rollouts(paths.rollouts_of(1)))
+    index = read_index(paths.rollouts_of(1))
+    assert index is not None
+    assert same(index, index_of(lines))
+    assert [whole[a:b] for a, b in zip(index.begins, index.begins[1:], strict=False)] == lines
+
+
+def test_files_without_an_index_read_the_same(paths: RunPaths, table: Table, tmp_path: Path):
+    old = tmp_path / "old"
+    RunPaths(old).rollouts.mkdir(parents=True)
+    for step in range(3):
+        lines = zstandard.ZstdDecompressor().decompress(paths.rollouts_of(step).read_bytes())
+        RunPaths(old).rollouts_of(step).write_bytes(zstandard.compress(lines))
+    again = Rollouts(old).whole()
+    rows = select(table, "set=train")
+    assert len(again) == len(rows) == 21
+    assert [again.record(row) for row in range(21)] == [table.record(row) for row in rows]
+
+
+def test_a_damaged_index_is_an_error_and_not_another_list(paths: RunPaths, tmp_path: Path):
+    content = bytearray(paths.rollouts_of(0).read_bytes())
+    content[-60] ^= 0xFF
+    (tmp_path / "step_000000.jsonl.zst").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Rollouts(tmp_path / "step_000000.jsonl.zst").whole()
+    (tmp_path / "results.jsonl").write_text('{"example_id": 1, "reward": 0.5}\n{"reward": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 2 is no rollout.*example_id"):
+        Rollouts(tmp_path).whole()
+
+
+@pytest.mark.parametrize(
+    ("condition", "count"),
+    [
+        ("", 29),
+        ("set=train", 21),
+        ("set=eval", 8),
+        ("set=train env=sums", 9),
+        ("env=sums,words", 29),
+        ("env~WORD", 12),
+        ("error", 3),
+        ("set=train !error reward>=1", 6),
+        ("reward=0..0.5 trained", 6),
+        ("step=1..2 trained", 8),
+        ("step=0,2 trained", 8),
+        ("step!=0 trained", 8),
+        ("rule=equal_rewards", 6),
+        ("advantage<0", 6),
+        ("truncated", 0),
+        ("stop!=done", 3),
+        ("version=2 trained", 4),
+        ("tokens>3", 0),
+        ("turns=2 trained", 12),
+    ],
+)
+def test_a_filter_keeps_what_meets_all_its_conditions(table: Table, condition: str, count: int):
+    assert len(select(table, condition)) == count
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [("rewrad<1", "is no condition. numbers: step"), ("reward<x", "x is no number"), ("env", "needs a value, such as env=math"),
+     ("env<3", "compared with =, != or ~"), ("error=1", "takes no value"), ("reward~1", "~ is for texts")],
+)  # fmt: skip
+def test_a_condition_that_cannot_be_meant_is_explained(table: Table, condition: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        select(table, condition)
+
+
+def test_equal_rows_keep_their_order_and_rows_without_a_value_come_last(table: Table):
+    rows = sort(table, select(table, "set=train"), "reward", descending=True)
+    rewards = table.columns["reward"][rows]
+    assert np.all(np.diff(rewards) <= 0)
+    assert np.all(np.diff(rows[rewards == 1]) > 0)
+    ordered = sort(table, rows, "advantage")
+    assert np.isnan(table.columns["advantage"][ordered][-9:]).all()
+    assert not np.isnan(table.columns["advantage"][ordered][:-9]).any()
+    envs = [table.text("env", row) for row in sort(table, rows, "env")]
+    assert envs == sorted(envs)
+    with pytest.raises(ValueError, match="is no column"):
+        sort(table, rows, "rewrad")
+
+
+def test_an_example_is_found_again_at_other_steps_of_the_same_kind(table: Table):
+    (row,) = select(table, "set=train example=7 step=1 member=1")
+    assert shown(table, table.same_example(int(row)), "step", "member") == [(s, m) for s in range(3) for m in (0, 1)]
+    (row,) = select(table, "set=eval example=1 step=0 member=1")
+    found = table.same_example(int(row))
+    assert shown(table, found, "step", "example") == [(0, 1), (0, 1), (2, 1), (2, 1)]
+    record = table.record(int(found[-1]))
+    assert (record["env"], record["step"], record["num_tokens"], record["stop"], record["error"]) == ("sums", 2, 3, "done", None)
+
+
+def test_a_run_that_goes_on_is_read_on(tmp_path: Path):
+    paths = write_run(tmp_path / "mine", steps=1)
+    rollouts = Rollouts(paths.root)
+    assert len(rollouts.whole()) == 15
+    assert not rollouts.look()
+    write_step(paths, 1)
+    assert rollouts.look()
+    table = rollouts.whole()
+    assert len(table) == 22
+    paths.rollouts_of(1).unlink()  # the run returned to an earlier checkpoint
+    (row, *_) = select(table, "set=train step=1")
+    with pytest.raises(ConfigError, match="has changed since it was listed"):
+        table.record(int(row))
+    assert rollouts.look()
+    assert len(rollouts.whole()) == 15
+
+
+def test_tokens_come_with_their_numbers_and_texts(paths: RunPaths):
+    (tokens,) = tokens_of(paths.root, step=2, group=20, member=1)
+    texts = Pieces(paths.root).of(tokens.ids.tolist())
+    assert "".join(texts).split() == ["<user>", "one", "plus", "two", "<bot>", "call", "<tool>", "three", "<bot>", "is", "three"]
+    assert tokens.sampled.nonzero()[0].tolist() == [5, 9, 10]
+    assert tokens.versions[tokens.sampled].tolist() == [1, 2, 2]
+    assert tokens.logprobs[tokens.sampled] == pytest.approx([-0.01, -0.01, -6.0])
+    with pytest.raises(NoTokens, match="was not trained on"):
+        tokens_of(paths.root, step=2, group=25, member=0)
+    with pytest.raises(NoTokens, match=r"step_000009.* does not exist"):
+        tokens_of(paths.root, step=9, group=0, member=0)
+    assert Pieces(paths.root / "elsewhere").of([3, 4]) == ["⟨3⟩", "⟨4⟩"]
+
+
+def test_results_of_verifiers_own_commands_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "evals" / "gsm8k--gpt" / "1a2b"
+    folder.mkdir(parents=True)
+    lines = [{"example_id": n, "prompt": "1+1", "completion": "2", "reward": 1.0, "task": "default"} for n in range(3)]
+    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert main(["view", str(tmp_path), "filter=example>0"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 rollouts   reward 1.000   0 failed" in out
+    assert "gsm8k" in out
+    assert main(["show", str(folder), "count=1"]) == 0
+    assert capsys.readouterr().out == "gsm8k, example 0   reward 1.000   no stop condition\n  1+1\n  2\n"
+
+
+def test_without_a_terminal_the_commands_print_plain_text(paths: RunPaths, capsys: pytest.CaptureFixture[str]):
+    assert main(["view", str(paths.root), "filter=set=train reward>0.5", "sort=-step", "count=2"]) == 0
+    head, names, *rows, more = capsys.readouterr().out.splitlines()
+    assert head.endswith("6 of 29 rollouts   reward 1.000   3 tokens   0 failed")
+    assert names.split() == ["step", "set", "env", "example", "reward", "advantage", "tokens", "turns", "version", "stop", "error"]
+    assert [row.split() for row in rows] == [
+        ["2", "train", "sums", "7", "1.000", "+1.000", "3", "2", "1-2", "done"],
+        ["2", "train", "words", "102", "1.000", "+1.000", "3", "2", "1-2", "done"],
+    ]
+    assert more.startswith("… 4 more")
+    assert main(["show", str(paths.root), "filter=error step=1"]) == 0
+    out = capsys.readouterr().out
+    assert "error: took␛[31m too long" in out  # no escape sequence of a text reaches the terminal
+    assert main(["show", str(paths.root), "count=1"]) == 0
+    assert "assistant (call): add(a=1, b=2)\n  tool: three\n  assistant: is four" in capsys.readouterr().out
+    for wrong in (["filter=rewrad<1"], ["sort=rewrad"], ["colour=red"], ["count=x"], ["plain=maybe"]):
+        assert main(["view", str(paths.root), *wrong]) == 2
