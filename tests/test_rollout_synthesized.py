@@ -87,3 +87,31 @@ def test_huggingfaces_reader_reads_both_alike(tmp_path: Path):
         )
         found.append([[message["content"] for message in row["completion"]] for row in data])
     assert found[0] == found[1] == [["2"], ["", "4", "It is 4.\u2028"], ["2"]]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_supervised_training_marks_exactly_the_answers(tmp_path: Path, kind: str):
+    """The reader of `rlx sft` takes the files as they are: answers and calls are trained, prompts and tool results are not."""
+    import pyarrow.parquet as pq
+    from policy_stand_in import tiny_chat
+
+    from rlx.data.conversations import read_conversation
+    from rlx.data.masks import mark
+
+    shown = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
+    plain = Transcript(prompt=shown, completion=[{"role": "assistant", "content": "4"}])
+    call = {key: value for key, value in CALLED[0].items() if key != "reasoning_content"}  # the tiny model's format does not show it
+    called = Transcript(prompt=shown[:1], completion=[call, CALLED[1], {"role": "assistant", "content": "It is 4."}], tools=(TOOL,))
+    path = tmp_path / f"train.{kind}"
+    write_rows(path, list(rows_of([candidate(plain), candidate(called, member=2)], FACTS)), kind)
+    parquet = kind == "parquet"
+    found = pq.read_table(path).to_pylist() if parquet else [json.loads(line) for line in path.read_text().splitlines()]
+    texts = []
+    for row in found:
+        (marked,) = mark(read_conversation(row, fills=parquet), tiny_chat())
+        trained = [token for token, is_trained in zip(marked.token_ids, marked.trained, strict=True) if is_trained]
+        texts.append(tiny_chat().tokenizer.decode(trained))
+    assert texts[0] == "4<|im_end|>", "the example in the prompt is context"
+    assert '"name": "add"' in texts[1]
+    assert texts[1].endswith("It is 4.<|im_end|>")
+    assert texts[1].count("<|im_end|>") == 2, "two answers, no tool result"

@@ -15,6 +15,7 @@ import pytest
 from main_job import ROOT, MainJob
 from test_run_resume import kill_everything
 
+from rlx.cli import COMMANDS
 from rlx.rollout.synthesized import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -108,3 +109,23 @@ def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Sy
     assert run.wait(60) == 130, run.text()
     assert "resume=latest" in run.text()
     run.wait_until_nothing_is_left(10)
+
+
+@pytest.mark.long
+@pytest.mark.skipif("sft" not in COMMANDS, reason="rlx sft is not there")
+def test_supervised_training_takes_the_file_as_it_is(synthesize: Callable[..., Synthesis]):
+    run = synthesize("run", *MIX, "format=parquet")
+    assert run.wait() == 0, run.text()
+    model = (run.run_dir / "initial_model.txt").read_text().strip()
+    keys = ["model=tiny_trained", f"model.name={model}", "seq_len=256", "data.batch_size=16", "max_steps=3"]
+    file, other = run.run_dir / "data" / "train.parquet", run.run_dir.with_name("trained")
+    trained = subprocess.run(
+        [sys.executable, "-m", "rlx.cli", "sft", f"run.dir={other}", f"data.name={file}", *keys],
+        cwd=run.run_dir.parent,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stdout + trained.stderr

@@ -25,11 +25,16 @@ class SynthesisDisplay(PlayDisplay):
         again = f"{program} synthesize --config-dir {root} --config-name config resume=latest"
         if exit_code == 0:
             data = short(self.paths.synthesized(self.cfg.format))
-            lines.append(f"  next      {program} sft 'data.sets.mine.path={data}' …   # train on it")
+            lines.append(f"  next      {program} sft data.name={data} {self._model()} seq_len={self.cfg.seq_len}   # train on it")
             lines.append(f"            {again} play=false min_reward=…   # choose again; plays nothing")
         elif exit_code != 1:
             lines.append(f"            {again}")
         return "\n".join(lines)
+
+    def _model(self) -> str:
+        """The choice of the model that the command line has, for another command."""
+        chosen = next((argument for argument in self.argv if argument.startswith("model=")), "model=…")
+        return "model=…" if self.cfg.client.base_url else chosen
 
     def results(self) -> list[str]:
         lines = []
