@@ -78,8 +78,7 @@ class Orchestrator:
     ) -> None:
         self.config = config
         self.paths = paths
-        self.sampler = sampler
-        self.fleet = fleet
+        self.sampler, self.fleet = sampler, fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
         self.teaching = teaching or Teaching()
@@ -224,10 +223,7 @@ class Orchestrator:
 
 async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
     """Connect to the run's servers and run to the end."""
-
-    def tick() -> None:
-        heartbeat.beat("waiting for inference servers")
-
+    tick = lambda: heartbeat.beat("waiting for inference servers")  # noqa: E731
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
     patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
