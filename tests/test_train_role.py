@@ -36,8 +36,8 @@ TIMES = [
     "perf/tokens_per_second",
     "perf/compute_frac",
 ]
-OF_ROWS = ("loss/nll", "loss/perplexity")  # only of supervised data
-ALWAYS = [name for name in METRICS if name.startswith(GROUPS) and name not in OF_ROWS] + TIMES
+SOMETIMES = ("loss/nll", "loss/perplexity", "loss/ce", "loss/<envs>/total")  # of supervised data, with `ce_coef`, with several objectives
+ALWAYS = [name for name in METRICS if name.startswith(GROUPS) and name not in SOMETIMES] + TIMES
 
 
 def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
