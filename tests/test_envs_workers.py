@@ -277,6 +277,7 @@ def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
     assert [one.status for (one,) in play(pool, range(2), meanwhile=give_up)] == ["ok"] * 2
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(

@@ -39,6 +39,7 @@ def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Ca
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_with_0(start: Callable[..., Run]) -> None:
     leaves = LEAVES.replace("sys.exit(75)", "(Path(sys.argv[1]) / 'preempted.json').write_text('{}')")
     run = start([toy("trainer", leaves, arguments=(RUN_DIR,))])
@@ -47,6 +48,7 @@ def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_wi
     assert run.wait(timeout=10).state == "preempted"
 
 
+@pytest.mark.slow
 def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()
@@ -56,6 +58,7 @@ def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> N
     assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)
 
 
+@pytest.mark.slow
 def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", LEAVES.replace("sys.exit(75)", "sys.exit(3)"), arguments=(RUN_DIR,))])
     run.until_started()
@@ -66,11 +69,13 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
     assert status.cause.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", "import sys; sys.exit(75)")])
     assert run.wait(timeout=60).state == "failed"
 
 
+@pytest.mark.slow
 def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", f"{BEGINS}\n    time.sleep(600)", arguments=(RUN_DIR,))], preempt_grace=0.5)
     run.until_started()
@@ -81,6 +86,7 @@ def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callab
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_begun_no_step_has_nothing_to_wait_for(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], preempt_grace=600)
     run.until_started()

@@ -31,6 +31,7 @@ def test_a_run_is_completed_when_all_but_the_services_are_done_and_the_services_
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_roles_are_not_of_a_group_that_the_users_environment_names(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
@@ -70,6 +71,7 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
     dying = "import sys, time; print('engine died', flush=True); time.sleep(0.6); sys.exit(1)"
@@ -207,6 +209,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
     run.assert_nothing_left(timeout=1)
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])

@@ -77,6 +77,7 @@ def test_what_transformers_adds_to_jinja_is_valid(tmp_path: Path) -> None:
     assert arguments_of(template) == {"deep"}
 
 
+@pytest.mark.slow
 def test_a_renderer_takes_the_arguments_that_its_family_has() -> None:
     compose(["model=qwen3_0_6b", "hardware=cpu", "+model.chat_template_kwargs.enable_thinking=false"], {})
     with pytest.raises(ConfigError, match=r"the renderer qwen3 does not read date_string, .*\n.*It reads enable_thinking"):

@@ -78,6 +78,7 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # the last task of an array of two: its SLURM_JOB_ID is the array's
 
 
+@pytest.mark.slow
 def test_the_last_of_an_array_names_itself_and_never_the_array(job):
     ends = job("import time; time.sleep(0.5); raise SystemExit(3)", WAITS)
     assert ends.run(**LAST) == 1
@@ -104,6 +105,7 @@ def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     assert [line for line in leaves.asked() if line.startswith("scontrol requeue")] == []
 
 
+@pytest.mark.slow
 def test_a_job_of_its_own_is_named_by_its_number(job):
     ends = job("raise SystemExit(3)", WAITS)
     assert ends.run() == 1
@@ -138,6 +140,7 @@ def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
     assert (done.status().state, done.status().step, done.paths.logs(0).exists()) == ("completed", 9, False)
 
 
+@pytest.mark.slow
 def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_though_slurm_counts_no_restart(job):
     again = job("import shutil, sys; shutil.copy(sys.argv[1] + '/metrics.jsonl', sys.argv[1] + '/seen')")
     again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')

@@ -41,6 +41,7 @@ def unanswered() -> dict[str, str]:
     raise RuntimeError("squeue gave no answer in 10 s")
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_pool_lives_is_not_started_a_second_time(toys: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     codes = []
 
