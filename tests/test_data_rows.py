@@ -144,3 +144,15 @@ def test_what_synthesis_writes_is_read_unchanged(tmp_path: Path, kind: str) -> N
     one, two = (read_conversation(found[i], fills=found.fills) for i in range(2))
     assert (one.messages, one.first, one.tools) == ([ASKED, *said], 1, [ADD])
     assert (two.messages, two.tools) == ([ASKED, {**SAID, "reasoning_content": "add them"}], None)
+
+
+@pytest.mark.parametrize("text", ["[]", '[{"name": "Bob"}]', '[{"role": "engineer"}]', "[1, 2]", '[{"role": ["user"]}]'])
+def test_a_text_that_happens_to_be_json_is_text(text: str) -> None:
+    read = read_conversation({"prompt": text, "completion": text})
+    assert read.messages == [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    assert read.first == 1
+
+
+def test_a_text_that_is_json_of_messages_is_read_as_messages() -> None:
+    read = read_conversation({"prompt": " " + json.dumps([ASKED]), "completion": json.dumps([SAID], indent=1)})
+    assert read.messages == [ASKED, SAID]

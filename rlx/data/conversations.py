@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -66,17 +66,24 @@ def _messages_of(row: Mapping[str, Any]) -> tuple[list[Any], int]:
 
 
 def _listed(value: Any, role: str, column: str) -> list[Any]:
-    """A column as a list of messages. A `str` that is JSON of messages is read; any other is a message of `role`."""
+    """A column as a list of messages. A `str` that is JSON of messages is read; any other, also other JSON, is a message of `role`."""
     if isinstance(value, str):
-        decoded = _from_json(value) if value.lstrip()[:2] in ("[{", "[]") else None
-        if column == "messages" and decoded is None:
-            raise RowError("`messages` is a text; it must be a list of messages, or that as JSON")
-        return decoded if isinstance(decoded, list) else [{"role": role, "content": value}]
+        decoded = _from_json(value) if value.lstrip().startswith("[") else None
+        if column == "messages":
+            if not isinstance(decoded, list):
+                raise RowError("`messages` is a text; it must be a list of messages, or that as JSON")
+            return decoded
+        return decoded if _are_messages(decoded) else [{"role": role, "content": value}]
     if isinstance(value, Mapping):
         return [value]
     if not isinstance(value, list | tuple):
         raise RowError(f"`{column}` is of type {type(value).__name__}; it must be a list of messages")
     return [{"role": role, "content": each} if isinstance(each, str) else each for each in value]
+
+
+def _are_messages(value: Any) -> TypeGuard[list[Any]]:
+    known = (*ROLES, AS_SYSTEM)
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and each.get("role") in known for each in value)
 
 
 def _message(message: Any, fills: bool) -> Message:
