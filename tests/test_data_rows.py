@@ -156,3 +156,16 @@ def test_a_text_that_happens_to_be_json_is_text(text: str) -> None:
 def test_a_text_that_is_json_of_messages_is_read_as_messages() -> None:
     read = read_conversation({"prompt": " " + json.dumps([ASKED]), "completion": json.dumps([SAID], indent=1)})
     assert read.messages == [ASKED, SAID]
+
+
+def test_nulls_of_tools_and_calls_that_are_json_texts_are_kept() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {"default": None, "enum": [None, 1]}}}}}
+    call = {"name": "add", "arguments": {"x": None}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for tools in (json.dumps([tool]), [json.dumps(tool)]):
+        assert read_conversation({"messages": [ASKED, SAID], "tools": tools}, fills=True).tools == [tool]
+    for calls in (json.dumps([call]), [json.dumps(call)]):
+        (_, read) = read_conversation({"messages": [ASKED, {**said, "tool_calls": calls}]}, fills=True).messages
+        assert read["tool_calls"][0]["function"]["arguments"] == '{"x": null}'
+    (filled,) = read_conversation({"messages": [ASKED, SAID], "tools": [tool]}, fills=True).tools or ()
+    assert filled["function"]["parameters"] == {"properties": {"x": {"enum": [None, 1]}}}, "the file may have filled these in"
