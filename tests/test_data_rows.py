@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlx.data.conversations import RowError, read_conversation
-from rlx.data.rows import open_rows
+from rlx.data.rows import digest_of, open_rows
 
 ASKED, SAID = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
@@ -204,3 +204,36 @@ def test_nulls_of_tools_and_calls_that_are_json_texts_are_kept() -> None:
         assert read["tool_calls"][0]["function"]["arguments"] == '{"x": null}'
     (filled,) = read_conversation({"messages": [ASKED, SAID], "tools": [tool]}, fills=True).tools or ()
     assert filled["function"]["parameters"] == {"properties": {"x": {"enum": [None, 1]}}}, "the file may have filled these in"
+
+
+def test_a_digest_shows_that_a_data_set_has_changed_and_not_where_it_is(tmp_path: Path) -> None:
+    rows = [{"n": number} for number in range(5)]
+    name, moved = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
+    before = digest_of(name, open_rows(name))
+    assert before == digest_of(moved, open_rows(moved))
+    assert (before["rows"], before["bytes"]) == (5, 45)
+    write(tmp_path / "a.jsonl", [*rows[:4], {"n": 9}])
+    assert digest_of(name, open_rows(name)) | {"blake2": ""} == before | {"blake2": ""}, "as many rows and bytes"
+    assert digest_of(name, open_rows(name)) != before
+
+
+def test_a_resumed_run_notices_that_its_data_has_changed(tmp_path: Path) -> None:
+    from rlx.config.load import compose
+    from rlx.config.roots import SFT
+    from rlx.paths import RunPaths
+    from rlx.policy.source import keep_digests
+    from rlx.runs.run import Run
+
+    name, held_out = write(tmp_path / "a.jsonl", [{"n": 1}]), write(tmp_path / "val.jsonl", [{"n": 1}])
+    cfg = compose([f"data.name={name}", f"val.name={held_out}", "model=tiny"], {}, SFT).cfg
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    keep_digests(cfg, paths)
+    written = paths.data.read_text()
+    keep_digests(cfg, paths)
+    assert paths.data.read_text() == written
+    assert list(Run(paths.root).data or ()) == ["data.name", "val.name"], "`rlx diff` compares them"
+    write(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
+    with pytest.raises(ValueError, match=r"data\.name=.*'rows': 1, .*→ \{'rows': 2(.|\n)*run\.name=NEW; or begin anew with clean=true"):
+        keep_digests(cfg, paths)
+    assert paths.data.read_text() == written
