@@ -40,7 +40,7 @@ class RunPaths:
 
     @property
     def data(self) -> Path:
-        """Digests of the environments' examples."""
+        """Digests of the environments' examples, or of the data sets of `rlx sft`."""
         return self.root / "data.json"
 
     @property

@@ -226,6 +226,10 @@ def test_a_template_that_ends_the_conversation_trains_only_the_end_of_the_turn()
         (HERMES, [asks("go"), says("yes", "because")], "does not show the `reasoning_content` of an answer: 'because'"),
         (LLAMA, [asks("go"), says("I call add", None, 1)], "does not show the `content` of an answer beside a tool call: 'I call add'"),
         (LLAMA, [asks("go"), says("", None, 2)], "one call at once"),
+        (PLAIN, [asks("go"), says("", None, 1), says("five")], "not show a tool call of an answer: the call of add has the name 'add'"),
+        (PLAIN, [asks("go"), says("I add five to 0", None, 1)], "does not show a tool call"),
+        (HERMES.replace("for call in message.tool_calls", "for call in message.tool_calls[:1]"), [asks("go"), says("", None, 2)], "'add'"),
+        (PLAIN, [asks("go"), says("")], "an answer says nothing"),
         ("{{ messages[0].content }}", [asks("go"), says("yes")], "continuation of its prompt|does not end the assistant's turn"),
     ],
 )
@@ -233,6 +237,15 @@ def test_what_cannot_be_marked_exactly_is_refused(template: str, messages: list[
     chat = Chat(small_tokenizer(template, "<|eot_id|>" if template == LLAMA else "<|im_end|>"))
     with pytest.raises(RowError, match=reason.replace("|im_end|", r"\|im_end\|")):
         mark(Conversation(messages=messages, first=0, tools=[ADD] if template == LLAMA else None), chat)
+
+
+def test_calls_without_listed_tools_are_trained_if_the_template_shows_them() -> None:
+    message = says("I call add", None, 1)
+    values = {"a": 'say "é" <b>\n', "b": [1, 2.5, True, None, {"c": "it's \\"}], "d": ""}
+    message["tool_calls"][0]["function"]["arguments"] = json.dumps(values)
+    chat = Chat(small_tokenizer(HERMES))
+    (part,) = mark(Conversation(messages=[asks("go"), message], first=0, tools=None), chat)
+    assert "it's" in chat.text([token for token, spoken in zip(part.token_ids, part.trained, strict=True) if spoken])
 
 
 def test_tools_that_a_template_does_not_show_are_refused() -> None:

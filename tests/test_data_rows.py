@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlx.data.conversations import RowError, read_conversation
-from rlx.data.rows import open_rows
+from rlx.data.rows import digest_of, open_rows
 
 ASKED, SAID = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
@@ -36,6 +36,41 @@ def test_folders_patterns_and_parts_of_data_sets(tmp_path: Path) -> None:
     assert len(open_rows(f"{tmp_path}/b*.jsonl")) == 3
     one, rest = (open_rows(str(tmp_path), split=split) for split in ("train[:50%]", "train[50%:]"))
     assert [one[2]["n"], rest[0]["n"], rest.where(0)] == ["a2", "b0", f"row 0 of {tmp_path}/b.jsonl (line 1)"]
+
+
+@pytest.mark.parametrize(
+    ("train", "other", "remedy"),
+    [
+        ("train.jsonl", "test.jsonl", "*train*.jsonl"),
+        ("train-00000-of-00001.jsonl", "validation-00000-of-00001.jsonl", "*train*.jsonl"),
+        ("train/a.jsonl", "dev/a.jsonl", "train/*.jsonl"),
+        ("main/train.jsonl", "main/Eval.jsonl", "**/*train*.jsonl"),
+    ],
+)
+def test_a_folder_with_held_out_files_is_refused(tmp_path: Path, train: str, other: str, remedy: str) -> None:
+    for number, name in enumerate((train, other)):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        write(tmp_path / name, [{"n": number}])
+    with pytest.raises(ValueError, match="files that are held out") as caught:
+        open_rows(str(tmp_path))
+    assert str(caught.value).endswith(f"with the pattern {tmp_path}/{remedy}")
+    assert open_rows(f"{tmp_path}/{remedy}")[0] == {"n": 0}
+
+
+def test_a_folder_with_held_out_files_that_no_pattern_tells_apart_names_each_file(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "train.ndjson", "test.jsonl"):
+        write(tmp_path / name, [{"n": 1}])
+    with pytest.raises(ValueError, match=r"\+data\.sets\.a\.name=.*/train\.jsonl \+data\.sets\.b\.name=.*/train\.ndjson"):
+        open_rows(str(tmp_path))
+
+
+def test_hidden_folders_and_words_that_only_contain_a_split_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    for name in (".cache/test.jsonl", "train/latest.jsonl", "train/devices.jsonl", "unit_tests.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [{"n": name}])
+    found = open_rows(str(tmp_path))
+    assert {found[i]["n"] for i in range(len(found))} == {"train/latest.jsonl", "train/devices.jsonl", "unit_tests.jsonl"}
+    assert len(open_rows(str(tmp_path / ".cache"))) == 1, "a hidden folder that is named is read"
 
 
 def test_a_parquet_file_has_the_same_conversations_as_its_jsonl(tmp_path: Path) -> None:
@@ -144,3 +179,61 @@ def test_what_synthesis_writes_is_read_unchanged(tmp_path: Path, kind: str) -> N
     one, two = (read_conversation(found[i], fills=found.fills) for i in range(2))
     assert (one.messages, one.first, one.tools) == ([ASKED, *said], 1, [ADD])
     assert (two.messages, two.tools) == ([ASKED, {**SAID, "reasoning_content": "add them"}], None)
+
+
+@pytest.mark.parametrize("text", ["[]", '[{"name": "Bob"}]', '[{"role": "engineer"}]', "[1, 2]", '[{"role": ["user"]}]'])
+def test_a_text_that_happens_to_be_json_is_text(text: str) -> None:
+    read = read_conversation({"prompt": text, "completion": text})
+    assert read.messages == [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    assert read.first == 1
+
+
+def test_a_text_that_is_json_of_messages_is_read_as_messages() -> None:
+    read = read_conversation({"prompt": " " + json.dumps([ASKED]), "completion": json.dumps([SAID], indent=1)})
+    assert read.messages == [ASKED, SAID]
+
+
+def test_nulls_of_tools_and_calls_that_are_json_texts_are_kept() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {"default": None, "enum": [None, 1]}}}}}
+    call = {"name": "add", "arguments": {"x": None}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for tools in (json.dumps([tool]), [json.dumps(tool)]):
+        assert read_conversation({"messages": [ASKED, SAID], "tools": tools}, fills=True).tools == [tool]
+    for calls in (json.dumps([call]), [json.dumps(call)]):
+        (_, read) = read_conversation({"messages": [ASKED, {**said, "tool_calls": calls}]}, fills=True).messages
+        assert read["tool_calls"][0]["function"]["arguments"] == '{"x": null}'
+    (filled,) = read_conversation({"messages": [ASKED, SAID], "tools": [tool]}, fills=True).tools or ()
+    assert filled["function"]["parameters"] == {"properties": {"x": {"enum": [None, 1]}}}, "the file may have filled these in"
+
+
+def test_a_digest_shows_that_a_data_set_has_changed_and_not_where_it_is(tmp_path: Path) -> None:
+    rows = [{"n": number} for number in range(5)]
+    name, moved = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
+    before = digest_of(name, open_rows(name))
+    assert before == digest_of(moved, open_rows(moved))
+    assert (before["rows"], before["bytes"]) == (5, 45)
+    write(tmp_path / "a.jsonl", [*rows[:4], {"n": 9}])
+    assert digest_of(name, open_rows(name)) | {"blake2": ""} == before | {"blake2": ""}, "as many rows and bytes"
+    assert digest_of(name, open_rows(name)) != before
+
+
+def test_a_resumed_run_notices_that_its_data_has_changed(tmp_path: Path) -> None:
+    from rlx.config.load import compose
+    from rlx.config.roots import SFT
+    from rlx.paths import RunPaths
+    from rlx.policy.source import keep_digests
+    from rlx.runs.run import Run
+
+    name, held_out = write(tmp_path / "a.jsonl", [{"n": 1}]), write(tmp_path / "val.jsonl", [{"n": 1}])
+    cfg = compose([f"data.name={name}", f"val.name={held_out}", "model=tiny"], {}, SFT).cfg
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    keep_digests(cfg, paths)
+    written = paths.data.read_text()
+    keep_digests(cfg, paths)
+    assert paths.data.read_text() == written
+    assert list(Run(paths.root).data or ()) == ["data.name", "val.name"], "`rlx diff` compares them"
+    write(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
+    with pytest.raises(ValueError, match=r"data\.name=.*'rows': 1, .*→ \{'rows': 2(.|\n)*run\.name=NEW; or begin anew with clean=true"):
+        keep_digests(cfg, paths)
+    assert paths.data.read_text() == written

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -44,7 +44,8 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Convers
     """The conversation of a row. Raises RowError.
 
     `fills`: the row's file has one set of columns for all rows (Parquet), so a mapping may have keys of other rows, with None. These are
-    removed, also from the arguments of tool calls. A JSONL row has only its own keys, so its arguments stay as they are.
+    removed, also from the arguments of tool calls. A JSONL row has only its own keys, so its arguments stay as they are; so do tools and
+    calls that are JSON texts, which no file fills in.
     """
     messages, first = _messages_of(row)
     if not messages:
@@ -66,17 +67,24 @@ def _messages_of(row: Mapping[str, Any]) -> tuple[list[Any], int]:
 
 
 def _listed(value: Any, role: str, column: str) -> list[Any]:
-    """A column as a list of messages. A `str` that is JSON of messages is read; any other is a message of `role`."""
+    """A column as a list of messages. A `str` that is JSON of messages is read; any other, also other JSON, is a message of `role`."""
     if isinstance(value, str):
-        decoded = _from_json(value) if value.lstrip()[:2] in ("[{", "[]") else None
-        if column == "messages" and decoded is None:
-            raise RowError("`messages` is a text; it must be a list of messages, or that as JSON")
-        return decoded if isinstance(decoded, list) else [{"role": role, "content": value}]
+        decoded = _from_json(value) if value.lstrip().startswith("[") else None
+        if column == "messages":
+            if not isinstance(decoded, list):
+                raise RowError("`messages` is a text; it must be a list of messages, or that as JSON")
+            return decoded
+        return decoded if _are_messages(decoded) else [{"role": role, "content": value}]
     if isinstance(value, Mapping):
         return [value]
     if not isinstance(value, list | tuple):
         raise RowError(f"`{column}` is of type {type(value).__name__}; it must be a list of messages")
     return [{"role": role, "content": each} if isinstance(each, str) else each for each in value]
+
+
+def _are_messages(value: Any) -> TypeGuard[list[Any]]:
+    known = (*ROLES, AS_SYSTEM)
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and each.get("role") in known for each in value)
 
 
 def _message(message: Any, fills: bool) -> Message:
@@ -94,7 +102,7 @@ def _message(message: Any, fills: bool) -> Message:
     if calls := message.get("tool_calls"):
         if role != "assistant":
             raise RowError(f"a message of role {role} has `tool_calls`")
-        read["tool_calls"] = [_call(call, fills) for call in _decoded(calls, "tool_calls")]
+        read["tool_calls"] = [_call(call, fills and not isinstance(calls, str)) for call in _decoded(calls, "tool_calls")]
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             read[key] = message[key]
@@ -118,6 +126,7 @@ def _text(content: Any) -> str:
 
 def _call(call: Any, fills: bool) -> dict[str, Any]:
     """A tool call in OpenAI's form. The flat form of verifiers (`id`, `name`, `arguments`) is read, too."""
+    fills = fills and not isinstance(call, str)
     call = _decoded(call, "a tool call")
     function = call.get("function") if isinstance(call, Mapping) else None
     function = function if isinstance(function, Mapping) else call
@@ -134,7 +143,8 @@ def _call(call: Any, fills: bool) -> dict[str, Any]:
 
 
 def _tools(value: Any, fills: bool) -> list[dict[str, Any]] | None:
-    tools = [_tool(_decoded(tool, "a tool"), fills) for tool in _decoded(value, "tools") or ()]
+    fills = fills and not isinstance(value, str)
+    tools = [_tool(_decoded(tool, "a tool"), fills and not isinstance(tool, str)) for tool in _decoded(value, "tools") or ()]
     return tools or None
 
 

@@ -15,8 +15,11 @@ marked exactly is refused (`RowError`), never guessed. Other roles are trained b
 
 from __future__ import annotations
 
+import html
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -155,7 +158,9 @@ def _spelled_after(prompt: list[int], whole: list[int], chat: Format) -> list[in
 
 
 def _check_complete(message: Message, answer: str, chat: Format) -> None:
-    """Raise RowError unless the answer shows the message's text and reasoning: some templates leave out one of them, without a word."""
+    """Raise RowError unless the answer shows the message's text, reasoning and calls: some templates leave out one, without a word."""
+    if not any((message.get(key) or "").strip() for key in ("content", "reasoning_content")) and not message.get("tool_calls"):
+        raise RowError("an answer says nothing: it has no content, no reasoning and no tool calls, so only the end of the turn is trained")
     for key in ("content", "reasoning_content"):
         for piece in THOUGHT.split(message.get(key) or ""):
             said = piece.strip()
@@ -163,6 +168,56 @@ def _check_complete(message: Message, answer: str, chat: Format) -> None:
             if said and said not in answer and chat.text(chat.encode(said)).strip() not in answer:
                 with_calls = " beside a tool call" if message.get("tool_calls") else ""
                 raise RowError(f"the chat template does not show the `{key}` of an answer{with_calls}: {said[:60]!r}")
+    _check_calls(message, answer, chat)
+
+
+def _check_calls(message: Message, answer: str, chat: Format) -> None:
+    """Raise RowError unless the answer shows each call's name and the values of its arguments, besides what its text says."""
+    text = "\n".join(message.get(key) or "" for key in ("content", "reasoning_content"))
+    needed: Counter[str] = Counter()  # how often the calls so far have a piece
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        for what, value in [("name", name), *(("argument", value) for value in _values(_arguments(arguments, answer)))]:
+            needed[str(value)] += 1
+            if not any(answer.count(one) >= text.count(one) + needed[str(value)] for one in _spellings(value, chat)):
+                raise RowError(
+                    f"the chat template does not show a tool call of an answer: the call of {name} has the {what} {str(value)[:60]!r}, the "
+                    f"rendered answer is {answer[:200]!r}. Use a template that shows calls, model.chat_template=FILE"
+                )
+
+
+def _arguments(text: str, answer: str) -> Any:
+    """The arguments of a call, decoded; as they stand if the answer shows them so, or if they are not JSON."""
+    try:
+        return text if text in answer else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The strings and numbers in `value`, at any depth. Templates may leave out None."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _values(inner)
+    elif value is not None:
+        yield value
+
+
+def _spellings(value: Any, chat: Format) -> set[str]:
+    """How a template may write a value: as it is, as JSON, as JSON in JSON, as Python, as XML."""
+    if not isinstance(value, str):
+        return {json.dumps(value), str(value)}
+    said = value.strip()
+    found = {said, html.escape(said), html.escape(said, quote=False), repr(said)[1:-1]}
+    for ascii_only in (True, False):
+        once = json.dumps(said, ensure_ascii=ascii_only)[1:-1]
+        unsafe = once
+        for mark in "<>&'":  # Jinja's `tojson`
+            unsafe = unsafe.replace(mark, f"\\u{ord(mark):04x}")
+        found |= {once, unsafe, json.dumps(once, ensure_ascii=ascii_only)[1:-1]}
+    return found | {chat.text(chat.encode(one)).strip() for one in found}
 
 
 def _train_content(sample: Marked, messages: list[Message], index: int, tools: Any, show: Any, ids: list[int]) -> None:

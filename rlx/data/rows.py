@@ -8,6 +8,7 @@ the hub are read by the `datasets` package. Either way rows stay on disk until t
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import mmap
 import re
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+HELD_OUT = {"test", "valid", "validation", "val", "dev", "eval"}  # words in the names of files that are not to train on
+BLOCK, BLOCKS = 1 << 20, 64  # bytes, and how many blocks of a larger file are hashed
 SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>\d*%?):(?P<end>\d*%?)\])?")
 
 
@@ -63,14 +66,15 @@ def open_rows(name: str, *, subset: str | None = None, split: str = "train") -> 
 def files_of(name: str) -> list[Path] | None:
     """The files of a data set on disk, in the order of their names; None if `name` can only be one of the hub's.
 
-    Raises ValueError for a path without such files.
+    Raises ValueError for a path without such files, and for a folder with files to train on and files that are held out.
     """
     path = Path(name).expanduser()
     known = ", ".join((*JSONL, *PARQUET))
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (*JSONL, *PARQUET) and not file.name.startswith("."))
+        files = sorted(file for file in path.rglob("*") if file.suffix in (*JSONL, *PARQUET) and not _is_hidden(file.relative_to(path)))
         if not files:
             raise ValueError(f"the folder {name} has no files that end in {known}")
+        _check_splits(path, files)
         return files
     if glob.has_magic(name):
         files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
@@ -86,6 +90,53 @@ def files_of(name: str) -> list[Path] | None:
         if file.suffix not in (*JSONL, *PARQUET):
             raise ValueError(f"{file} is neither JSONL nor Parquet; its name must end in one of {known}")
     return files
+
+
+def digest_of(name: str, rows: Rows) -> dict[str, Any]:
+    """What shows that a data set has changed: `{"rows": n, "bytes": n, "blake2": hex}`, wherever its files are.
+
+    Of a file larger than 64 MiB only 64 blocks are hashed, of the hub's rows only 64 rows; these have no `bytes`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    files = files_of(name)
+    if files is None:
+        for index in np.linspace(0, len(rows) - 1, min(BLOCKS, len(rows))).astype(int):
+            digest.update(json.dumps(rows[int(index)], default=repr, sort_keys=True).encode())
+        return {"rows": len(rows), "blake2": digest.hexdigest()}
+    sizes = [path.stat().st_size for path in files]
+    for path, size in zip(files, sizes, strict=True):
+        starts = range(0, size, BLOCK) if size <= BLOCK * BLOCKS else np.linspace(0, size - BLOCK, BLOCKS).astype(int)
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(int(start))
+                digest.update(file.read(BLOCK))
+    return {"rows": len(rows), "bytes": sum(sizes), "blake2": digest.hexdigest()}
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _check_splits(folder: Path, files: Sequence[Path]) -> None:
+    """Raise ValueError if names say that some files are to train on, and others are held out."""
+    words = {file: set(re.split(r"[^a-z]+", str(file.relative_to(folder).with_suffix("")).lower())) for file in files}
+    held_out = [file for file in files if words[file] & HELD_OUT]
+    train = [file for file in files if "train" in words[file] and file not in held_out]
+    if not held_out or not train:
+        return
+    endings = sorted({file.suffix for file in train})
+    patterns = [f"{folder}/{where}{end}" for where in ("train/*", "*train*", "train/**/*", "**/train/*", "**/*train*") for end in endings]
+    fits = next((one for one in patterns if sorted(glob.glob(one, recursive=True)) == sorted(map(str, train))), None)
+    files_apart = " ".join(f"+data.sets.{chr(97 + i)}.name={file}" for i, file in enumerate(train[:3])) + (" …" if len(train) > 3 else "")
+    raise ValueError(
+        f"the folder {folder} has files to train on ({_some(train, folder)}) and files that are held out ({_some(held_out, folder)}); "
+        + (f"name only those to train on, with the pattern {fits}" if fits else f"name each file to train on: {files_apart}")
+    )
+
+
+def _some(files: Sequence[Path], folder: Path) -> str:
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:3])
+    return names + (f" and {len(files) - 3} more" if len(files) > 3 else "")
 
 
 def _bound(text: str | None, length: int, default: int) -> int:

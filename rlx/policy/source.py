@@ -5,17 +5,18 @@ It is in this room because rows become samples by the chat format of the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rlx.config.schema import Config, SftRoot, TrainingRoot
 from rlx.config.schema_sft import DataSetConfig
-from rlx.data.rows import open_rows
+from rlx.data.rows import digest_of, open_rows
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, Source
 from rlx.data.supervised import Conversations, Prepared, SupervisedSource
 from rlx.parallel.mesh import Mesh
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import ends_of, tokenizer_of
 from rlx.types import StepBatch
@@ -32,7 +33,7 @@ def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str) -> Sou
     assert isinstance(cfg, SftRoot)
     if cfg.data.type == "fake":
         return fake(cfg)
-    return Prepared(partial(supervised, cfg, model), mesh)
+    return Prepared(partial(supervised, cfg, model, paths), mesh)
 
 
 def fake(cfg: SftRoot) -> FakeSource:
@@ -50,11 +51,29 @@ def fake(cfg: SftRoot) -> FakeSource:
     )
 
 
-def supervised(cfg: SftRoot, model: str) -> SupervisedSource:
-    """The rows of `data`. Raises ValueError for a data set that cannot be opened."""
+def supervised(cfg: SftRoot, model: str, paths: RunPaths) -> SupervisedSource:
+    """The rows of `data`. Raises ValueError for a data set that cannot be opened, or is not that of the run's earlier attempts."""
+    keep_digests(cfg, paths)
     chat, vocab_size = chat_of(cfg, model), vocab_size_of(cfg, model)
     sets = [(_examples(cfg, key, each, chat, vocab_size), each.weight) for key, each in cfg.data.all_sets.items()]
     return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle)
+
+
+def keep_digests(cfg: SftRoot, paths: RunPaths) -> None:
+    """Write what shows that the data sets have changed. Raises ValueError if they have since an earlier attempt of the run."""
+    sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
+    if cfg.val.name is not None:
+        sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
+    here = {key: digest_of(each.name, open_rows(each.name, subset=each.subset, split=each.split)) for key, each in sets.items()}
+    there = json.loads(paths.data.read_text())["sets"] if paths.data.is_file() else {}
+    if changed := [f"{key}={sets[key].name}: {there[key]} → {here[key]}" for key in here if there.get(key, here[key]) != here[key]]:
+        raise ValueError(
+            "a data set has changed since the run began, so a resumed run would skip rows and repeat others:\n  "
+            + "\n  ".join(changed)
+            + f"\nRestore the data set; or train on the new one in another run from the last checkpoint, resume={paths.root} run.name=NEW; "
+            "or begin anew with clean=true"
+        )
+    write_text(paths.data, json.dumps({"sets": here}, indent=1) + "\n")
 
 
 def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> StepBatch | None:

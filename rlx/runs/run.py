@@ -80,8 +80,13 @@ class Run:
 
     @property
     def data(self) -> Mapping[str, Any] | None:
-        """Digests of the examples, by environment; `None` if the run ended before it recorded them."""
-        return self._once("data", self.paths.data, lambda path: json.loads(path.read_text())["envs"])
+        """Digests of the examples by environment, or of the data sets; `None` if the run ended before it recorded them."""
+
+        def read(path: Path) -> Mapping[str, Any]:
+            (digests,) = json.loads(path.read_text()).values()  # of `envs`, or of `sets`
+            return digests
+
+        return self._once("data", self.paths.data, read)
 
     # results
     @property
