@@ -52,7 +52,7 @@ def config_of(*overrides: str) -> EvalRoot:
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     """The directory of a run with the weights of steps 2 and 4, and with half of step 6."""
-    composed = compose(["env=sums", "envs.sums.args.level=2", "seq_len=48", "sampling.max_tokens=9", "model.dtype=bfloat16"], {})
+    composed = compose(["env=sums", "envs.sums.args.level=2", "seq_len=48", "sampling.max_tokens=9", "model.dtype=bfloat16", "seed=5"], {})
     root = tmp_path / "trained"
     for step in (2, 4, 6):
         (root / "weights" / f"step_{step}").mkdir(parents=True)
@@ -68,7 +68,7 @@ def trained(tmp_path: Path) -> Path:
 def test_model_lengths_sampling_and_environments_are_those_of_the_run_unless_they_are_given(trained: Path) -> None:
     composed = compose([f"weights_dir={trained}", "sampling.max_tokens=7"], {}, EVAL)
     cfg = composed.cfg
-    assert (cfg.seq_len, cfg.model.dtype, cfg.sampling.max_tokens) == (48, "bfloat16", 7)
+    assert (cfg.seed, cfg.seq_len, cfg.model.dtype, cfg.sampling.max_tokens) == (5, 48, "bfloat16", 7)
     assert (list(cfg.envs), cfg.envs["sums"].args, cfg.envs["sums"].split) == (["sums"], {"level": 2}, "eval")
     assert f"sampling.max_tokens=7 (command line); the run {trained} has 9" in composed.notes
     assert list(config_of(f"weights_dir={trained}", "env=reverse_text").envs) == ["reverse_text"]
