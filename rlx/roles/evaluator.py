@@ -38,10 +38,10 @@ from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout.models import Model, Served, connect_endpoint, connect_servers
-from rlx.rollout.scored import Scored
+from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
-from rlx.rollout.tasks import data_digest
+from rlx.rollout.synthesis import keep_digests
 from rlx.stacks import answer, explain_with
 from rlx.waiting import LEFT, Preempted, first_failure
 
@@ -124,6 +124,13 @@ async def evaluate(config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local],
         await Evaluator(config, paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, model, heartbeat).run()
 
 
+def has_finished(paths: RunPaths) -> bool:
+    """Whether earlier attempts left the record of a version, or of a rollout."""
+    if any(record["source"] == "eval" for record, _ in read_metrics(paths.metrics)):
+        return True
+    return any(file.stat().st_size for file in paths.evaluations.glob(f"*/step_*/{PLAYED}"))
+
+
 def main() -> int:
     """The role as a process. Returns its exit code."""
     die_with_parent()
@@ -147,8 +154,11 @@ def main() -> int:
     if empty := [name.removeprefix(PREFIX) for name, env in envs.items() if not len(env.rows)]:
         print(f"there is nothing to evaluate: no examples in {', '.join(empty)}", file=sys.stderr)
         return 1
-    digests = {name.removeprefix(PREFIX): data_digest(env.rows) for name, env in envs.items()}
-    write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
+    try:
+        keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     keep_event_loop_free()
     stopped: list[int] = []
 

@@ -125,7 +125,7 @@ def play_to_the_end(synthesis: Synthesis, config: SynthesizeRoot, paths: RunPath
     if chat is not None:
         check_chat(envs, config, chat)
     heartbeat.beat("reading the data sets")
-    keep_digests(paths, envs)
+    keep_digests(paths, envs, kept=paths.finished.stat().st_size > 0)
     keep_event_loop_free()
     stopped: list[int] = []
 

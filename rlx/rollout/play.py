@@ -149,8 +149,14 @@ class Records(Generic[T]):
         self._file.flush()
 
     def read(self) -> list[T]:
-        """All records in the file, in the order in which they were added."""
-        return [self._decoder.decode(line) for line in self.path.read_bytes().splitlines()]
+        """All records in the file, in the order in which they were added. Raises ValueError for a line that is no record."""
+        records = []
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+            try:
+                records.append(self._decoder.decode(line))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ValueError(f"{self.path}, line {number}: {error}. Delete this line, and its rollout is played again") from error
+        return records
 
     def close(self) -> None:
         self._file.close()

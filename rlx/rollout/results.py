@@ -8,6 +8,7 @@ Call the writer in a thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -65,8 +66,8 @@ def outcome_of(rollout: Rollout) -> Outcome:
         answer=row.get("answer", ""),
         info=row.get("info", {}),
         reward=rollout.reward if rollout.status == "ok" else 0.0,
-        rewards=rollout.rewards,
-        metrics=rollout.metrics,
+        rewards=_finite(rollout.rewards),
+        metrics=_finite(rollout.metrics),
         status=rollout.status,
         stop=rollout.stop,
         error=rollout.error,
@@ -76,6 +77,11 @@ def outcome_of(rollout: Rollout) -> Outcome:
         num_tokens=rollout.num_completion_tokens,
         turns=[(len(turn.prompt_ids), len(turn.completion_ids)) for turn in rollout.turns],
     )
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    """The values without NaN and infinity, which JSON cannot hold: they would come back as `None`, and make every mean NaN."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> None:

@@ -277,10 +277,13 @@ def commit_of(paths: RunPaths) -> str | None:
     return f"{source['commit']}{'-dirty' if source.get('diff') else ''}" if source.get("commit") else None
 
 
-def keep_digests(paths: RunPaths, envs: Mapping[str, Environment]) -> None:
-    """Write the digests of the environments' examples. Raises ValueError if they differ from those of an earlier attempt."""
+def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool) -> None:
+    """Write the digests of the environments' examples.
+
+    `kept`: whether earlier attempts left finished rollouts. Then ValueError is raised, and nothing written, if their examples were others.
+    """
     digests = {name: data_digest(env.rows) for name, env in envs.items()}
-    if paths.data.is_file() and paths.finished.stat().st_size:
+    if kept and paths.data.is_file():
         before = json.loads(paths.data.read_text())["envs"]
         if changed := [name for name in digests if before.get(name, digests[name]) != digests[name]]:
             raise ValueError(
