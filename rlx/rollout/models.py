@@ -153,6 +153,7 @@ async def connect_endpoint(
         stack.push_async_callback(policy.close)
         envs[name].policy = policy
         policies.append(policy)
+        policy.standing = policies[0].standing  # all ask the same endpoint, with the same key
     beat(f"asking {client.base_url} for {config.model.name}")
     try:
         await check(policies[0], tools=any(env.tools for env in envs.values()))
