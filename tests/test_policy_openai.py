@@ -12,9 +12,12 @@ import pytest
 from aiohttp import web
 from policy_stand_in import load, task_of
 
+from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
+from rlx.rollout.evaluate import describe
+from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -177,6 +180,12 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
 
     good, bad = play(endpoint, scene)
     assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
+    outcome = outcome_of(good)
+    assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
+    described = describe("e", [[outcome]], 0.5)
+    assert "eval/e/completion_mean" not in described
+    row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}
+    assert eval_table([row])[1][0][-3] == "-"
     assert good.completion == [{"role": "assistant", "content": env.rows[0]["answer"]}]
     assert (bad.status, bad.stop) == ("error", "model_error")
     assert "bad key" in bad.error
