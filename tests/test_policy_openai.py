@@ -95,6 +95,7 @@ def test_a_message_comes_back_without_tokens_and_the_seed_is_that_of_the_request
     again = Endpoint()
     ask(again)
     assert again.asked[0]["seed"] == endpoint.asked[0]["seed"]
+    assert all(asked["seed"] < 2**31 for asked in endpoint.asked)
 
 
 def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> None:

@@ -27,6 +27,7 @@ EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")
 REFUSED = (401, 402)  # a wrong key, no credit: no request will ever be answered
 FORBIDDEN = 403  # the key may not do this; but some endpoints refuse a single moderated prompt so
 MANY_FORBIDDEN = 16  # so many 403 in a row are no matter of single prompts
+SEEDS = 2**31  # many endpoints take 32-bit seeds only
 SECRET = 8  # characters from which a key is a secret, and no placeholder such as `none`
 NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
@@ -131,7 +132,7 @@ class OpenAIEpisode:
         policy, number = self.policy, self._num_requests
         self._num_requests += 1
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
-        asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
+        asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
         parameters = parameters_of(asked)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
