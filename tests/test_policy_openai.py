@@ -302,3 +302,11 @@ def test_what_an_endpoint_cannot_do_is_refused_in_one_sentence(answers: list, ne
     with pytest.raises(PolicyError, match=says) as refused:
         checked(*answers, **needs)
     assert "\n" not in str(refused.value)
+
+
+def test_parameters_that_an_endpoint_does_not_take_are_left_out_or_renamed_and_its_error_names_the_key() -> None:
+    endpoint, sampling = Endpoint(), {"max_tokens": 9, "top_k": 5}
+    ask(endpoint, sampling=sampling, names={"seed": None, "max_tokens": "max_completion_tokens", "top_k": "k"})
+    assert endpoint.asked[0].keys() == {"model", "messages", "max_completion_tokens", "k"}
+    with pytest.raises(PolicyError, match=r"client\.parameters=\{max_tokens: null\} leaves it out"):
+        ask(Endpoint((400, {"error": {"message": "Unsupported parameter: 'max_tokens'"}})), sampling=sampling)

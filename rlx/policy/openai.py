@@ -65,11 +65,13 @@ class OpenAIPolicy:
         timeout: float = 600.0,
         max_retries: int = 4,
         tokens: bool = False,
+        names: Mapping[str, str | None] | None = None,
     ) -> None:
         """`base_url`: the URL before `/chat/completions`, as in `https://api.openai.com/v1`. `model`: its name there.
 
         `sampling`: default parameters of requests, by vLLM's names. `timeout`: seconds for one attempt at a request.
         `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
+        `names`: the endpoint's names for parameters; None leaves one out (`client.parameters`).
         `tokens`: ask for token ids and log-probabilities, so that every answer has a `Turn`. An endpoint that does not return them fails
         every request; `rlx.policy.endpoint.check` finds out before.
         """
@@ -79,6 +81,7 @@ class OpenAIPolicy:
         self.sampling = dict(sampling or {})
         self.context_length = context_length
         self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
+        self.names = dict(names or {})
         self.standing = Standing()
         self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
@@ -133,7 +136,7 @@ class OpenAIEpisode:
         self._num_requests += 1
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
         asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
-        parameters = parameters_of(asked)
+        parameters = renamed(parameters_of(asked), policy.names)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
         raw = raw_text(messages)
@@ -173,6 +176,10 @@ class OpenAIEpisode:
                 raise PolicyError(policy.standing.refusal) from error
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
                 raise PromptTooLong(text) from error
+            if error.status_code in (400, 422) and (named := [name for name in parameters if name in OWN and name in error.message]):
+                text += (
+                    f". Should the endpoint not take {named[0]}: client.parameters={{{named[0]}: null}} leaves it out, a name renames it"
+                )
             raise PolicyError(text if error.status_code < 500 else f"{text}; {tried}") from error
         except openai.APITimeoutError as error:
             raise PolicyError(f"{policy.base_url} did not answer in {policy.timeout:g} s, {tried}") from error
@@ -195,6 +202,14 @@ def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     if extra := {name: said[name] for name in EXTRA if name in said}:
         parameters["extra_body"] = extra
     return parameters
+
+
+def renamed(parameters: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
+    """The arguments of a request with the endpoint's names for them, and without those that it does not take."""
+    extra = {new: value for name, value in parameters.get("extra_body", {}).items() if (new := names.get(name, name)) is not None}
+    own = {new: value for name, value in parameters.items() if name != "extra_body" and (new := names.get(name, name)) is not None}
+    extra |= {name: own.pop(name) for name in own.keys() - {*OWN}}  # names that the `openai` package does not know
+    return own | ({"extra_body": extra} if extra else {})
 
 
 def for_endpoint(message: Message) -> Message:

@@ -149,6 +149,7 @@ async def connect_endpoint(
             sampling=sampling_of(config, spec),
             timeout=client.timeout,
             max_retries=client.max_retries,
+            names=client.parameters,
         )
         stack.push_async_callback(policy.close)
         envs[name].policy = policy
