@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 from aiohttp import web
 from policy_stand_in import load, task_of
 
+from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
-from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
+from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
+from rlx.rollout.evaluate import describe
+from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -91,6 +95,7 @@ def test_a_message_comes_back_without_tokens_and_the_seed_is_that_of_the_request
     again = Endpoint()
     ask(again)
     assert again.asked[0]["seed"] == endpoint.asked[0]["seed"]
+    assert all(asked["seed"] < 2**31 for asked in endpoint.asked)
 
 
 def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> None:
@@ -176,6 +181,12 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
 
     good, bad = play(endpoint, scene)
     assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
+    outcome = outcome_of(good)
+    assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
+    described = describe("e", [[outcome]], 0.5)
+    assert "eval/e/completion_mean" not in described
+    row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}
+    assert eval_table([row])[1][0][-3] == "-"
     assert good.completion == [{"role": "assistant", "content": env.rows[0]["answer"]}]
     assert (bad.status, bad.stop) == ("error", "model_error")
     assert "bad key" in bad.error
@@ -227,9 +238,48 @@ NO_TOOLS = (400, {"error": {"message": "tool choice needs a parser"}})
 def test_what_an_endpoint_can_do_is_known_before_any_work() -> None:
     plain, exact = (200, completion("yes")), (200, with_tokens("yes"))
     assert checked(plain, exact, plain, tokens=True, tools=True) == Capabilities(no_tokens=None, no_tools=None)
-    found = checked(plain, plain, NO_TOOLS)
-    assert "returns no token ids" in str(found.no_tokens)
-    assert "does not take tools: " in str(found.no_tools)
+    assert checked(plain) == Capabilities(no_tokens=None, no_tools=None)
+
+
+FORBIDDEN = (403, {"error": {"message": "not for you"}})
+
+
+def test_only_what_is_needed_is_asked_and_a_refused_question_says_nothing_about_other_requests() -> None:
+    endpoint = Endpoint(0.0, FORBIDDEN)
+
+    async def scene(policy: OpenAIPolicy) -> None:
+        await check(policy)
+        assert [asked.keys() & {"logprobs", "tools"} for asked in endpoint.asked] == [set()]
+        with pytest.raises(PolicyError, match=r"\(403\): .*not for you"):
+            await check(policy, tokens=True)
+        assert policy.refused is None
+
+    endpoint.answers.insert(1, 0.0)  # the second check's plain question
+    play(endpoint, scene, max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "final"), [(0, 1, True), (1, 1, False), (1, MANY_FORBIDDEN - 1, False), (1, MANY_FORBIDDEN, True)]
+)
+def test_a_403_is_final_before_the_first_answer_or_after_many_in_a_row(before: int, count: int, final: bool) -> None:
+    async def scene(policy: OpenAIPolicy) -> str | None:
+        for number in range(before + count):
+            with pytest.raises(PolicyError, match="not for you") if number >= before else contextlib.nullcontext():
+                await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
+        return policy.refused
+
+    refused = play(Endpoint(*[0.0] * before, *[FORBIDDEN] * count), scene, max_retries=0)
+    assert (refused is not None) == final
+
+
+def test_a_wrong_key_is_final_also_after_answers() -> None:
+    async def scene(policy: OpenAIPolicy) -> str | None:
+        await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
+        with pytest.raises(PolicyError, match="refuses every request"):
+            await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
+        return policy.refused
+
+    assert "bad key" in str(play(Endpoint(0.0, (401, {"error": {"message": "bad key"}})), scene, max_retries=0))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +293,7 @@ def test_what_an_endpoint_can_do_is_known_before_any_work() -> None:
         ([0.0, (200, with_tokens("yes", token_ids=None)), 0.0], {"tokens": True}, r"has no token_ids\. vLLM returns both"),
         ([0.0, (200, with_tokens("yes", logprobs=None)), 0.0], {"tokens": True}, r"returns no log-probabilities: .* no logprobs\. vLLM"),
         ([0.0, (200, with_tokens("yes", values=0)), 0.0], {"tokens": True}, r"returns 2 token ids, but 0 log-probabilities"),
-        ([0.0, 0.0, NO_TOOLS], {"tools": True}, r"does not take tools: .*tool choice needs a parser"),
+        ([0.0, NO_TOOLS], {"tools": True}, r"does not take tools: .*tool choice needs a parser"),
         ([0.0, 0.0, NO_TOOLS], {"tokens": True, "tools": True}, r"returns no token ids.*; .*does not take tools"),
         ([(401, {"error": {"message": "bad key"}})], {}, r"\(401\): .*bad key"),
     ],
@@ -252,3 +302,11 @@ def test_what_an_endpoint_cannot_do_is_refused_in_one_sentence(answers: list, ne
     with pytest.raises(PolicyError, match=says) as refused:
         checked(*answers, **needs)
     assert "\n" not in str(refused.value)
+
+
+def test_parameters_that_an_endpoint_does_not_take_are_left_out_or_renamed_and_its_error_names_the_key() -> None:
+    endpoint, sampling = Endpoint(), {"max_tokens": 9, "top_k": 5}
+    ask(endpoint, sampling=sampling, names={"seed": None, "max_tokens": "max_completion_tokens", "top_k": "k"})
+    assert endpoint.asked[0].keys() == {"model", "messages", "max_completion_tokens", "k"}
+    with pytest.raises(PolicyError, match=r"client\.parameters=\{max_tokens: null\} leaves it out"):
+        ask(Endpoint((400, {"error": {"message": "Unsupported parameter: 'max_tokens'"}})), sampling=sampling)

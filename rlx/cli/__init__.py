@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -31,8 +32,35 @@ COMMANDS = {  # in the order of the help text
 }
 
 
+CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 a role failed, 2 nothing was started, 130 interrupted."""
+    """Run the command line and return the exit code.
+
+    0 done, 1 a role failed, 2 nothing was started, 130 interrupted, 141 the reader of its output left (`rlx … | head`).
+    """
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return CLOSED
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nobody reads standard output any more. It then becomes the null device, so that Python's flush at exit is silent."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _main(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_usage(), file=sys.stdout if arguments else sys.stderr)

@@ -60,7 +60,8 @@ class PlayDisplay(Display):
         parts = [f"{self._finished()} of {self.cfg.total_steps} done"] if self.cfg.total_steps > 1 else []
         seconds = max(now["seconds"], 1e-9)
         if now["done"] > now["before"]:
-            parts += [f"{(now['done'] - now['before']) / seconds:.1f} rollouts/s", f"{count(now['tokens'] / seconds)} tok/s"]
+            parts += [f"{(now['done'] - now['before']) / seconds:.1f} rollouts/s"]
+            parts += [f"{count(now['tokens'] / seconds)} tok/s"] if now["tokens"] else []
         parts.append(f"{now['in_flight']} in flight" + (f", the oldest for {clock(now['oldest'])}" if now["oldest"] >= SLOW else ""))
         parts += [f"{now['failed']} failed"] if now["failed"] else []
         return "   ".join(parts)
@@ -122,7 +123,8 @@ def eval_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
             interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
             line.append(f"{row[name]:.3f}{interval}" if name in row else "-")
         line += [f"{row[name]:.3f}" if name in row else "-" for name in rewards]
-        line += [f"{row['completion_mean']:.1f}", f"{row['error_frac']:.1%}", f"{row['truncated_frac']:.1%}"]
+        tokens = f"{row['completion_mean']:.1f}" if "completion_mean" in row else "-"
+        line += [tokens, f"{row['error_frac']:.1%}", f"{row['truncated_frac']:.1%}"]
         cells.append(line)
     return head, cells
 

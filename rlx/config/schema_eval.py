@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.config.keys import key, section
 from rlx.config.schema_base import PlayRoot
@@ -31,6 +32,11 @@ class ClientConfig:
         None, "a YAML file of named endpoints, each with `base_url` and, if wanted, `api_key_var` and `model`, its name for the model"
     )
     endpoint: str | None = key(None, "the entry of that file to use")
+    parameters: dict[str, Any] = key(
+        {},
+        "request parameters that the endpoint does not take: null leaves one out, a text is its name there: "
+        "{seed: null, max_tokens: max_completion_tokens}",
+    )
     timeout: float = key(600.0, "seconds for one attempt at a request", above=0)
     max_retries: int = key(
         8,

@@ -32,7 +32,7 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an endpoint can do. Each `no_…` is the sentence that says why not; None: it can."""
+    """What an endpoint can do. Each `no_…` is the sentence that says why not; None: it can, or was not asked."""
 
     no_tokens: str | None  # token ids with log-probabilities
     no_tools: str | None
@@ -62,23 +62,18 @@ def turn_of(answer: Any, base_url: str) -> Turn:
     )
 
 
-async def capabilities(policy: OpenAIPolicy) -> Capabilities:
-    """Ask the endpoint. Raises PolicyError if it cannot even answer a question (not reachable, a wrong key, an unknown model)."""
-    await _ask(policy, tokens=False)
-    return Capabilities(
-        no_tokens=await _refusal(policy, tokens=True),
-        no_tools=await _refusal(policy, tokens=False, tools=[TOOL]),
-    )
-
-
 async def check(policy: OpenAIPolicy, *, tokens: bool = False, tools: bool = False) -> Capabilities:
-    """Raise PolicyError with one sentence for everything that the endpoint lacks of what is needed.
+    """Ask the endpoint for what is needed. Raises PolicyError with one sentence for everything that it lacks.
 
-    `tokens`: token ids and log-probabilities are needed. `tools`: the environment offers tools.
+    `tokens`: token ids and log-probabilities are needed. `tools`: the environment offers tools. The first question is one of the policy's
+    own: it fails if the endpoint is not reachable, refuses the key or does not know the model.
     """
-    found = await capabilities(policy)
-    lacks = [why for needed, why in ((tokens, found.no_tokens), (tools, found.no_tools)) if needed and why is not None]
-    if lacks:
+    await _ask(policy)
+    found = Capabilities(
+        no_tokens=await _refusal(policy, tokens=True) if tokens else None,
+        no_tools=await _refusal(policy, tokens=False, tools=[TOOL]) if tools else None,
+    )
+    if lacks := [why for why in (found.no_tokens, found.no_tools) if why is not None]:
         raise PolicyError("; ".join(lacks))
     return found
 
@@ -86,14 +81,13 @@ async def check(policy: OpenAIPolicy, *, tokens: bool = False, tools: bool = Fal
 async def _refusal(policy: OpenAIPolicy, *, tokens: bool, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
     """Why the endpoint cannot answer such a request; None if it can."""
     try:
-        await _ask(policy, tokens=tokens, tools=tools)
+        await _ask(policy.asking_for(tokens), tools)
     except PolicyError as error:
         return str(error) if tools is None else f"{policy.base_url} does not take tools: {error}"
     return None
 
 
-async def _ask(policy: OpenAIPolicy, *, tokens: bool, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+async def _ask(policy: OpenAIPolicy, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
     """One short request like those of an episode."""
     task = Task(env="check", example_id=0, index=0, row={})
-    episode = policy.asking_for(tokens).episode(task, 0, 0)
-    await episode.respond(QUESTION, tools, {"max_tokens": 4, "min_tokens": 0})
+    await policy.episode(task, 0, 0).respond(QUESTION, tools, {"max_tokens": 4, "min_tokens": 0})

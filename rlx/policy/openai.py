@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.plain import utf8
@@ -24,10 +24,30 @@ log = logging.getLogger(__name__)
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
-FORBIDDEN = (401, 402, 403)  # the key is wrong, or may not do this: no retry helps
+REFUSED = (401, 402)  # a wrong key, no credit: no request will ever be answered
+FORBIDDEN = 403  # the key may not do this; but some endpoints refuse a single moderated prompt so
+MANY_FORBIDDEN = 16  # so many 403 in a row are no matter of single prompts
+SEEDS = 2**31  # many endpoints take 32-bit seeds only
 SECRET = 8  # characters from which a key is a secret, and no placeholder such as `none`
 NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the answers so far say about the endpoint as a whole."""
+
+    refusal: str | None = None  # why it will answer no request at all
+    answered: bool = False  # whether it has answered a request
+    forbidden: int = 0  # answers 403 since the last request that it answered
+
+    def succeed(self) -> None:
+        self.answered, self.forbidden = True, 0
+
+    def forbid(self) -> bool:
+        """Count an answer 403. Returns whether it concerns every request."""
+        self.forbidden += 1
+        return not self.answered or self.forbidden >= MANY_FORBIDDEN
 
 
 class OpenAIPolicy:
@@ -45,11 +65,13 @@ class OpenAIPolicy:
         timeout: float = 600.0,
         max_retries: int = 4,
         tokens: bool = False,
+        names: Mapping[str, str | None] | None = None,
     ) -> None:
         """`base_url`: the URL before `/chat/completions`, as in `https://api.openai.com/v1`. `model`: its name there.
 
         `sampling`: default parameters of requests, by vLLM's names. `timeout`: seconds for one attempt at a request.
         `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
+        `names`: the endpoint's names for parameters; None leaves one out (`client.parameters`).
         `tokens`: ask for token ids and log-probabilities, so that every answer has a `Turn`. An endpoint that does not return them fails
         every request; `rlx.policy.endpoint.check` finds out before.
         """
@@ -59,22 +81,23 @@ class OpenAIPolicy:
         self.sampling = dict(sampling or {})
         self.context_length = context_length
         self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
-        self._refusals: list[str] = []  # shared with `asking_for`
+        self.names = dict(names or {})
+        self.standing = Standing()
         self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
 
     @property
     def refused(self) -> str | None:
         """Why the endpoint will answer no request at all (a wrong key, no credit); None as far as is known."""
-        return self._refusals[-1] if self._refusals else None
+        return self.standing.refusal
 
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
         return OpenAIEpisode(self, task, member, attempt)
 
     def asking_for(self, tokens: bool) -> OpenAIPolicy:
-        """This policy with another value of `tokens`. Both have the same connections."""
+        """This policy with another value of `tokens`, on the same connections. What is refused to it says nothing about this one."""
         other = copy.copy(self)
-        other.tokens = tokens
+        other.tokens, other.standing = tokens, Standing()
         return other
 
     async def close(self) -> None:
@@ -112,8 +135,8 @@ class OpenAIEpisode:
         policy, number = self.policy, self._num_requests
         self._num_requests += 1
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
-        asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
-        parameters = parameters_of(asked)
+        asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
+        parameters = renamed(parameters_of(asked), policy.names)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
         raw = raw_text(messages)
@@ -142,16 +165,21 @@ class OpenAIEpisode:
         policy = self.policy
         tried = f"tried {policy.max_retries + 1} times"
         try:
-            return await completions.create(model=policy.model, **parameters)
+            answer = await completions.create(model=policy.model, **parameters)
         except openai.APIStatusError as error:
             text = f"{policy.base_url} ({error.status_code}): {error.message}"
             if len(policy._secret) >= SECRET:
                 text = text.replace(policy._secret, "<secret>")
-            if error.status_code in FORBIDDEN or error.code in NO_CREDIT:
-                policy._refusals.append(f"the endpoint refuses every request: {text}")
-                raise PolicyError(policy._refusals[-1]) from error
+            final = error.status_code in REFUSED or error.code in NO_CREDIT
+            if final or (error.status_code == FORBIDDEN and policy.standing.forbid()):
+                policy.standing.refusal = f"the endpoint refuses every request: {text}"
+                raise PolicyError(policy.standing.refusal) from error
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
                 raise PromptTooLong(text) from error
+            if error.status_code in (400, 422) and (named := [name for name in parameters if name in OWN and name in error.message]):
+                text += (
+                    f". Should the endpoint not take {named[0]}: client.parameters={{{named[0]}: null}} leaves it out, a name renames it"
+                )
             raise PolicyError(text if error.status_code < 500 else f"{text}; {tried}") from error
         except openai.APITimeoutError as error:
             raise PolicyError(f"{policy.base_url} did not answer in {policy.timeout:g} s, {tried}") from error
@@ -159,6 +187,8 @@ class OpenAIEpisode:
             raise PolicyError(f"{policy.base_url} cannot be reached, {tried}: {error.__cause__ or error}") from error
         except openai.APIError as error:
             raise PolicyError(f"{policy.base_url}: {error.message}") from error
+        policy.standing.succeed()
+        return answer
 
 
 def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +202,14 @@ def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     if extra := {name: said[name] for name in EXTRA if name in said}:
         parameters["extra_body"] = extra
     return parameters
+
+
+def renamed(parameters: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
+    """The arguments of a request with the endpoint's names for them, and without those that it does not take."""
+    extra = {new: value for name, value in parameters.get("extra_body", {}).items() if (new := names.get(name, name)) is not None}
+    own = {new: value for name, value in parameters.items() if name != "extra_body" and (new := names.get(name, name)) is not None}
+    extra |= {name: own.pop(name) for name in own.keys() - {*OWN}}  # names that the `openai` package does not know
+    return own | ({"extra_body": extra} if extra else {})
 
 
 def for_endpoint(message: Message) -> Message:

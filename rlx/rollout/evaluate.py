@@ -239,8 +239,9 @@ def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: f
         "examples": len(examples),
         "error_frac": float(np.mean([outcome.failed for outcome in outcomes])),
         "truncated_frac": float(np.mean([outcome.is_truncated for outcome in outcomes])),
-        "completion_mean": float(np.mean([outcome.num_tokens for outcome in outcomes])),
     }
+    if any(outcome.num_tokens is not None for outcome in outcomes):  # a rollout that failed before an answer counts as 0 then
+        values["completion_mean"] = float(np.mean([outcome.num_tokens or 0 for outcome in outcomes]))
     scored = [outcome for outcome in outcomes if not outcome.failed]
     values |= means("reward", [outcome.rewards for outcome in scored]) | means("metric", [outcome.metrics for outcome in scored])
     return {f"eval/{name}/{metric}": value for metric, value in values.items() if not math.isnan(value)}

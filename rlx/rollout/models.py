@@ -149,10 +149,12 @@ async def connect_endpoint(
             sampling=sampling_of(config, spec),
             timeout=client.timeout,
             max_retries=client.max_retries,
+            names=client.parameters,
         )
         stack.push_async_callback(policy.close)
         envs[name].policy = policy
         policies.append(policy)
+        policy.standing = policies[0].standing  # all ask the same endpoint, with the same key
     beat(f"asking {client.base_url} for {config.model.name}")
     try:
         await check(policies[0], tools=any(env.tools for env in envs.values()))

@@ -44,8 +44,8 @@ class Outcome:
     error: str | None
     is_truncated: bool
     timing: dict[str, float]  # seconds: total, generation (waiting for the policy), scoring
-    num_prompt_tokens: int  # over all turns
-    num_tokens: int  # sampled, over all turns
+    num_prompt_tokens: int | None  # over all turns; None: no turn with known tokens, as at an endpoint
+    num_tokens: int | None  # sampled, over all turns; None likewise
     turns: list[tuple[int, int]] = field(default_factory=list)  # of each turn: prompt tokens, sampled tokens
 
     @property
@@ -73,8 +73,8 @@ def outcome_of(rollout: Rollout) -> Outcome:
         error=rollout.error,
         is_truncated=rollout.is_truncated,
         timing=rollout.timing,
-        num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns),
-        num_tokens=rollout.num_completion_tokens,
+        num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns) if rollout.turns else None,
+        num_tokens=rollout.num_completion_tokens if rollout.turns else None,
         turns=[(len(turn.prompt_ids), len(turn.completion_ids)) for turn in rollout.turns],
     )
 

@@ -133,7 +133,7 @@ class Scored:
         A failure is recorded once a later rollout succeeds: if everything fails from here on, nothing is, and it is all played again.
         """
         outcomes = [outcome_of(rollout) for rollout in rollouts]
-        self.tokens += sum(one.num_tokens for one in outcomes)
+        self.tokens += sum(one.num_tokens or 0 for one in outcomes)
         self._failures[job.env] += outcomes
         self._reward_errors.check([rollouts])
         if not all(one.failed for one in outcomes):
