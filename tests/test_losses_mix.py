@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixed_examples import GRPO, GRPO_OF_GROUPS, MIXES, OPD, mix_of, mixed_samples, naive_total, terms
+from mixed_examples import GRPO, GRPO_OF_GROUPS, MIXES, OPD, SFT, mix_of, mixed_samples, naive_total, taught, terms
 from trainer_examples import gradients, make_model, step_batch
 
 from rlx.data.packing import pack
@@ -165,3 +165,13 @@ def test_a_mini_batch_without_a_token_to_distil_trains_the_others(left: str):
         metrics = trainer.train_batch(pack(step_batch(2, mini_batches), rank=0, ranks=1, tokens=80, loss_of=mix.loss_of))
         assert np.isfinite(metrics["loss/total"])
         assert (metrics["teacher/kl"] == 0) == (mini_batches == [others])
+
+
+def test_the_perplexity_of_a_teachers_tokens_is_that_of_a_mean():
+    mix = mix_of(dict.fromkeys("abc", SFT))
+    samples = [taught(s) for s in mixed_samples(mix)]
+    hf = make_model()
+    trainer = PolicyTrainer(PolicyModel(hf), mix, torch.optim.SGD(hf.parameters(), lr=0.1))
+    metrics = trainer.train_batch(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=80, loss_of=mix.loss_of))
+    assert metrics["loss/nll"] == pytest.approx(metrics["ce/nll"], rel=1e-5)
+    assert metrics["loss/perplexity"] == pytest.approx(np.exp(metrics["ce/nll"]), rel=1e-4)
