@@ -81,8 +81,8 @@ def _refuse_other_temperatures(samples: list[TrainingSample]) -> None:
             raise TeacherError(
                 f"the environment {sample.env} sampled {int(other.sum())} tokens of rollout {sample.group}/{sample.member} at "
                 f"temperature {float(sample.temperature[other][0]):g}, but the teacher's log-probabilities are at temperature 1: the "
-                "difference is no KL. Let its requests ask for no temperature, or for 1; give these tokens a weight of 0 (ref_kl_weights); or use ref.name, "
-                "which the trainer scores at the same temperature"
+                "difference is no KL. Let its requests ask for no temperature, or for 1; give these tokens a weight of 0 "
+                "(ref_kl_weights); or use ref.name, which the trainer scores at the same temperature"
             )
 
 
