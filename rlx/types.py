@@ -245,6 +245,11 @@ class MiniBatch:
         return self.counts.all.groups
 
     @property
+    def num_trained_tokens(self) -> int:
+        """N_tok; if objectives' own losses have no token, as when a teacher plays, those of cross-entropy."""
+        return self.counts.all.tokens or self.counts.ce_tokens
+
+    @property
     def trains(self) -> bool:
         """Whether a token of any rank belongs to a loss."""
         return bool(self.counts.all.tokens or self.counts.kl.tokens or self.counts.ce_tokens)

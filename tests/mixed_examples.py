@@ -97,6 +97,21 @@ def mixed_samples(mix: LossMix, groups: int = 6, seed: int = 0) -> list[Training
     return samples
 
 
+def taught(sample: TrainingSample) -> TrainingSample:
+    """The sample as a teacher that plays gives it: no policy sampled its tokens, and cross-entropy reads them."""
+    nothing = np.zeros_like(sample.advantages)
+    return replace(
+        sample,
+        loss_mask=np.zeros_like(sample.loss_mask),
+        inference_logprobs=nothing,
+        advantages=nothing,
+        temperature=np.ones_like(sample.temperature),
+        versions=np.full_like(sample.versions, -1),
+        policy_weights=None,
+        ce_weights=sample.loss_mask.astype(np.float32),
+    )
+
+
 def naive_total(
     samples: Sequence[TrainingSample],
     specs: Mapping[str, Spec],

@@ -218,6 +218,19 @@ def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limit
     play(scene, Stand(0.3), request_timeout=0.5, restart_timeout=30, look=60)
 
 
+def test_the_time_in_which_a_server_worked_before_it_died_is_no_outage() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
+        await until(lambda: stand.in_flight)
+        await asyncio.sleep(0.4)
+        await stand.__aexit__()
+        await until(lambda: client.sampler.away)
+        assert client.sampler.away < 0.2
+        asked.cancel()
+
+    play(scene, Stand(5.0), restart_timeout=30, look=60)
+
+
 def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_start() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         await stand.__aexit__()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixed_examples import GRPO, MIXES, mix_of, mixed_samples, naive_total
+from mixed_examples import GRPO, GRPO_OF_GROUPS, MIXES, OPD, SFT, mix_of, mixed_samples, naive_total, taught, terms
 from trainer_examples import gradients, make_model, step_batch
 
 from rlx.data.packing import pack
@@ -22,6 +22,7 @@ from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.types import MicroBatch, TrainingSample
 
+OPD_ALONE = replace(OPD, terms=terms())  # without the KL term, so without a reference model
 ALL = pytest.mark.parametrize("name", MIXES)
 
 
@@ -151,3 +152,26 @@ def test_a_token_that_the_teacher_did_not_score_is_refused_not_trained():
     (mini_batch,) = pack(step_batch(0, [with_own_ids(holes)]), rank=0, ranks=1, tokens=10_000, loss_of=mix.loss_of).mini_batches
     with pytest.raises(ValueError, match=r"the teacher did not score \d+ of \d+ tokens of opd"):
         mix(tokens_of(mini_batch.micro_batches[0], numbers(holes)), mini_batch.counts)
+
+
+@pytest.mark.parametrize("left", ["no sample of the distilled environment", "no sample"])
+def test_a_mini_batch_without_a_token_to_distil_trains_the_others(left: str):
+    mix = mix_of({"a": GRPO_OF_GROUPS, "b": OPD_ALONE})
+    samples = [replace(s, env="ab"[s.group % 2]) for s in mixed_samples(mix)]
+    others = [replace(s, teacher_logprobs=None, ref_kl_weights=None) for s in samples if s.env == "a"] if left != "no sample" else []
+    hf = make_model()
+    trainer = PolicyTrainer(PolicyModel(hf), mix, torch.optim.SGD(hf.parameters(), lr=0.1))
+    for mini_batches in ([samples, others], [others, samples], [others]):
+        metrics = trainer.train_batch(pack(step_batch(2, mini_batches), rank=0, ranks=1, tokens=80, loss_of=mix.loss_of))
+        assert np.isfinite(metrics["loss/total"])
+        assert (metrics["teacher/kl"] == 0) == (mini_batches == [others])
+
+
+def test_the_perplexity_of_a_teachers_tokens_is_that_of_a_mean():
+    mix = mix_of(dict.fromkeys("abc", SFT))
+    samples = [taught(s) for s in mixed_samples(mix)]
+    hf = make_model()
+    trainer = PolicyTrainer(PolicyModel(hf), mix, torch.optim.SGD(hf.parameters(), lr=0.1))
+    metrics = trainer.train_batch(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=80, loss_of=mix.loss_of))
+    assert metrics["loss/nll"] == pytest.approx(metrics["ce/nll"], rel=1e-5)
+    assert metrics["loss/perplexity"] == pytest.approx(np.exp(metrics["ce/nll"]), rel=1e-4)

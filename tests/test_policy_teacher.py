@@ -20,6 +20,7 @@ from rlx.models.tiny import build_tokenizer
 from rlx.policy import teacher as teacher_module
 from rlx.policy.teacher import LOWEST, Teacher, TeacherError, probe_texts
 from rlx.rollout.teaching import Teaching
+from rlx.types import TrainingSample
 
 TOKENIZER = build_tokenizer(CONTEXT)
 Answer = Callable[[int], Awaitable[web.Response | None]]
@@ -202,8 +203,12 @@ def test_a_teacher_that_fits_is_found_and_one_that_is_not_there_is_named():
 # samples
 
 
+def at_temperature_1(samples: list[TrainingSample]) -> list[TrainingSample]:
+    return [replace(sample, temperature=np.ones_like(sample.temperature)) for sample in samples]
+
+
 def test_the_samples_of_an_environment_with_a_teacher_get_scores_where_the_policy_sampled():
-    samples = make_samples(groups=2)
+    samples = at_temperature_1(make_samples(groups=2))
     mine = [replace(sample, env="taught") if sample.group else sample for sample in samples]
     batch, values = talk(StandIn(), lambda teacher: Teaching(teacher, frozenset({"taught"})).score(step_batch(3, [mine])))
     for before, after in zip(mine, batch.mini_batches[0], strict=True):
@@ -220,7 +225,7 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     async def first(number: int) -> web.Response | None:
         return status(503, "broken") if number > 1 else None
 
-    samples, keys = make_samples(groups=2), {"batch_size": 1, "max_concurrent": 1, "deadline": 0.3}
+    samples, keys = at_temperature_1(make_samples(groups=2)), {"batch_size": 1, "max_concurrent": 1, "deadline": 0.3}
 
     def score(unscored: str) -> Any:
         return talk(
@@ -232,6 +237,17 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     assert values["teacher/unscored"] == len(samples) - 1
     with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 0\.3 s .*\(503\): broken\. teacher\.unscored=drop"):
         score("fail")
+
+
+def test_tokens_that_an_environment_sampled_at_another_temperature_are_refused():
+    def score(samples: list[TrainingSample]) -> Any:
+        return talk(StandIn(), lambda teacher: Teaching(teacher, frozenset({"test"})).score(step_batch(3, [samples])))
+
+    samples = make_samples(groups=2)
+    with pytest.raises(TeacherError, match=r"environment test sampled \d+ tokens of rollout 1/0 at temperature 0\.7.*ref_kl_weights"):
+        score(samples)
+    without = [replace(s, ref_kl_weights=np.where(s.temperature == 1, 1, 0).astype(np.float32)) for s in samples]
+    assert len(score(without)[0].mini_batches[0]) == len(samples)
 
 
 # a real server

@@ -14,7 +14,8 @@ def help_text() -> str:
     return f"""\
 rlx replay: {SUMMARY}.
 
-usage: rlx replay RUN --step N loss=OPTION [loss.KEY=VALUE …] [ref.KEY=VALUE …] [--out FOLDER] [--top M] [--device cpu|cuda]
+usage: rlx replay RUN --step N loss=OPTION [loss.KEY=VALUE …] [envs.NAME.loss=OPTION] [ref.KEY=VALUE …]
+                  [--out FOLDER] [--top M] [--device cpu|cuda]
 
   rlx replay outputs/mine --step 12 loss=gspo            the run's objective against gspo
   rlx replay outputs/mine --step 12 loss.eps_high=0.3    against itself with one key changed

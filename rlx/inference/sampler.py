@@ -186,7 +186,7 @@ class Sampler:
                     if now - troubled_since > (min(FAILING, self._restart_timeout) if fails else self._restart_timeout):
                         raise trouble
                     if not (fails or others):
-                        self._none_answers(began, trouble)
+                        self._none_answers(max(began, troubled_since), trouble)
                         limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
                     if server.away_until <= now or not others:
                         await asyncio.sleep(PAUSE)

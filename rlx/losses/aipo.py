@@ -63,6 +63,8 @@ def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     Raises ValueError without a teacher's log-probabilities, or if one is NaN (not scored).
     """
     teacher = tokens.ref_logp if tokens.teacher_logp is None else tokens.teacher_logp
+    if teacher is None and len(tokens.logp) == 0:  # a mini-batch without a token to distil has no stream of the teacher
+        teacher = tokens.logp.detach()
     if teacher is None:
         raise ValueError("the objective opd needs a teacher's log-probabilities and got none; name a teacher: ref.name or teacher.base_url")
     if bool(teacher.isnan().any()):

@@ -112,8 +112,10 @@ class Objective:
         if "ce" in parts:
             stats.sums["ce/nll"] = -learned.logp.detach().sum() / max(counts.ce_tokens, 1)
             stats.sums["ce/tokens"] = torch.zeros_like(total) + len(learned.logp)
-        if self.kind == "ref_kl" and (teacher := main.ref_logp if main.teacher_logp is None else main.teacher_logp) is not None:
-            stats.sums["teacher/kl"] = (main.logp.detach() - teacher).sum() / max(count.tokens, 1)
+        if self.kind == "ref_kl":
+            teacher = main.ref_logp if main.teacher_logp is None else main.teacher_logp
+            apart = torch.zeros_like(main.logp) if teacher is None else main.logp.detach() - teacher  # None: without tokens
+            stats.sums["teacher/kl"] = apart.sum() / max(count.tokens, 1)
         return total, stats
 
     def _kl_term(self, tokens: TokenBatch, count: Count) -> Tensor:

@@ -48,10 +48,14 @@ class Teaching:
             yield cls(teacher, envs, t.unscored)
 
     async def score(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float]]:
-        """The batch with the teacher's log-probabilities, and metrics. Raises TeacherError with `unscored` = `fail`, or for a refusal."""
+        """The batch with the teacher's log-probabilities, and metrics.
+
+        Raises TeacherError with `unscored` = `fail`, for a refusal, or for tokens to distil that were not sampled at temperature 1.
+        """
         wanted = [sample for samples in batch.mini_batches for sample in samples if sample.env in self.envs and sample.loss_mask.any()]
         if self.teacher is None:
             return batch, {}
+        _refuse_other_temperatures(wanted)
         began, self.phase = time.monotonic(), f"the teacher scores batch {batch.step}"
         try:
             scores = await self.teacher.score([sample.token_ids for sample in wanted])
@@ -67,6 +71,19 @@ class Teaching:
         mini_batches = tuple(tuple(one for sample in samples for one in _taught(sample, found)) for samples in batch.mini_batches)
         values = {"teacher/unscored": float(scores.missing), "teacher/retries": float(scores.retries)}
         return replace(batch, mini_batches=mini_batches), values | {"time/teacher": time.monotonic() - began}
+
+
+def _refuse_other_temperatures(samples: list[TrainingSample]) -> None:
+    """Raise TeacherError for tokens to distil whose request asked for another temperature than the teacher's."""
+    for sample in samples:
+        read = sample.loss_mask if sample.ref_kl_weights is None else sample.loss_mask & (sample.ref_kl_weights != 0)
+        if (other := read & (sample.temperature != 1)).any():
+            raise TeacherError(
+                f"the environment {sample.env} sampled {int(other.sum())} tokens of rollout {sample.group}/{sample.member} at "
+                f"temperature {float(sample.temperature[other][0]):g}, but the teacher's log-probabilities are at temperature 1: the "
+                "difference is no KL. Let its requests ask for no temperature, or for 1; give these tokens a weight of 0 "
+                "(ref_kl_weights); or use ref.name, which the trainer scores at the same temperature"
+            )
 
 
 def _taught(sample: TrainingSample, found: dict[int, Any]) -> list[TrainingSample]:

@@ -5,6 +5,7 @@ Every problem is a ConfigError before anything is loaded.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from rlx.checkpoints import folders
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
+from rlx.config.objectives import advantage_of, loss_of
 from rlx.config.rules import target_name
 from rlx.config.schema import Config, LossTerms
 from rlx.runs.compare import flat
@@ -22,6 +24,7 @@ from rlx.runs.run import Run
 from rlx.weights.files import versions
 
 MAY_DIFFER = ("loss", "ref")  # sections that change the gradient of a recorded batch at given weights
+OF_ENV = re.compile(r"envs\.([^.]+)\.loss(\..*)?")  # the same of one environment
 FLAGS = ("--config-dir", "--config-path")
 
 
@@ -54,21 +57,34 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
     if not lines:
         raise ConfigError("give another objective to compare with, such as loss=gspo or loss.eps_high=0.3.")
     keys = {line: line.lstrip("+~").partition("=")[0] for line in lines}
-    without = [line for line, key in keys.items() if key.partition(".")[0] not in MAY_DIFFER or key == "loss.mask_overlong"]
+    without = [line for line, key in keys.items() if not _may_differ(key) or key.endswith("loss.mask_overlong")]
     if without:
         raise ConfigError(
-            f"{', '.join(without)}: has no effect on the gradient of a recorded batch at given weights; only loss and ref have.\n"
+            f"{', '.join(without)}: has no effect on the gradient of a recorded batch at given weights; only loss, envs.NAME.loss and ref "
+            "have.\n"
             f"  fix: leave it out; to train the whole run again with it: python train.py --config-dir {run.root} --config-name config "
             f"replay={run.root} {' '.join(without)}"
         )
+    of_env = {line: match[1] for line, key in keys.items() if (match := OF_ENV.fullmatch(key))}
+    if unknown := sorted({*of_env.values()} - {*recorded.envs}):
+        raise ConfigError(f"the run has no environment {', '.join(unknown)}.\n  fix: name one of {', '.join(recorded.envs)}")
+    saved = [*flags[2:], "--config-dir", str(run.root.absolute()), "--config-name", "config"]
     if "loss" in keys.values():  # a saved configuration has no groups to choose from, so the node comes from the default run's
-        composed = compose([*flags, *lines], {})
+        composed = compose([*flags, *(line for line in lines if line not in of_env)], {})
         ref = {key.partition(".")[2]: getattr(composed.cfg.ref, key.partition(".")[2]) for key in keys.values() if key.startswith("ref.")}
         other = replace(recorded, loss=composed.cfg.loss, ref=replace(recorded.ref, **ref))
+        vague = [line for line, name in of_env.items() if not recorded.envs[name].loss and f"envs.{name}.loss" not in keys.values()]
+        if vague:
+            raise ConfigError(
+                f"{', '.join(vague)}: differs from the run's loss, which loss=… replaces.\n  fix: name the whole objective, such as "
+                f"envs.{of_env[vague[0]]}.loss=gspo"
+            )
+        of_envs = compose([*saved, *of_env], {}).cfg.envs
     else:
-        composed = compose([*flags[2:], "--config-dir", str(run.root.absolute()), "--config-name", "config", *lines], {})
-        other = replace(recorded, loss=composed.cfg.loss, ref=composed.cfg.ref)
-    problems = [problem.text for problem in check(other) if any(key.partition(".")[0] in MAY_DIFFER for key in problem.keys)]
+        composed = compose([*saved, *lines], {})
+        other, of_envs = replace(recorded, loss=composed.cfg.loss, ref=composed.cfg.ref), composed.cfg.envs
+    other = replace(other, envs={name: replace(env, loss=of_envs[name].loss) for name, env in recorded.envs.items()})
+    problems = [problem.text for problem in check(other) if any(map(_may_differ, problem.keys))]
     if problems:
         raise ConfigError(problems)
     notes = []
@@ -76,9 +92,26 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
         here, there = target_name(recorded.advantage), target_name(composed.cfg.advantage)
         if here != there:
             notes.append(f"the advantages are those recorded ({here}); a run with this loss would by default use {there}")
-    if not list(_changes(recorded, other)):
+    for name in sorted({*of_env.values()}):
+        here, there = target_name(advantage_of(recorded, name)), target_name(of_envs[name].advantage or recorded.advantage)
+        if here != there:
+            notes.append(f"the advantages of {name} are those recorded ({here}); a run with this loss would by default use {there}")
+    kept = [name for name, env in recorded.envs.items() if env.loss and name not in of_env.values()]
+    if kept and any(key.partition(".")[0] == "loss" for key in keys.values()):
+        notes.append(f"{', '.join(kept)}: trained by a loss of its own on both sides (envs.{kept[0]}.loss), not by loss")
+    if recorded.ref == other.ref and _trained(recorded) == _trained(other):
         notes.append("this is the run's own objective, so both sides are equal")
     return recorded, other, notes
+
+
+def _may_differ(key: str) -> bool:
+    return key.partition(".")[0] in MAY_DIFFER or OF_ENV.fullmatch(key) is not None
+
+
+def _trained(cfg: Config) -> list[dict[str, Any]]:
+    """What each environment is trained with, with the defaults of the keys that every objective has."""
+    shared = flat(asdict(LossTerms(aggregate="")))
+    return [shared | flat(loss) for loss in ([loss_of(cfg, name) for name in cfg.envs] or [cfg.loss])]
 
 
 def changes(recorded: Config, other: Config) -> dict[str, tuple[Any, Any]]:
@@ -95,7 +128,7 @@ def _changes(recorded: Config, other: Config) -> list[tuple[str, Any, Any]]:
 def _leaves(cfg: Config) -> dict[str, Any]:
     """The keys of the sections that may differ, with the defaults of those that every objective has."""
     shared = flat(asdict(LossTerms(aggregate="")), "loss.")
-    return shared | {name: value for name, value in flat(asdict(cfg)).items() if name.partition(".")[0] in MAY_DIFFER}
+    return shared | {name: value for name, value in flat(asdict(cfg)).items() if _may_differ(name) and value != {}}
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -219,7 +219,8 @@ class PolicyTrainer:
                 versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
                 _add_lag(more, step - versions, mini_batch.num_loss_tokens)
             else:
-                more.sums["loss/nll"] = -logp.detach().double().sum() / max(mini_batch.num_loss_tokens, 1)
+                trained = logp if inputs.sampled is None or not mini_batch.num_loss_tokens else logp[inputs.sampled]
+                more.sums["loss/nll"] = -trained.detach().double().sum() / max(mini_batch.num_trained_tokens, 1)
             loss.backward()
             stats.add(more)
         return stats

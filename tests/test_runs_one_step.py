@@ -1,0 +1,57 @@
+"""Which objective a recorded step is compared with, and what the user is told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, to_yaml
+from rlx.config.objectives import loss_of
+from rlx.runs.one_step import changes, other_objective
+
+EQUAL = "this is the run's own objective, so both sides are equal"
+MIX = ("env=[sums,reverse_text]", "envs.sums.loss=dppo")
+
+
+def run_of(root: Path, *overrides: str) -> Any:
+    cfg = compose(list(overrides), {}).cfg
+    (root / "config.yaml").write_text(to_yaml(cfg))
+    return SimpleNamespace(root=root, config=cfg)
+
+
+def test_the_objective_of_one_environment_can_be_another(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *MIX)
+    recorded, other, notes = other_objective(run, ["envs.sums.loss=gspo", "envs.sums.loss.eps_high=0.01"])
+    assert notes == []
+    assert loss_of(other, "reverse_text") == loss_of(recorded, "reverse_text")
+    assert changes(recorded, other)["envs.sums.loss._target_"] == ("rlx.losses.dppo.dppo", "rlx.losses.gspo.gspo")
+    assert loss_of(other, "sums")["eps_high"] == 0.01
+    _, other, notes = other_objective(run, ["loss=gspo", "envs.sums.loss=grpo"])
+    assert [loss_of(other, name)["_target_"] for name in ("sums", "reverse_text")] == ["rlx.losses.grpo.grpo", "rlx.losses.gspo.gspo"]
+
+
+def test_environments_that_keep_their_own_loss_are_named_and_equal_sides_are_noticed(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *MIX)
+    notes = other_objective(run, ["loss=gspo"])[2]
+    assert "sums: trained by a loss of its own on both sides (envs.sums.loss), not by loss" in notes
+    assert EQUAL not in notes
+    assert EQUAL in other_objective(run, ["loss=grpo"])[2]
+    assert EQUAL in other_objective(run_of(tmp_path, *MIX, "envs.reverse_text.loss=grpo"), ["loss=gspo"])[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["envs.math.loss=gspo"], "no environment math"),
+        (["envs.sums.weight=2"], "envs.sums.weight=2: has no effect"),
+        (["envs.sums.loss.mask_overlong=true"], "has no effect"),
+        (["loss=gspo", "envs.reverse_text.loss.eps_high=0.3"], r"name the whole objective, such as envs\.reverse_text\.loss="),
+    ],
+)
+def test_an_override_of_an_environment_that_says_nothing_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        other_objective(run_of(tmp_path, *MIX), overrides)
