@@ -17,6 +17,8 @@ import zstandard
 from launch_configs import config
 
 from rlx.cli import main
+from rlx.config.load import compose
+from rlx.config.roots import EVAL, SYNTHESIZE, Root
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
@@ -137,6 +139,27 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "there is no directory" in said
     assert "is neither a run's directory nor a sweep's" in said
     assert not (tmp_path / "report.html").exists()
+
+
+def other(root: Path, made_by: Root) -> Path:
+    """A directory of a command that trains nothing."""
+    root.mkdir(parents=True)
+    (root / "config.yaml").write_text(compose(["env=sums", "dry_run=true"], {}, made_by).yaml)
+    return root
+
+
+@pytest.mark.parametrize("made_by", [EVAL, SYNTHESIZE])
+def test_a_directory_of_another_command_gets_no_report_and_hides_no_other(
+    made_by: Root, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = other(tmp_path / "folder" / "other", made_by)
+    for directory in (single, tmp_path / "folder"):
+        assert main(["report", str(directory)]) == 2
+        assert f"of `rlx {made_by.command}`; a report shows runs that train" in capsys.readouterr().err
+    make(tmp_path / "folder" / "mine", [0.5] * 6)
+    page = page_of(tmp_path / "folder")
+    assert f"other is a directory of `rlx {made_by.command}`" in "".join(Parsed(page).texts)
+    assert "1 completed" in page
 
 
 def sweep(root: Path) -> Path:

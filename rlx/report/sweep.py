@@ -27,8 +27,8 @@ TITLES = {"off_policy/lag_mean": "Mean lag", "time/step": "Duration of a step"} 
 Array = NDArray[np.float64]
 
 
-def report(directory: Path, found: Sequence[Facts]) -> str:
-    """The page."""
+def report(directory: Path, found: Sequence[Facts], others: Sequence[str] = ()) -> str:
+    """The page. `others`: lines about directories that are not shown."""
     sweep = arrange(found)
     drawn = "".join(_panel(sweep, panel) for panels in SECTIONS.values() for panel in panels if panel.in_sweep)
     scores = "".join(_evaluations(sweep))
@@ -46,6 +46,7 @@ def report(directory: Path, found: Sequence[Facts]) -> str:
         ("What differs", _differences(sweep)),
         ("Samples", taken),
         ("Provenance", _provenance(found)),
+        ("Not shown", note(others)),
         ("Not readable", note(problems)),
     ]
     return page(directory.absolute().name, str(directory.absolute()), states, sections)
