@@ -72,14 +72,16 @@ class Parsed(HTMLParser):
         self.texts.append(data)
 
 
-def test_untrusted_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_untrusted_text_stays_text_and_nothing_is_fetched(what: str, tmp_path: Path) -> None:
     paths = make(tmp_path / "run", [0.1, 0.9], state="failed")
     record = {"env": EVIL, "reward": 1.0, "advantage": 0.5, "prompt": EVIL, "stop": EVIL, "answer": EVIL, "num_tokens": 3}
     record["completion"] = [{"role": EVIL, "content": [{"text": EVIL}], "tool_calls": [{"name": EVIL}]}]
     paths.rollouts.mkdir()
     paths.rollouts_of(1).write_bytes(zstandard.ZstdCompressor().compress(json.dumps(record).encode() + b"\n"))
     MetricsWriter(paths.metrics, "orchestrator").write(2, {f"reward/{EVIL}/mean": 1.0, "reward/other/mean": 0.5, "reward/mean": 0.5})
-    page = page_of(paths.root)
+    MetricsWriter(paths.metrics, "eval").write(2, {f"eval/{quoted}/avg@1": 0.5 for quoted in ('x" onload="alert(1)', "x><img src=y>")})
+    page = page_of(paths.root if what == "run" else tmp_path)
     parsed = Parsed(page)
     assert not [tag for tag, _ in parsed.tags if tag in ("img", "iframe", "link", "object")]
     assert [attrs for tag, attrs in parsed.tags if tag == "script" and attrs.get("type") != "application/json"] == [{}], "one script, ours"
@@ -89,7 +91,7 @@ def test_untrusted_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> Non
     assert EVIL.partition("\x1b")[0] in shown, "shown as it was written"
     assert "\u202e" not in page
     assert "\x1b" not in page
-    assert "boom <b>" in shown
+    assert what == "sweep" or "boom <b>" in shown
 
 
 def test_the_policy_of_the_page_allows_its_script_and_style_and_nothing_else(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def _panel(sweep: Sweep, panel: Panel) -> str:
 
 
 def _key(name: str) -> str:
-    """A metric's name as an id of the page."""
-    return name.replace("/", "-").replace("@", "-")
+    """A known metric's name as an id of the page."""
+    return name.replace("/", "-")
 
 
 def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Line | None:
@@ -226,11 +226,12 @@ def first_missing(values: Array) -> int | None:
 
 def _evaluations(sweep: Sweep) -> Iterator[str]:
     runs = (facts for setting in sweep.settings for facts in setting.runs)
-    for name in dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name)):
+    names = dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name))
+    for count, name in enumerate(names):  # an environment's name is untrusted, so it makes no id
         lines = [line for place, s in enumerate(sweep.settings) if (line := _mean(s, name, EVAL, place, marks=True)) is not None]
         about = "Mean over seeds; the interval is over seeds, not over examples."
         title = name.removeprefix("eval/").replace("/", " ")
-        yield draw(Chart(title=title, lines=lines, about=about, x_label="version", may_be_log=False), _key(name))
+        yield draw(Chart(title=title, lines=lines, about=about, x_label="version", may_be_log=False), f"eval{count}")
 
 
 # runs
