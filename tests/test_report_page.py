@@ -17,6 +17,8 @@ import zstandard
 from launch_configs import config
 
 from rlx.cli import main
+from rlx.config.load import compose
+from rlx.config.roots import EVAL, SYNTHESIZE, Root
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
@@ -70,14 +72,16 @@ class Parsed(HTMLParser):
         self.texts.append(data)
 
 
-def test_untrusted_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_untrusted_text_stays_text_and_nothing_is_fetched(what: str, tmp_path: Path) -> None:
     paths = make(tmp_path / "run", [0.1, 0.9], state="failed")
     record = {"env": EVIL, "reward": 1.0, "advantage": 0.5, "prompt": EVIL, "stop": EVIL, "answer": EVIL, "num_tokens": 3}
     record["completion"] = [{"role": EVIL, "content": [{"text": EVIL}], "tool_calls": [{"name": EVIL}]}]
     paths.rollouts.mkdir()
     paths.rollouts_of(1).write_bytes(zstandard.ZstdCompressor().compress(json.dumps(record).encode() + b"\n"))
     MetricsWriter(paths.metrics, "orchestrator").write(2, {f"reward/{EVIL}/mean": 1.0, "reward/other/mean": 0.5, "reward/mean": 0.5})
-    page = page_of(paths.root)
+    MetricsWriter(paths.metrics, "eval").write(2, {f"eval/{quoted}/avg@1": 0.5 for quoted in ('x" onload="alert(1)', "x><img src=y>")})
+    page = page_of(paths.root if what == "run" else tmp_path)
     parsed = Parsed(page)
     assert not [tag for tag, _ in parsed.tags if tag in ("img", "iframe", "link", "object")]
     assert [attrs for tag, attrs in parsed.tags if tag == "script" and attrs.get("type") != "application/json"] == [{}], "one script, ours"
@@ -87,7 +91,7 @@ def test_untrusted_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> Non
     assert EVIL.partition("\x1b")[0] in shown, "shown as it was written"
     assert "\u202e" not in page
     assert "\x1b" not in page
-    assert "boom <b>" in shown
+    assert what == "sweep" or "boom <b>" in shown
 
 
 def test_the_policy_of_the_page_allows_its_script_and_style_and_nothing_else(tmp_path: Path) -> None:
@@ -137,6 +141,27 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "there is no directory" in said
     assert "is neither a run's directory nor a sweep's" in said
     assert not (tmp_path / "report.html").exists()
+
+
+def other(root: Path, made_by: Root) -> Path:
+    """A directory of a command that trains nothing."""
+    root.mkdir(parents=True)
+    (root / "config.yaml").write_text(compose(["env=sums", "dry_run=true"], {}, made_by).yaml)
+    return root
+
+
+@pytest.mark.parametrize("made_by", [EVAL, SYNTHESIZE])
+def test_a_directory_of_another_command_gets_no_report_and_hides_no_other(
+    made_by: Root, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = other(tmp_path / "folder" / "other", made_by)
+    for directory in (single, tmp_path / "folder"):
+        assert main(["report", str(directory)]) == 2
+        assert f"of `rlx {made_by.command}`; a report shows runs that train" in capsys.readouterr().err
+    make(tmp_path / "folder" / "mine", [0.5] * 6)
+    page = page_of(tmp_path / "folder")
+    assert f"other is a directory of `rlx {made_by.command}`" in "".join(Parsed(page).texts)
+    assert "1 completed" in page
 
 
 def sweep(root: Path) -> Path:

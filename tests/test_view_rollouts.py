@@ -77,6 +77,42 @@ def test_a_damaged_index_is_an_error_and_not_another_list(paths: RunPaths, tmp_p
         Rollouts(tmp_path).whole()
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "no rollout", "wide"])
+def test_a_damaged_file_hides_no_other(damage: str, paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    mine = RunPaths(tmp_path / "mine")
+    mine.rollouts.mkdir(parents=True)
+    content = paths.rollouts_of(0).read_bytes()
+    mine.rollouts_of(0).write_bytes(content)
+    lines = {"no rollout": b'{"reward": 1}\n', "wide": b'{"example_id": 1, "num_tokens": 3000000000}\n'}
+    cut = {"cut": content[: len(content) // 2], "empty": b""}
+    mine.rollouts_of(1).write_bytes(cut[damage] if damage in cut else zstandard.compress(lines[damage]))
+    rollouts = Rollouts(mine.root)
+    assert len(rollouts.whole()) == 7
+    (problem,) = rollouts.problems
+    assert "step_000001.jsonl.zst cannot be read" in problem
+    assert not rollouts.look(), "the damaged file is read again only after a change"
+    mine.rollouts_of(1).write_bytes(content)
+    assert rollouts.look()
+    assert len(rollouts.whole()) == 14
+    assert not rollouts.problems
+    mine.rollouts_of(1).write_bytes(content[: len(content) // 2])
+    for command in (["view", str(mine.root)], ["show", str(mine.root), "filter=step=0"]):
+        assert main(command) == 0
+        assert "not shown: " in capsys.readouterr().out
+    assert main(["show", str(mine.root)]) == 2
+    assert "ends within its compressed data" in capsys.readouterr().err
+
+
+def test_odd_shapes_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    line = {"example_id": 1, "metrics": [1, 2], "rewards": [3], "timing": "long", "completion": 4.5, "prompt": {"role": "user"}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n" + json.dumps({**line, "num_tokens": 3, "seconds": "many"}) + "\n")
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "metrics: [1, 2]" in shown
+    assert "4.5" in shown
+    assert "many" in shown
+
+
 @pytest.mark.parametrize(
     ("condition", "count"),
     [

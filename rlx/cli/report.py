@@ -18,7 +18,8 @@ usage: rlx report RUN|SWEEP [--out FILE]        default: report.html in that dir
   rlx report outputs/losses                       a sweep: curves with bands over seeds, interquartile means, what differs
   rlx report /their/run --out /tmp/theirs.html    of a directory that you may only read
 
-The file needs no network and no other file. The run may be starting, running, failed or half-made. docs/report.md explains
+The file needs no network and no other file. The run may be starting, running, failed or half-made. Directories of
+rlx eval and rlx synthesize are not shown. docs/report.md explains
 the statistics."""
 
 
@@ -31,15 +32,15 @@ def run(argv: list[str]) -> int:
         print("usage: rlx report RUN|SWEEP [--out FILE]. See rlx report --help.", file=sys.stderr)
         return 2
     directory = Path(places[0]).expanduser()
-    from rlx.report.gather import gather, open_all
+    from rlx.report.gather import gather, open_all, training
 
     runs, is_sweep = open_all(directory)
     jobs = _jobs() if any(_has_job(run) for run in runs) else {}
-    found = [gather(each, jobs) for each in runs]
+    found, others = training(directory, [gather(each, jobs) for each in runs])
     if is_sweep:
         from rlx.report.sweep import report as sweep_report
 
-        html = sweep_report(directory, found)
+        html = sweep_report(directory, found, others)
     else:
         from rlx.report.single import report as run_report
 
@@ -53,7 +54,9 @@ def run(argv: list[str]) -> int:
             temporary.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}\n  fix: name another file with --out FILE") from error
-    print(f"{target}   {len(content) / 1e6:.1f} MB, {_what(len(runs), is_sweep)}")
+    print(f"{target}   {len(content) / 1e6:.1f} MB, {_what(len(found), is_sweep)}")
+    for line in others:
+        print(f"  not shown: {line}", file=sys.stderr)
     for facts in found:
         for problem in facts.problems:
             print(f"  {facts.name}: {problem}", file=sys.stderr)

@@ -27,7 +27,7 @@ rlx view --help explains conditions and columns. rlx view RUN shows the same in 
 
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import TRAIN, Rollouts
-    from rlx.view.chosen import choose, parse, say
+    from rlx.view.chosen import choose, damaged, parse, say
     from rlx.view.lines import plain
 
     options = parse("show", argv, OPTIONS)
@@ -40,5 +40,5 @@ def run(argv: list[str]) -> int:
         rollouts.sources = [source for source in sources if source.step == newest]
     table, rows = choose(rollouts, options)
     shown = [plain(table.record(int(row))) for row in rows[: int(options.get("count", HOW_MANY))]]
-    say(["\n\n".join(shown) if shown else "no rollout meets these conditions"])
+    say(["\n\n".join(shown) if shown else "no rollout meets these conditions", *damaged(rollouts)])
     return 0

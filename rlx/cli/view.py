@@ -34,7 +34,7 @@ Columns to sort by, with - for the largest first: {", ".join(SORTS)}."""
 
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import Rollouts
-    from rlx.view.chosen import as_list, choose, parse, say, summary
+    from rlx.view.chosen import as_list, choose, damaged, parse, say, summary
 
     options = parse("view", argv, OPTIONS)
     if options is None:
@@ -50,7 +50,8 @@ def run(argv: list[str]) -> int:
     table, rows = choose(rollouts, options)
     shown = rows[: int(options.get("count", HOW_MANY))]
     more = f"… {len(rows) - len(shown):,} more: count={len(rows)}, or a filter. rlx show prints the texts."
-    say([f"{argv[0]}: {summary(table, rows)}", *as_list(table, shown), *([more] if len(shown) < len(rows) else [])])
+    lines = [f"{argv[0]}: {summary(table, rows)}", *as_list(table, shown), *([more] if len(shown) < len(rows) else [])]
+    say([*lines, *damaged(rollouts)])
     return 0
 
 

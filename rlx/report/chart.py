@@ -116,7 +116,7 @@ def draw(chart: Chart, key: str) -> str:
     about = " ".join(filter(None, [escape(chart.about), *notes, lost]))
     summary = "; ".join(f"{line.label}: {_first_last(line)}" for line in known[:COLOURS])
     return (
-        f'<figure class="card chart" id="{key}" tabindex="0" data-x="{escape(chart.x_label)}">'
+        f'<figure class="card chart" id="{escape(key)}" tabindex="0" data-x="{escape(chart.x_label)}">'
         f"<figcaption><h3>{escape(chart.title)}</h3>{_legend(known)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{chart.title}, by {chart.x_label}. {summary}")}">'
         f"{_frame(axes, chart.x_label)}{body}</svg>"

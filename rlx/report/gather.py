@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError
+from rlx.config.roots import root_of
+from rlx.config.schema import TrainingRoot
 from rlx.config.secret import hidden
 from rlx.runs.compare import flat
 from rlx.runs.history import History
@@ -41,6 +43,7 @@ class Facts:
     state: str = "unknown"
     status: Status | None = None
     config: dict[str, Any] | None = None  # the leaves, by dotted name
+    other: str | None = None  # the command of a directory that trains nothing: `eval`, `synthesize`
     overrides: list[str] = field(default_factory=list)
     provenance: Mapping[str, Any] | None = None
     history: History
@@ -89,9 +92,24 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
     facts.state = attempt(lambda: run.state(jobs), "unknown")
     config = attempt(lambda: run.config, None)
     facts.config = flat(asdict(hidden(config))) if config is not None else None
+    facts.other = root_of(config).command if config is not None and not isinstance(config, TrainingRoot) else None
     facts.overrides = attempt(lambda: [str(each) for each in run.overrides], [])
     facts.provenance = attempt(lambda: run.provenance, None)
     return facts
+
+
+def training(directory: Path, found: Sequence[Facts]) -> tuple[list[Facts], list[str]]:
+    """The runs that train, and a line about each of the others. Raises ConfigError if none trains."""
+    trained = [facts for facts in found if facts.other is None]
+    others = [f"{facts.name} is a directory of `rlx {facts.other}`" for facts in found if facts.other is not None]
+    if not trained:
+        commands = " and ".join(sorted({f"`rlx {facts.other}`" for facts in found}))
+        have = "is a directory of" if len(found) == 1 and found[0].run.root == directory else "holds only directories of"
+        raise ConfigError(
+            f"{directory} {have} {commands}; a report shows runs that train: `rlx train` and `rlx sft`.\n"
+            "  fix: rlx view DIRECTORY shows rollouts and results"
+        )
+    return trained, others
 
 
 def _attempts(problems: list[str]) -> Callable[[Callable[[], T], T], T]:

@@ -27,8 +27,8 @@ TITLES = {"off_policy/lag_mean": "Mean lag", "time/step": "Duration of a step"} 
 Array = NDArray[np.float64]
 
 
-def report(directory: Path, found: Sequence[Facts]) -> str:
-    """The page."""
+def report(directory: Path, found: Sequence[Facts], others: Sequence[str] = ()) -> str:
+    """The page. `others`: lines about directories that are not shown."""
     sweep = arrange(found)
     drawn = "".join(_panel(sweep, panel) for panels in SECTIONS.values() for panel in panels if panel.in_sweep)
     scores = "".join(_evaluations(sweep))
@@ -46,6 +46,7 @@ def report(directory: Path, found: Sequence[Facts]) -> str:
         ("What differs", _differences(sweep)),
         ("Samples", taken),
         ("Provenance", _provenance(found)),
+        ("Not shown", note(others)),
         ("Not readable", note(problems)),
     ]
     return page(directory.absolute().name, str(directory.absolute()), states, sections)
@@ -167,8 +168,8 @@ def _panel(sweep: Sweep, panel: Panel) -> str:
 
 
 def _key(name: str) -> str:
-    """A metric's name as an id of the page."""
-    return name.replace("/", "-").replace("@", "-")
+    """A known metric's name as an id of the page."""
+    return name.replace("/", "-")
 
 
 def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Line | None:
@@ -225,11 +226,12 @@ def first_missing(values: Array) -> int | None:
 
 def _evaluations(sweep: Sweep) -> Iterator[str]:
     runs = (facts for setting in sweep.settings for facts in setting.runs)
-    for name in dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name)):
+    names = dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name))
+    for count, name in enumerate(names):  # an environment's name is untrusted, so it makes no id
         lines = [line for place, s in enumerate(sweep.settings) if (line := _mean(s, name, EVAL, place, marks=True)) is not None]
         about = "Mean over seeds; the interval is over seeds, not over examples."
         title = name.removeprefix("eval/").replace("/", " ")
-        yield draw(Chart(title=title, lines=lines, about=about, x_label="version", may_be_log=False), _key(name))
+        yield draw(Chart(title=title, lines=lines, about=about, x_label="version", may_be_log=False), f"eval{count}")
 
 
 # runs

@@ -108,8 +108,11 @@ class Indexer:
         """Add the next line, with its line break. Raises ValueError if it is no rollout."""
         try:
             one = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+            self._add(one, len(line))
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:  # such as a number of more than 32 bits
             raise ValueError(f"line {len(self.begins)} is no rollout: {error}") from error
+
+    def _add(self, one: _Line, size: int) -> None:
         status = one.status or ("ok" if one.error is None else "error")
         texts = {"env": one.env, "stop": one.stop or one.stop_condition or "", "status": status, "left_out": one.left_out or ""}
         numbers = {
@@ -128,7 +131,7 @@ class Indexer:
         self._floats["reward"].append(float("nan") if one.reward is None else one.reward)
         self._floats["advantage"].append(float("nan") if one.advantage is None else one.advantage)
         self._truncated.append(bool(one.truncated or one.is_truncated))
-        self.begins.append(self.begins[-1] + len(line))
+        self.begins.append(self.begins[-1] + size)
 
     def done(self) -> RolloutIndex:
         """The index of the lines so far."""

@@ -10,9 +10,9 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -136,7 +136,9 @@ def index_source(source: Source) -> Iterator[RolloutIndex]:
         yield indexer.done()
     except PermissionError as error:
         raise ConfigError(f"you may not read {source.path} ({error.strerror}).\n  fix: ask its owner") from error
-    except (ValueError, zstandard.ZstdError) as error:
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError, zstandard.ZstdError) as error:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
 
@@ -146,15 +148,32 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their line breaks, a few MB in memory at a time. An unfinished last line of a growing file is left out."""
+    """The lines of a file with their line breaks, a few MB in memory at a time. An unfinished last line of a growing file is left out.
+
+    Raises ValueError if a compressed file ends within a frame: rlx writes them whole, so a part of it is missing.
+    """
     with path.open("rb") as file:
-        stream: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) if _is_compressed(path) else file
-        rest = b""
-        while block := stream.read(1 << 20):
+        packed, rest = _is_compressed(path), b""
+        if not packed and path.suffix == ".zst":
+            raise ValueError("it is no zstd file")
+        for block in _decompressed(file) if packed else iter(partial(file.read, 1 << 20), b""):
             *whole, rest = (rest + block).split(b"\n")
             yield from (line + b"\n" for line in whole)
-        if rest and _is_compressed(path):
+        if rest and packed:
             yield rest
+
+
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    """The content of all frames of a file. Raises ValueError if the file ends within one."""
+    frame: Any = None  # None: between two frames
+    while packed := file.read(1 << 16):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise ValueError("the file is cut off: it ends within its compressed data")
 
 
 class Table:
@@ -221,7 +240,7 @@ def _plain(record: Mapping[str, Any], env: str) -> dict[str, Any]:
     if "num_tokens" in record:
         return dict(record)
     error = record.get("error")
-    usage = record.get("token_usage") or {}
+    usage, timing = (found if isinstance(found := record.get(name), Mapping) else {} for name in ("token_usage", "timing"))
     return {
         **record,
         "env": record.get("env") or env,
@@ -233,7 +252,7 @@ def _plain(record: Mapping[str, Any], env: str) -> dict[str, Any]:
         "truncated": record.get("is_truncated", False),
         "error": error.get("message") or error.get("error") if isinstance(error, Mapping) else error,
         "status": "ok" if error is None else "error",
-        "seconds": (record.get("timing") or {}).get("total"),
+        "seconds": timing.get("total"),
     }
 
 
@@ -244,7 +263,13 @@ class Rollouts:
         """Raises ConfigError if there are none."""
         self.root = root
         self._parts: dict[Path, tuple[tuple[int, int] | None, Source, RolloutIndex]] = {}  # stamp; None: not all of it
+        self._problems: dict[Path, tuple[tuple[int, int], str]] = {}  # of files that cannot be read, with their stamps
         self.sources = sources_of(root)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with files that cannot be read, in their order. Call `load` before."""
+        return [self._problems[source.path][1] for source in self.sources if source.path in self._problems]
 
     def look(self) -> bool:
         """List the files again. Returns whether any is new, changed or gone."""
@@ -252,20 +277,30 @@ class Rollouts:
         self.sources = sources_of(self.root)
         now = {source.path for source in self.sources}
         self._parts = {path: part for path, part in self._parts.items() if path in now}
+        self._problems = {path: problem for path, problem in self._problems.items() if path in now}
         return now != before or any(self._stale(source) for source in self.sources)
 
     def load(self) -> Iterator[int]:
-        """Read the indices that are missing, newest step first. Yields the number of whole files, whenever there is more to show."""
+        """Read the indices that are missing, newest step first. Yields the number of whole files, whenever there is more to show.
+
+        A file that cannot be read is left out, and is one of the `problems`.
+        """
         for source in sorted(self.sources, key=lambda one: (one.set == TRAIN, one.step), reverse=True):
             if self._stale(source):
+                stamp = None
                 try:
                     stamp = source.stamp
+                    self._problems.pop(source.path, None)
                     for index in index_source(source):
                         self._parts[source.path] = (None, source, index)
                         yield len(self._parts) - 1
                     self._parts[source.path] = (stamp, source, self._parts[source.path][2])
                 except FileNotFoundError:  # a run that returned to a checkpoint has removed it
                     continue
+                except ConfigError as error:
+                    self._parts.pop(source.path, None)  # what was read of it before the damage is not a whole file
+                    if stamp is not None:
+                        self._problems[source.path] = (stamp, str(error))
             yield len(self._parts)
 
     def table(self) -> Table:
@@ -273,13 +308,17 @@ class Rollouts:
         return Table([self._parts[source.path][1:] for source in self.sources if source.path in self._parts])
 
     def whole(self) -> Table:
-        """Everything."""
+        """Everything that can be read. Raises ConfigError if no file can."""
         for _ in self.load():
             pass
+        if self.problems and not self._parts:
+            raise ConfigError(self.problems)
         return self.table()
 
     def _stale(self, source: Source) -> bool:
         try:
+            if source.path in self._problems:
+                return self._problems[source.path][0] != source.stamp
             return source.path not in self._parts or self._parts[source.path][0] != source.stamp
         except FileNotFoundError:
             return True

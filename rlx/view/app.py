@@ -129,8 +129,10 @@ class ListScreen(Screen[None]):
                     pause = 2 * pause if shown else pause  # a display takes longer the more there is
                     self.app.call_from_thread(self._have, self.rollouts.table(), f"reading {number} of {len(self.rollouts.sources)} files")
                     shown = time.monotonic()
-            self.app.call_from_thread(self._have, self.rollouts.table(), "")
-        except ConfigError as error:  # a damaged file, or the directory was deleted
+            problems = self.rollouts.problems
+            more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+            self.app.call_from_thread(self._have, self.rollouts.table(), f"not shown: {problems[0]}{more}" if problems else "")
+        except ConfigError as error:  # the directory was deleted
             self.app.call_from_thread(self._have, self.rollouts.table(), str(error))
         self.app.call_from_thread(self._done)
 

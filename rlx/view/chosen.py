@@ -54,6 +54,11 @@ def choose(rollouts: Rollouts, options: Mapping[str, str]) -> tuple[Table, NDArr
     return table, rows
 
 
+def damaged(rollouts: Rollouts) -> list[str]:
+    """Lines about files that could not be read and are not in the table."""
+    return [f"not shown: {problem}" for problem in rollouts.problems]
+
+
 def cells(table: Table, row: int) -> list[str]:
     """One rollout's values, by `COLUMNS`. A hyphen stands for what was not recorded."""
     c = table.columns

@@ -37,7 +37,8 @@ def facts(record: Mapping[str, Any]) -> str:
     advantage = "" if record.get("advantage") is None else f"   advantage {record['advantage']:+.3f}"
     reward = "no reward" if record.get("reward") is None else f"reward {record['reward']:.3f}"
     tokens = "" if record.get("num_tokens") is None else f"{record['num_tokens']} tokens, "
-    return f"{record['env']}, example {record['example_id']}   {reward}{advantage}   {tokens}{record.get('stop') or 'no stop condition'}"
+    head = f"{record.get('env')}, example {record.get('example_id')}"
+    return f"{head}   {reward}{advantage}   {tokens}{record.get('stop') or 'no stop condition'}"
 
 
 def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -45,7 +46,7 @@ def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name in ("rewards", "metrics"):
         if values := record.get(name):
-            found.append((name, numbers(values)))
+            found.append((name, numbers(values) if isinstance(values, Mapping) else as_text(values)))
     played = []
     if record.get("group") is not None:
         played.append(f"group {record['group']}, member {record.get('member')}")
@@ -54,7 +55,8 @@ def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if record.get("num_turns") is not None:
         played.append(f"{record['num_turns']} turn{'s' if record['num_turns'] != 1 else ''}")
     if record.get("seconds") is not None:
-        played.append(f"{record['seconds']:.2f} s")
+        seconds = record["seconds"]
+        played.append(f"{seconds:.2f} s" if isinstance(seconds, int | float) else as_text(seconds))
     if record.get("truncated"):
         played.append("cut by a length limit")
     if played:
@@ -82,7 +84,7 @@ def _messages(messages: Any, sampled: bool) -> Iterator[Message]:
     if isinstance(messages, str):
         yield Message("", messages, sampled=sampled)
         return
-    for message in messages or ():
+    for message in messages if isinstance(messages, list) else [] if messages is None else [messages]:
         if not isinstance(message, Mapping):
             yield Message("", as_text(message), sampled=sampled)
             continue
@@ -90,10 +92,10 @@ def _messages(messages: Any, sampled: bool) -> Iterator[Message]:
         spoken = sampled and role == "assistant"
         if reasoning := message.get("reasoning_content") or message.get("reasoning"):
             yield Message(role, as_text(reasoning), "reasoning", spoken)
-        content, calls = message.get("content"), message.get("tool_calls") or ()
+        content, calls = message.get("content"), message.get("tool_calls") or []
         if content or not (calls or reasoning):
             yield Message(role, as_text(content), sampled=spoken)
-        for call in calls:
+        for call in calls if isinstance(calls, list) else [calls]:
             yield Message(role, _call(call), "call", spoken)
 
 
