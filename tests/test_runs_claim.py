@@ -270,3 +270,23 @@ def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is also the directory of this run"):
         make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
     assert paths.config.exists()
+
+
+def test_resuming_says_which_of_the_runs_own_values_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = finished(tmp_path / "run")
+    before = load_run(paths.root)
+    again = replace(before, resume="latest")
+    make(again)[1].close()
+    assert "other values" not in capsys.readouterr().err
+    longer = replace(again, max_steps=7, weight_broadcast=replace(again.weight_broadcast, keep_last=9))
+    expected = [f"weight_broadcast.keep_last: {before.weight_broadcast.keep_last} → 9", f"max_steps: {before.max_steps} → 7"]
+    assert claim.changes(longer) == expected, "of a dry run"
+    make(longer)[1].close()
+    said = capsys.readouterr().err
+    assert f"resuming with other values than before: {', '.join(expected)}" in said
+    assert f"--config-dir {paths.root} --config-name config resume=latest" in said
+
+
+def test_resuming_a_run_that_does_not_exist_says_that_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(settled(tmp_path / "nope", resume="latest"))[1].close()
+    assert f"there is no run in {tmp_path / 'nope'} yet: starting at step 0" in capsys.readouterr().err

@@ -133,7 +133,8 @@ def create(
             return paths, _go_on(paths, cfg, overrides, plan, even_done)
         start = None
         if cfg.resume == LATEST:
-            cfg = replace(cfg, resume=None)  # there is no earlier run
+            say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
+            cfg = replace(cfg, resume=None)
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
             check_room(start, cfg.total_steps)
@@ -198,9 +199,33 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     else:
         say(f"{paths.root}: continuing with what is not done yet")
+    if changed := _changes(before, cfg):
+        say(change_note(paths.root, changed))
     write_provenance(paths, cfg, again=True)
     _keep_secrets(paths, cfg)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
+
+
+def changes(cfg: CommandConfig) -> list[str]:
+    """What resuming changes in the run's own configuration, `max_steps: 40 → 100`; empty if there is no run to resume."""
+    paths = _paths(cfg)
+    if cfg.resume is None or is_fork(cfg.resume) or not paths.config.is_file() or not looks_like_run(paths):
+        return []
+    before = load_command(paths.root, secrets=False)
+    return _changes(before, cfg) if type(before) is type(cfg) else []
+
+
+def change_note(root: Path, changed: Sequence[str]) -> str:
+    """The note about the result of `changes`."""
+    return (
+        f"resuming with other values than before: {', '.join(changed)}\n"
+        f"  to keep the run's own: --config-dir {root} --config-name config resume=latest"
+    )
+
+
+def _changes(before: CommandConfig, cfg: CommandConfig) -> list[str]:
+    lines = _differences(asdict(before), asdict(hidden(cfg)), between="→")
+    return [line for line in lines if re.split("[.:]", line)[0] not in NOT_COMPARED]
 
 
 def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
@@ -402,9 +427,9 @@ def _paths(cfg: CommandConfig) -> RunPaths:
     return RunPaths(Path(cfg.run.dir))
 
 
-def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
+def _differences(there: Any, here: Any, key: str = "", between: str = "≠") -> Iterator[str]:
     if isinstance(there, dict) and isinstance(here, dict):
         for name in dict.fromkeys([*there, *here]):
-            yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
+            yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name, between)
     elif there != here:
-        yield f"{key}: a different value (secret)" if key in SECRET else f"{key}: {there} ≠ {here}"
+        yield f"{key}: a different value (secret)" if key in SECRET else f"{key}: {there} {between} {here}"
