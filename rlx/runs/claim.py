@@ -26,6 +26,7 @@ from rlx.config.load import load_command, to_yaml
 from rlx.config.roots import ROOTS, root_of
 from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hidden, hide_lines, secrets_of
 from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
@@ -128,6 +129,11 @@ def create(
             )
     if cfg.model.chat_template is not None:
         cfg = replace(cfg, model=replace(cfg.model, chat_template=str(Path(cfg.model.chat_template).expanduser().absolute())))
+    if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
+        raise ConfigError(
+            f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
+            "finished rollout.\n  fix: name such a run with run.dir= and resume=latest, or leave out play=false"
+        )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, even_done)
