@@ -336,6 +336,16 @@ def test_a_run_that_failed_points_to_its_logs_and_suggests_nothing(run):
     assert "next" not in text
 
 
+def test_an_interrupted_run_names_its_newest_checkpoint_and_the_command_that_goes_on(run):
+    write_checkpoint(RunPaths(run), 5)
+    console = finished(run, state="interrupted", max_steps=8)
+    text = console.summary(130)
+    assert "my-run: interrupted after 8 of 8 steps; the newest checkpoint is step 5, " in text
+    (line,) = [line for line in text.splitlines() if line.startswith("  go on")]
+    assert line.endswith(f" --config-dir {run} --config-name config resume=latest")
+    assert "newest checkpoint" not in finished(run, state="failed").summary(1)
+
+
 def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     programs = {}

@@ -42,7 +42,10 @@ class SftConsole(Console):
         """The closing text of a run that ended with `exit_code`."""
         h, root, status = self.history, self.paths.root, self.run.status
         state = "ended" if status is None else status.state
-        lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
+        lines = [
+            "",
+            f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps{self._newest(state)}, {clock(time.time() - self.started)}",
+        ]
         if losses := h.series(LOSS, "trainer"):
             first, last = losses[:5], losses[-5:]
             start, end = sum(first) / len(first), sum(last) / len(last)
@@ -68,7 +71,7 @@ class SftConsole(Console):
     def _next(self, exit_code: int) -> list[str]:
         root = self.paths.root
         if exit_code != 0:
-            return [f"  look at   {self.paths.latest_logs}/"]
+            return self._unfinished("sft")
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
         sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
