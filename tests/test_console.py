@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -208,6 +210,26 @@ def test_without_a_terminal_there_is_a_line_for_every_phase_and_no_more_than_one
     console.update()
     assert capsys.readouterr().out.strip().endswith("2.00 steps/s   ETA 0:13")
     assert "\x1b" not in first
+
+
+def test_a_long_phase_is_reported_again_while_it_moves_on(run, capsys, monkeypatch):
+    console = Console(run, Config(max_steps=30))
+    clock = time.monotonic()
+    for seconds, phase in enumerate(["warm start 1/250", *[f"warm start {n}/250" for n in range(2, 20)], *["warm start 20/250"] * 12]):
+        monkeypatch.setattr(time, "monotonic", lambda at=clock + seconds: at)
+        beat(run, "prepare", phase)
+        console.update()
+    shown = [line.rpartition("prepare: ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == ["warm start 1/250", "warm start 11/250", "warm start 20/250"]
+
+
+def test_a_closed_pipe_ends_the_output_and_not_the_run():
+    code = "import os\nfrom rlx.cli.display import tell\nfor n in range(3): tell('x')\nprint('z', flush=True); os._exit(7)"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (7, b"")
 
 
 def test_the_last_step_has_its_line_even_when_it_comes_at_once(run, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx.checkpoints.best import best_of
 from rlx.checkpoints.folders import steps as checkpoints
-from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as
+from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as, tell
 from rlx.config.schema import Config
 from rlx.rollout.failures import in_words
 
@@ -101,7 +101,7 @@ class Console(Display):
             self._printed_step, self._printed_at = steps, now
             pace = self.history.steps_per_second()
             eta = f"   {pace:.2f} steps/s   ETA {clock((self.cfg.max_steps - steps) / pace)}" if pace else ""
-            print(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}", flush=True)
+            tell(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}")
 
     # the end
 
