@@ -41,7 +41,8 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.make import make_plan
     from rlx.plan.place import require_one_host
-    from rlx.runs.claim import change_note, changes, create, settle, write_description
+    from rlx.runs.claim import changes, create, settle, write_description
+    from rlx.runs.differences import change_note
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
