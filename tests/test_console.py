@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -210,6 +212,26 @@ def test_without_a_terminal_there_is_a_line_for_every_phase_and_no_more_than_one
     assert "\x1b" not in first
 
 
+def test_a_long_phase_is_reported_again_while_it_moves_on(run, capsys, monkeypatch):
+    console = Console(run, Config(max_steps=30))
+    clock = time.monotonic()
+    for seconds, phase in enumerate(["warm start 1/250", *[f"warm start {n}/250" for n in range(2, 20)], *["warm start 20/250"] * 12]):
+        monkeypatch.setattr(time, "monotonic", lambda at=clock + seconds: at)
+        beat(run, "prepare", phase)
+        console.update()
+    shown = [line.rpartition("prepare: ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == ["warm start 1/250", "warm start 11/250", "warm start 20/250"]
+
+
+def test_a_closed_pipe_ends_the_output_and_not_the_run():
+    code = "import os\nfrom rlx.cli.display import tell\nfor n in range(3): tell('x')\nprint('z', flush=True); os._exit(7)"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
 def test_the_last_step_has_its_line_even_when_it_comes_at_once(run, capsys):
     console = Console(run, Config(max_steps=2))
     add_step(run, 0, 1000.0)
@@ -334,6 +356,16 @@ def test_a_run_that_failed_points_to_its_logs_and_suggests_nothing(run):
     assert "my-run: failed after" in text
     assert text.endswith(f"  look at   {run}/logs/latest/")
     assert "next" not in text
+
+
+def test_an_interrupted_run_names_its_newest_checkpoint_and_the_command_that_goes_on(run):
+    write_checkpoint(RunPaths(run), 5)
+    console = finished(run, state="interrupted", max_steps=8)
+    text = console.summary(130)
+    assert "my-run: interrupted after 8 of 8 steps; the newest checkpoint is step 5, " in text
+    (line,) = [line for line in text.splitlines() if line.startswith("  go on")]
+    assert line.endswith(f" --config-dir {run} --config-name config resume=latest")
+    assert "newest checkpoint" not in finished(run, state="failed").summary(1)
 
 
 def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.cli import main
 from rlx.cli.env import next_commands
 from rlx.cli.env_check import overrides
 from rlx.cli.env_display import train_command
@@ -87,7 +88,15 @@ def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training
     ]
     line = train_command("custom", "my-env", given)
     assert line == "python train.py env=custom envs.custom.id=my-env model=qwen3_0_6b seq_len=512 envs.custom.python=/p"
-    assert train_command("math", "rlx-math", ["client.base_url=http://h/v1", "model.name=m"]) == "python train.py env=math"
+    assert train_command("math", "rlx-math", ["client.base_url=http://h/v1", "model.name=m"]) == "python train.py env=math model=qwen3_0_6b"
     assert train_command("math", "rlx-math", []) == "python train.py env=math"
     assert next_commands("rlx-math") == ["rlx env check math", "python train.py env=math"]
     assert next_commands("my-env", "/p")[1] == "python train.py env=custom envs.custom.id=my-env envs.custom.python=/p"
+    assert next_commands("rlx-sums", None, 30) == ["rlx env check sums", "python train.py env=sums"]
+    long = next_commands("rlx-tool-math", None, 64)
+    assert long == ["rlx env check tool_math model=qwen3_0_6b", "python train.py env=tool_math model=qwen3_0_6b"]
+
+
+def test_what_is_not_installed_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "info", "nothere"]) == 2
+    assert "nothere is not installed.\n  fix: `rlx env list` shows what is" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs import claim
@@ -270,3 +271,31 @@ def test_a_run_is_never_replayed_into_its_own_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is also the directory of this run"):
         make(replace(settled(tmp_path / "run"), replay=str(paths.root), clean=True))
     assert paths.config.exists()
+
+
+def test_resuming_says_which_of_the_runs_own_values_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = finished(tmp_path / "run")
+    before = load_run(paths.root)
+    again = replace(before, resume="latest")
+    make(again)[1].close()
+    assert "other values" not in capsys.readouterr().err
+    longer = replace(again, max_steps=7, weight_broadcast=replace(again.weight_broadcast, keep_last=9))
+    expected = [f"weight_broadcast.keep_last: {before.weight_broadcast.keep_last} → 9", f"max_steps: {before.max_steps} → 7"]
+    assert claim.changes(longer) == expected, "of a dry run"
+    make(longer)[1].close()
+    said = capsys.readouterr().err
+    assert f"resuming with other values than before: {', '.join(expected)}" in said
+    assert f"--config-dir {paths.root} --config-name config resume=latest" in said
+
+
+def test_resuming_a_run_that_does_not_exist_says_that_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(settled(tmp_path / "nope", resume="latest"))[1].close()
+    assert f"there is no run in {tmp_path / 'nope'} yet: starting at step 0" in capsys.readouterr().err
+
+
+def test_choosing_again_from_nothing_is_refused(tmp_path: Path) -> None:
+    run = RunConfig(name="run", dir=str(tmp_path / "run"))
+    for resume in (None, "latest"):
+        with pytest.raises(ConfigError, match=r"play=false needs resume=latest of a synthesis that has played"):
+            create(SynthesizeRoot(run=run, resume=resume, play=False), [], [])
+    assert not (tmp_path / "run").exists()

@@ -9,10 +9,12 @@ import time
 from typing import Any
 
 from rlx.checkpoints.best import best_of
-from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as
+from rlx.checkpoints.folders import steps as checkpoints
+from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as, tell
 from rlx.config.schema import Config
 from rlx.rollout.failures import in_words
 
+STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
 STAGES = {  # source -> metric -> displayed name
     "trainer": {
         "time/wait_batch": "wait for batch",
@@ -99,7 +101,7 @@ class Console(Display):
             self._printed_step, self._printed_at = steps, now
             pace = self.history.steps_per_second()
             eta = f"   {pace:.2f} steps/s   ETA {clock((self.cfg.max_steps - steps) / pace)}" if pace else ""
-            print(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}", flush=True)
+            tell(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}")
 
     # the end
 
@@ -108,7 +110,10 @@ class Console(Display):
         h, root = self.history, self.paths.root
         status = self.run.status
         state = "ended" if status is None else status.state
-        lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
+        lines = [
+            "",
+            f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps{self._newest(state)}, {clock(time.time() - self.started)}",
+        ]
         rewards = h.series("reward/mean", "orchestrator")
         if rewards:
             first, last = rewards[:5], rewards[-5:]
@@ -174,10 +179,26 @@ class Console(Display):
         prefixes = ("rollouts/dropped_", "rollouts/failed_")
         return {name.split("/", 1)[1].replace("_", " "): value for name, value in last.items() if name.startswith(prefixes) and value}
 
+    def _newest(self, state: str) -> str:
+        """Of a run that was stopped: from where it can go on."""
+        if state not in STOPPED:
+            return ""
+        steps = checkpoints(self.paths)
+        return f"; the newest checkpoint is step {steps[-1]}" if steps else "; there is no checkpoint"
+
+    def _unfinished(self, command: str) -> list[str]:
+        """Where the logs are; and, if the run was stopped, the command that goes on with its own configuration."""
+        lines, status = [f"  look at   {self.paths.latest_logs}/"], self.run.status
+        if status is not None and status.state in STOPPED:
+            program = started_as(sys.executable, sys.argv[0], command)
+            directory = shlex.quote(str(self.paths.root))
+            lines.insert(0, f"  go on     {program} --config-dir {directory} --config-name config resume=latest")
+        return lines
+
     def _next(self, exit_code: int) -> list[str]:
         root = self.paths.root
         if exit_code != 0:
-            return [f"  look at   {self.paths.latest_logs}/"]
+            return self._unfinished("train")
         train, python = started_as(sys.executable, sys.argv[0]), short_name(sys.executable)
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
         suggestions = [

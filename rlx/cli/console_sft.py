@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
+from pathlib import Path
 
 from rlx.cli.console import STAGES, Console
 from rlx.cli.display import OF_ONE_RUN, clock, count, sparkline, started_as
 from rlx.config.schema import SftRoot
+from rlx.config.shipped import shipped_groups
+from rlx.rollout.synthesized import METADATA
 
 LOSS, VAL = "loss/nll", "val/loss"
 LEFT_OUT = {
@@ -42,7 +46,10 @@ class SftConsole(Console):
         """The closing text of a run that ended with `exit_code`."""
         h, root, status = self.history, self.paths.root, self.run.status
         state = "ended" if status is None else status.state
-        lines = ["", f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps, {clock(time.time() - self.started)}"]
+        lines = [
+            "",
+            f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps{self._newest(state)}, {clock(time.time() - self.started)}",
+        ]
         if losses := h.series(LOSS, "trainer"):
             first, last = losses[:5], losses[-5:]
             start, end = sum(first) / len(first), sum(last) / len(last)
@@ -68,15 +75,26 @@ class SftConsole(Console):
     def _next(self, exit_code: int) -> list[str]:
         root = self.paths.root
         if exit_code != 0:
-            return [f"  look at   {self.paths.latest_logs}/"]
+            return self._unfinished("sft")
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
         sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
         choice = next((part for part in kept if part.startswith("model=")), "model=tiny")
         choice = "model=tiny_trained" if choice == "model=tiny" else choice  # its weights come from a folder
         suggestions = [
-            (f"{train} {shlex.quote(choice)} {weights}", "reinforcement learning from the result"),
+            (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result"),
             (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
+
+    def _env(self) -> str:
+        """The environments that `rlx synthesize` played for the data, if they are shipped options; otherwise a gap to fill."""
+        metadata = Path(self.cfg.data.name).expanduser().with_name(METADATA) if self.cfg.data.name else None
+        if metadata is None or not metadata.is_file():
+            return "env=…"
+        options = {path.stem for path in shipped_groups()["env"].glob("*.yaml")} - {"custom"}
+        envs = list(json.loads(metadata.read_text()).get("environments", ()))
+        if not envs or not options.issuperset(envs):
+            return "env=…"
+        return f"env={envs[0]}" if len(envs) == 1 else shlex.quote(f"env=[{','.join(envs)}]")

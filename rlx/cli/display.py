@@ -27,6 +27,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 # Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
 OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
 LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
+SLOW_LINES = 10.0  # seconds between two plain lines about one phase that moves on
 
 
 def sparkline(values: list[float], width: int = 30) -> str:
@@ -74,6 +75,16 @@ def short_name(program: str) -> str:
     return shlex.quote(program.removeprefix(here))
 
 
+def tell(text: str) -> None:
+    """Print a line. A reader that has closed the pipe (`| head`) ends the output, not the run."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class Display(ABC):
     """Displays one run. Call `update` a few times a second and `close` once."""
 
@@ -87,7 +98,7 @@ class Display(ABC):
         self._ages = Ages()
         self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
         self._restarts: list[Restart] = []
-        self._phases: dict[str, str] = {}
+        self._phases: dict[str, tuple[str, float]] = {}  # last printed phase of a process, and when
         self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
         self._live: Any = None
@@ -97,7 +108,7 @@ class Display(ABC):
             self._live = Live(auto_refresh=False, transient=True)
             self._live.start()
         else:
-            print(f"run {self.paths.root}", flush=True)
+            tell(f"run {self.paths.root}")
 
     @abstractmethod
     def _head(self) -> list[Any]:
@@ -126,7 +137,7 @@ class Display(ABC):
             self._live.stop()
         else:
             self._lines(final=True)
-        print(self.summary(exit_code), flush=True)
+        tell(self.summary(exit_code))
 
     def _look(self) -> None:
         """Read new data. A new attempt (after a requeue) resets the display, because the old attempt's phases no longer apply."""
@@ -148,14 +159,14 @@ class Display(ABC):
             new = text.removeprefix(self._stall).strip()
             self._stall = text
             if self._live is None:
-                print(f"{new}\n(stacks: {files[-1]})" if new == text else new, flush=True)
+                tell(f"{new}\n(stacks: {files[-1]})" if new == text else new)
 
     def _look_for_restarts(self) -> None:
         """Print which processes died and were started again since the last look."""
         status = self.run.status
         restarts = [] if status is None else status.restarts
         for one in restarts[len(self._restarts) :] if self._live is None else ():
-            print(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})", flush=True)
+            tell(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
         self._restarts = restarts
 
     def _restarted(self) -> str:
@@ -191,9 +202,13 @@ class Display(ABC):
         return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
 
     def _new_phases(self) -> None:
-        """Print a line for every process whose kind of phase is new: `warm start 12/250` and `warm start 13/250` are one."""
+        """Print a line for every process whose kind of phase is new: `warm start 12/250` and `warm start 13/250` are one.
+
+        A phase of the same kind that has moved on is printed again every `SLOW_LINES` seconds.
+        """
+        now = time.monotonic()
         for name, beat in self._beats().items():
-            kind = beat["phase"].split(" ")[0]
-            if self._phases.get(name) != kind:
-                self._phases[name] = kind
-                print(f"[{clock(time.time() - self.started)}] {name}: {beat['phase']}", flush=True)
+            phase, (last, at) = beat["phase"], self._phases.get(name, ("", 0.0))
+            if last.split(" ")[0] != phase.split(" ")[0] or (phase != last and now - at >= SLOW_LINES):
+                self._phases[name] = (phase, now)
+                tell(f"[{clock(time.time() - self.started)}] {name}: {beat['phase']}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlx.envs.catalog import Listed
 
 SUMMARY = "environments: list, info, install, init, check"
+LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too small
 MANY = 8  # packages that are named one by one
 ACTIONS = ("list", "info", "install", "init", "check")
 
@@ -129,12 +130,16 @@ def shipped_options() -> dict[str, str]:
 
 
 def _info(chosen: argparse.Namespace) -> int:
+    from rlx.config.errors import ConfigError
     from rlx.config.schema import EnvConfig
+    from rlx.envs.errors import sources_of
     from rlx.launch.packages import path_of
     from rlx.launch.probes import describe
 
     env_id = shipped_options().get(chosen.name, chosen.name)
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
+    if python is None and sources_of(env_id) is None:
+        raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is")
     about = describe(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
     return 1 if about.problem or about.needs else 0
@@ -180,7 +185,7 @@ def _described(env_id: str, python: str | None, about: About) -> list[str]:
     elif about.problem:
         lines += ["", f"problem: {about.problem}", f"  fix: {about.fix}"]
     else:
-        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, python))]
+        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, python, about.prompt_chars))]
     return lines
 
 
@@ -196,20 +201,32 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
     return [line.rstrip() for line in table(["", "", ""], rows)[1:]]
 
 
-def next_commands(env_id: str, python: str | None = None) -> list[str]:
-    """The commands that check an environment and train on it. `python`: of its own."""
+def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0) -> list[str]:
+    """The commands that check an environment and train on it. `python`: of its own. `prompt_chars`: characters of a short prompt."""
     option = next((option for option, name in shipped_options().items() if name == env_id), None)
+    model = f" {LANGUAGE_MODEL}" if prompt_chars >= default_seq_len() else ""
     if option is not None:
-        return [f"rlx env check {option}", f"python train.py env={option}"]
-    own = f" envs.custom.python={python}" if python else ""
+        return [f"rlx env check {option}{model}", f"python train.py env={option}{model}"]
+    own = (f" envs.custom.python={python}" if python else "") + model
     return [f"rlx env check {env_id}{own}", f"python train.py env=custom envs.custom.id={env_id}{own}"]
+
+
+def default_seq_len() -> int:
+    """`seq_len` of the default model, which has a token for each character."""
+    import yaml
+
+    from rlx.config.shipped import shipped_groups
+
+    return yaml.safe_load((shipped_groups()["model"] / "tiny.yaml").read_text())["seq_len"]
 
 
 # install
 
 
 def _install(chosen: argparse.Namespace) -> int:
+    from rlx.config.schema import EnvConfig
     from rlx.launch.packages import InstallFailed, install
+    from rlx.launch.probes import describe
 
     try:
         done = install(chosen.what, chosen.python)
@@ -229,7 +246,9 @@ def _install(chosen: argparse.Namespace) -> int:
         return 1
     for one in done.environments:
         print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
-        print("\n".join(f"  {line}" for line in next_commands(one.name, done.python if done.own else None)))
+        python = str(done.python) if done.own else None
+        about = describe(EnvConfig(id=one.name, python=python))
+        print("\n".join(f"  {line}" for line in next_commands(one.name, python, about.prompt_chars)))
     return 0
 
 

@@ -1,6 +1,6 @@
 """`rlx env check`: plays a few rollouts of an environment and says whether it is worth training on.
 
-It is an evaluation (`rlx eval`) of the untrained model on training examples, without retries, whose rollouts are then judged
+It is an evaluation (`rlx eval`) of the initial model on training examples, without retries, whose rollouts are then judged
 (`rlx.rollout.worth`). So it plays on servers of its own, on servers that run already, or on any OpenAI-compatible endpoint.
 """
 

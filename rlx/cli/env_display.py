@@ -83,6 +83,7 @@ def verdict_in_words(verdict: Verdict) -> list[str]:
 
 def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
     """The command that trains on it, with those of the check's settings that a training has."""
+    from rlx.cli.env import LANGUAGE_MODEL
     from rlx.config.roots import TRAIN, has_key
     from rlx.config.shipped import shipped_groups
 
@@ -96,5 +97,7 @@ def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
         and not key.endswith((".split", ".num_examples"))
         and not (of_an_endpoint and key.partition(".")[0] == "model")
     ]
+    if of_an_endpoint and not any(word.startswith("model=") for word in kept):
+        kept.append(LANGUAGE_MODEL)  # an endpoint's model is seldom one that the default could replace
     chosen = [f"env={env}", *([f"envs.custom.id={env_id}"] if env == "custom" else [])]
     return "python train.py " + " ".join(shlex.quote(word) if any(c in word for c in " {}$") else word for word in [*chosen, *kept])

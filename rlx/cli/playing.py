@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.cli.display import Display, clock, count
+from rlx.cli.display import Display, clock, count, tell
 from rlx.plan.explain import table
 
 SLOW = 10.0  # seconds between two plain lines while nothing is finished
@@ -80,7 +80,7 @@ class PlayDisplay(Display):
         if (changed and (final or now["done"] == now["total"] or since >= 1.0)) or (not final and since >= SLOW):
             self._shown, self._printed_at = shown, time.time()
             text = f"{now['what']}: {now['done']}/{now['total']} rollouts   {self._details(now)}   {eta_of(now)}".rstrip()
-            print(f"[{clock(time.time() - self.started)}] {text}", flush=True)
+            tell(f"[{clock(time.time() - self.started)}] {text}")
 
     def summary(self, exit_code: int) -> str:
         status, root = self.run.status, self.paths.root

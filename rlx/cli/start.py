@@ -41,7 +41,8 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.make import make_plan
     from rlx.plan.place import require_one_host
-    from rlx.runs.claim import create, settle, write_description
+    from rlx.runs.claim import changes, create, settle, write_description
+    from rlx.runs.differences import change_note
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
@@ -69,6 +70,8 @@ def run(argv: list[str], command: Command) -> int:
         print(to_yaml(cfg), end="\n")
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
+        if changed := changes(cfg):
+            print("\n" + change_note(Path(cfg.run.dir), changed))
         script = None
         if cfg.launcher.name == "slurm":
             from rlx.launch.slurm import FOLDER, sbatch_script

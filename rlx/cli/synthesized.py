@@ -32,9 +32,17 @@ class SynthesisDisplay(PlayDisplay):
         return "\n".join(lines)
 
     def _model(self) -> str:
-        """The choice of the model that the command line has, for another command."""
+        """The choice of the model that wrote the data, for another command."""
         chosen = next((argument for argument in self.argv if argument.startswith("model=")), "model=…")
-        return "model=…" if self.cfg.client.base_url else chosen
+        if self.cfg.client.base_url:
+            return "model=…"
+        if self.cfg.model.warm_start is not None:  # another command would make it anew, or start from random weights
+            chosen = "model=tiny_trained"
+        if self.cfg.weights_dir is not None and self.cfg.step:
+            return f"{chosen} model.name={short(Path(self.cfg.weights_dir) / f'step_{self.cfg.step}')}"
+        if self.cfg.model.warm_start is not None and self.paths.initial_model.is_file():
+            return f"{chosen} model.name={shlex.quote(self.paths.initial_model.read_text().strip())}"
+        return " ".join([chosen, *(shlex.quote(argument) for argument in self.argv if argument.startswith("model.name="))])
 
     def results(self) -> list[str]:
         lines = []

@@ -49,6 +49,7 @@ class About:
     agents: tuple[Entry, ...] = ()  # of a v1 environment
     scores_groups: bool = False
     prompt: str = ""  # of the first example
+    prompt_chars: int = 0  # characters of a short prompt, as the check before a run counts them
     needs: tuple[str, ...] = ()  # what it needs that is not here, one sentence each
     problem: str | None = None  # why it cannot be loaded
     fix: str = ""
@@ -85,7 +86,7 @@ def _with_problem(config: EnvConfig, found: About, error: BaseException) -> Abou
 def _checked(config: EnvConfig, found: About) -> About:
     """With what the check before a run says of it."""
     probed = probe(NAME, config)
-    return replace(found, problem=probed.problem, fix=probed.fix)
+    return replace(found, problem=probed.problem, fix=probed.fix, prompt_chars=probed.prompt_chars)
 
 
 # classic

@@ -16,21 +16,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
 from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
-from rlx.config.roots import ROOTS, root_of
+from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hidden, hide_lines, secrets_of
-from rlx.config.tree import secret_keys
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import write_plan
 from rlx.process import full_disk
+from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
@@ -40,12 +41,10 @@ from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
 
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
-NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
 MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast", "steps")
 
 
-SECRET = {key for root in ROOTS for key in secret_keys(root.schema)}
 C = TypeVar("C", bound=CommandConfig)
 
 
@@ -128,12 +127,18 @@ def create(
             )
     if cfg.model.chat_template is not None:
         cfg = replace(cfg, model=replace(cfg.model, chat_template=str(Path(cfg.model.chat_template).expanduser().absolute())))
+    if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
+        raise ConfigError(
+            f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
+            "finished rollout.\n  fix: name such a run with run.dir= and resume=latest, or leave out play=false"
+        )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, even_done)
         start = None
         if cfg.resume == LATEST:
-            cfg = replace(cfg, resume=None)  # there is no earlier run
+            say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
+            cfg = replace(cfg, resume=None)
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
             check_room(start, cfg.total_steps)
@@ -184,7 +189,7 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    differences = [d for d in _differences(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in (*MAY_CHANGE, *cfg.may_change)]
+    differences = [d for d in differing(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in (*MAY_CHANGE, *cfg.may_change)]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
@@ -198,9 +203,20 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     else:
         say(f"{paths.root}: continuing with what is not done yet")
+    if changed := changed_keys(before, cfg):
+        say(change_note(paths.root, changed))
     write_provenance(paths, cfg, again=True)
     _keep_secrets(paths, cfg)
     _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
+
+
+def changes(cfg: CommandConfig) -> list[str]:
+    """What resuming changes in the run's own configuration, `max_steps: 40 → 100`; empty if there is no run to resume."""
+    paths = _paths(cfg)
+    if cfg.resume is None or is_fork(cfg.resume) or not paths.config.is_file() or not looks_like_run(paths):
+        return []
+    before = load_command(paths.root, secrets=False)
+    return changed_keys(before, cfg) if type(before) is type(cfg) else []
 
 
 def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
@@ -232,7 +248,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
         wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
-    differences = [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
+    differences = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
         raise ConfigError(
@@ -291,7 +307,7 @@ def differences(paths: RunPaths, cfg: CommandConfig) -> list[str]:
     if type(before) is not type(cfg):
         return [f"it is a directory of rlx {root_of(before).command}"]
     there, here = asdict(before), asdict(hidden(cfg))
-    return [line for line in _differences(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
+    return [line for line in differing(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
 
 
 def looks_like_run(paths: RunPaths) -> bool:
@@ -400,11 +416,3 @@ def _describe(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], pla
 def _paths(cfg: CommandConfig) -> RunPaths:
     assert cfg.run.dir is not None, "the configuration is not settled"
     return RunPaths(Path(cfg.run.dir))
-
-
-def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for name in dict.fromkeys([*there, *here]):
-            yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
-    elif there != here:
-        yield f"{key}: a different value (secret)" if key in SECRET else f"{key}: {there} ≠ {here}"

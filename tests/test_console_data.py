@@ -1,0 +1,31 @@
+"""What the displays suggest after data was made, and after training on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx.cli.console_sft import SftConsole
+from rlx.cli.synthesized import SynthesisDisplay
+from rlx.config.load import compose
+from rlx.config.roots import SFT, SYNTHESIZE
+
+
+@pytest.mark.parametrize(("envs", "said"), [(["sums"], "env=sums"), (["my_own"], "env=…"), ([], "env=…")])
+def test_the_environments_of_synthesized_data_are_suggested_for_training(tmp_path: Path, envs: list[str], said: str) -> None:
+    if envs:
+        (tmp_path / "metadata.json").write_text(json.dumps({"environments": {name: {} for name in envs}}))
+    (tmp_path / "train.parquet").touch()
+    cfg = compose([f"data.name={tmp_path / 'train.parquet'}", f"run.dir={tmp_path / 'run'}"], {}, SFT).cfg
+    lines = SftConsole(tmp_path / "run", cfg)._next(0)
+    assert f" {said} model=" in lines[0]
+
+
+def test_the_model_that_wrote_the_data_is_suggested_for_training_on_it(tmp_path: Path) -> None:
+    cfg = compose(["env=sums"], {}, SYNTHESIZE).cfg
+    (tmp_path / "initial_model.txt").write_text("/cache/tiny\n")
+    assert SynthesisDisplay(tmp_path, cfg, ["env=sums"])._model() == "model=tiny_trained model.name=/cache/tiny"
+    other = compose(["env=math", "model=qwen3_0_6b"], {}, SYNTHESIZE).cfg
+    assert SynthesisDisplay(tmp_path, other, ["env=math", "model=qwen3_0_6b"])._model() == "model=qwen3_0_6b"
