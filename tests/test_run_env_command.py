@@ -96,7 +96,7 @@ def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_
     own = next(word for word in printed(installed, "python train.py") if word.startswith("envs.custom.python="))
     assert own == f"envs.custom.python={tmp_path}/pythons/other-one/bin/python"
     weights = tmp_path / "work" / "outputs" / "first" / "weights" / "step_1"
-    model = [f"model.name={weights}", "model.warm_start=null"]
+    model = ["model=tiny_trained", f"model.name={weights}"]
     rlx("train", "env=custom", "envs.custom.id=other-one", own, *model, "max_steps=3", "run.name=mine")
     records = read_metrics(tmp_path / "work" / "outputs" / "mine")
     assert [record["step"] for record in records if record["source"] == "trainer"] == [0, 1, 2]
