@@ -31,12 +31,10 @@ from rlx.config.load import compose, load_command, load_run, to_yaml
 from rlx.config.roots import EVAL
 from rlx.config.schema import EvalSampling, RunConfig
 from rlx.config.schema_eval import EvalRoot
-from rlx.inference.protocol import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.roles.evaluator import has_finished
-from rlx.rollout.models import check_model
 from rlx.rollout.play import Player, Records, jobs_of
 from rlx.rollout.results import Outcome, outcome_of
 from rlx.rollout.scored import PLAYED, NothingWorks, Scored
@@ -173,22 +171,6 @@ def test_a_resumed_evaluation_may_have_other_operational_keys_and_no_others(tmp_
     other = replace(again, orchestrator=replace(play, max_retries=9))
     with pytest.raises(ConfigError, match=r"orchestrator.max_retries: \d+ ≠ 9\n.*; or begin anew, run.name=NEW$"):
         create(other, [], make_plan(other, tmp_path / "run"))
-
-
-def test_servers_of_another_model_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    a, cached = str(tmp_path / "a"), "/cache/hub/models--some--name/snapshots/1f"
-    check_model(a, [str(tmp_path / "link"), a], None)
-    check_model("some/name", [cached], None)
-    check_model(str(tmp_path / "weights" / "step_2"), [a], str(tmp_path / "weights"))
-    assert not caplog.records
-    for wanted, served in ((a, str(tmp_path / "b")), ("some/other", cached)):
-        with pytest.raises(InferenceError, match=f"have the model {served}, and this run is to play {wanted}: "):
-            check_model(wanted, [served], None)
-    check_model("some/name", ["/elsewhere/name"], None)
-    assert "have the model /elsewhere/name; whether that is some/name is not known" in caplog.text
 
 
 # playing and recording
