@@ -29,7 +29,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import evaluated, played
 from rlx.config.load import compose, load_command, load_run, to_yaml
 from rlx.config.roots import EVAL
-from rlx.config.schema import EvalSampling, RunConfig
+from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
@@ -40,7 +40,6 @@ from rlx.rollout.results import Outcome, outcome_of
 from rlx.rollout.scored import PLAYED, NothingWorks, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
 from rlx.rollout.synthesis import keep_digests
-from rlx.runs.claim import create
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task
 
@@ -159,18 +158,6 @@ def test_seeds_are_those_of_evaluations_beside_training() -> None:
     assert list(played(cfg)) == ["eval_sums"]
     spec = evaluated(cfg)["sums"]
     assert (spec.sampling.temperature, spec.sampling.max_tokens, spec.rollouts_per_example, spec.num_examples) == (0, 12, 4, 128)
-
-
-def test_a_resumed_evaluation_may_have_other_operational_keys_and_no_others(tmp_path: Path) -> None:
-    cfg = replace(config_of("env=sums"), dry_run=False, run=RunConfig(name="run", dir=str(tmp_path / "run")))
-    create(cfg, [], make_plan(cfg, tmp_path / "run"))[1].close()
-    play = replace(cfg.orchestrator, max_concurrent=3, env_workers=2)
-    client = replace(cfg.client, timeout=5.0, max_retries=1, api_key_var="K")
-    again = replace(cfg, resume="latest", orchestrator=play, client=client)
-    create(again, [], make_plan(again, tmp_path / "run"))[1].close()
-    other = replace(again, orchestrator=replace(play, max_retries=9))
-    with pytest.raises(ConfigError, match=r"orchestrator.max_retries: \d+ ≠ 9\n.*; or begin anew, run.name=NEW$"):
-        create(other, [], make_plan(other, tmp_path / "run"))
 
 
 # playing and recording
