@@ -31,15 +31,12 @@ from rlx.config.load import compose, load_command, load_run, to_yaml
 from rlx.config.roots import EVAL
 from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
-from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.roles.evaluator import has_finished
 from rlx.rollout.play import Player, Records, jobs_of
-from rlx.rollout.results import Outcome, outcome_of
+from rlx.rollout.results import Outcome
 from rlx.rollout.scored import PLAYED, NothingWorks, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
-from rlx.rollout.synthesis import keep_digests
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task
 
@@ -180,41 +177,6 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     assert [one.rollout for one in again.read()] == [0, 1]
     again.add(outcome(0, 2, info={"of": {1, 2}}))
     assert [one.rollout for one in Records(file, Outcome).read()] == [0, 1, 2]
-
-
-def test_a_resumed_evaluation_does_not_mix_two_data_sets(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    envs: Any = {"sums": Env()}
-    keep_digests(paths, envs, kept=has_finished(paths))
-    envs["sums"].rows = [{"example_id": 7}]
-    Records(paths.evaluation_of("sums", "tiny", 0) / PLAYED, Outcome).close()
-    keep_digests(paths, envs, kept=has_finished(paths))  # nothing was played yet
-    before = paths.data.read_text()
-    envs["sums"].rows = [{"example_id": 8}]
-    Records(paths.evaluation_of("sums", "tiny", 0) / PLAYED, Outcome).add(outcome(0, 0))
-    with pytest.raises(ValueError, match="the examples of sums are not those of the earlier attempts"):
-        keep_digests(paths, envs, kept=has_finished(paths))
-    (paths.evaluation_of("sums", "tiny", 0) / PLAYED).unlink()
-    MetricsWriter(paths.metrics, "eval").write(0, {"eval/sums/avg@1": 1.0})
-    with pytest.raises(ValueError, match="the examples of sums are not those"):
-        keep_digests(paths, envs, kept=has_finished(paths))
-    assert paths.data.read_text() == before
-
-
-def test_a_metric_that_is_not_finite_does_not_prevent_resuming(tmp_path: Path) -> None:
-    (rollout,) = asyncio.run(Env().play(Task(env="e", example_id=0, index=0, row={}), (0,), 0))
-    odd = replace(rollout, rewards={"a": 1.0, "b": float("nan")}, metrics={"c": float("inf"), "d": 2})
-    records = Records(tmp_path / PLAYED, Outcome)
-    records.add(outcome_of(odd))
-    assert [(one.rewards, one.metrics) for one in records.read()] == [({"a": 1.0}, {"d": 2.0})]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    records = Records(tmp_path / PLAYED, Outcome)
-    records.add(outcome(0, 0))
-    records.add(outcome(0, 1, metrics={"c": float("nan")}))
-    with pytest.raises(ValueError, match=rf"{PLAYED}, line 2: Expected `float`, got `null` .* Delete this line"):
-        records.read()
 
 
 class Env:

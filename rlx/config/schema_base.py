@@ -22,7 +22,7 @@ class CommandConfig:
     """The keys of every command that has a run directory and starts processes. The derived values are those of a command without them."""
 
     may_change: ClassVar[tuple[str, ...]] = ()
-    """Keys that may change when a run of this command resumes in its own directory, beside those of every command (`rlx.runs.claim`)."""
+    """Keys or sections that may change when a run of this command resumes in its directory, beside those of all (`rlx.runs.claim`)."""
 
     seed: int = key(0, "seed of sampling, order and initialisation")
     seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlx.config.keys import key, section
 from rlx.config.schema_base import PlayRoot
@@ -49,6 +49,11 @@ class ClientConfig:
 @dataclass
 class PlayWithModel(PlayRoot):
     """The keys of a command that plays environments with any model, and trains none."""
+
+    may_change: ClassVar[tuple[str, ...]] = (
+        *("orchestrator.max_concurrent", "orchestrator.env_workers"),
+        *("client.timeout", "client.max_retries", "client.api_key_var"),
+    )
 
     sampling: ScoredSamplingConfig = section(ScoredSamplingConfig)
     client: ClientConfig = section(ClientConfig)

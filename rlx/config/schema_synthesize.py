@@ -49,6 +49,7 @@ class SynthesizeRoot(SelectionConfig, PlayWithModel):
     """The keys of `rlx synthesize`."""
 
     may_change: ClassVar[tuple[str, ...]] = (
+        *PlayWithModel.may_change,
         *(field.name for field in fields(SelectionConfig)),
         *("num_examples", "rollouts_per_example", "format", "play"),
     )

@@ -126,6 +126,8 @@ async def connect_servers(
     give_policy(envs, config, chat, sampler)
     others = bool(config.inference.base_url) and config.weights_dir is None
     await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=others)
+    if config.inference.base_url:
+        check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
     return Served(config, fleet, sampler)
 
 
@@ -163,6 +165,42 @@ async def connect_endpoint(
             raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     return ApiModel(policies)
+
+
+def check_model(wanted: str, served: Sequence[str], weights_dir: str | None) -> None:
+    """Raise InferenceError if servers that somebody else started have another model than the one `wanted`: a folder or a hub name.
+
+    Logs a warning where this cannot be decided: a server on another machine may have the same model at another path.
+    """
+    if weights_dir is not None and Path(wanted).is_relative_to(weights_dir):
+        return  # the run's initial model is gone: these weights have its shape only
+    for found in sorted(set(served)):
+        same = _same_model(wanted, found)
+        if same is False:
+            raise InferenceError(
+                f"the servers of inference.base_url have the model {found}, and this run is to play {wanted}: "
+                f"name the servers' model (model.name={found}), or servers of {wanted}"
+            )
+        if same is None:
+            log.warning("the servers of inference.base_url have the model %s; whether that is %s is not known", found, wanted)
+
+
+def _same_model(one: str, other: str) -> bool | None:
+    """Whether two folders or hub names are one model; None if that cannot be decided."""
+    if one == other:
+        return True
+    if Path(one).is_dir() and Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    names = [_hub_name(text) for text in (one, other)]
+    return None if None in names else names[0] == names[1]
+
+
+def _hub_name(text: str) -> str | None:
+    """The hub name that `text` is, or whose folder in the hub's cache it is; None for other folders."""
+    folders = [part for part in Path(text).parts if part.startswith("models--")]
+    if folders:
+        return folders[-1].removeprefix("models--").replace("--", "/")
+    return None if text.startswith("/") else text
 
 
 def check_version(rollout: Rollout, version: int) -> None:

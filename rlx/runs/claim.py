@@ -189,13 +189,14 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    differences = [d for d in differing(asdict(before), asdict(cfg)) if re.split("[.:]", d)[0] not in (*MAY_CHANGE, *cfg.may_change)]
+    free = (*MAY_CHANGE, *cfg.may_change)
+    differences = [d for d in differing(asdict(before), asdict(cfg)) if not any(re.match(rf"{re.escape(key)}[.:]", d) for key in free)]
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
+        anew = f"start another run from its checkpoint, resume={paths.root}" if cfg.has_checkpoints else "begin anew,"
         raise ConfigError(
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
-            f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; "
-            f"or start another run from its checkpoint, resume={paths.root} run.name=NEW"
+            f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; or {anew} run.name=NEW"
         )
     even_done = even_done or (isinstance(cfg, Config) and lacks_last_evaluation(paths, cfg))
     start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
