@@ -25,7 +25,9 @@ def run_of(root: Path, *overrides: str) -> Any:
 
 def test_the_objective_of_one_environment_can_be_another(tmp_path: Path) -> None:
     run = run_of(tmp_path, *MIX)
-    recorded, other, notes = other_objective(run, ["envs.sums.loss=gspo", "envs.sums.loss.eps_high=0.01"])
+    recorded, other, notes = other_objective(
+        run, ["envs.sums.loss=gspo", "envs.sums.loss.eps_high=0.01", "envs.sums.loss.proximal=inference"]
+    )
     assert notes == []
     assert loss_of(other, "reverse_text") == loss_of(recorded, "reverse_text")
     assert changes(recorded, other)["envs.sums.loss._target_"] == ("rlx.losses.dppo.dppo", "rlx.losses.gspo.gspo")
@@ -41,6 +43,14 @@ def test_environments_that_keep_their_own_loss_are_named_and_equal_sides_are_not
     assert EQUAL not in notes
     assert EQUAL in other_objective(run, ["loss=grpo"])[2]
     assert EQUAL in other_objective(run_of(tmp_path, *MIX, "envs.reverse_text.loss=grpo"), ["loss=gspo"])[2]
+
+
+def test_an_objective_whose_ratios_are_all_1_at_the_recorded_weights_is_noticed(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *MIX)
+    assert "loss.proximal=recompute: the ratios of the other" in other_objective(run, ["loss=gspo"])[2][-1]
+    assert "envs.sums.loss.proximal=recompute: the ratios of the other" in other_objective(run, ["envs.sums.loss=gspo"])[2][-1]
+    for other in (["loss=gspo", "loss.proximal=inference"], ["loss=aipo"]):
+        assert not any("recompute" in note for note in other_objective(run, other)[2])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.objectives import advantage_of, loss_of
-from rlx.config.rules import target_name
+from rlx.config.rules import declared, target_name
 from rlx.config.schema import Config, LossTerms
 from rlx.runs.compare import flat
 from rlx.runs.run import Run
@@ -99,9 +99,25 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
     kept = [name for name, env in recorded.envs.items() if env.loss and name not in of_env.values()]
     if kept and any(key.partition(".")[0] == "loss" for key in keys.values()):
         notes.append(f"{', '.join(kept)}: trained by a loss of its own on both sides (envs.{kept[0]}.loss), not by loss")
+    if keys_of := _without_ratios(recorded, other):
+        notes.append(
+            f"{keys_of[0]}.proximal=recompute: the ratios of the other objective compare with the policy at the start of the step, which "
+            f"is the one here, so all are 1 and none is clipped; {keys_of[0]}.proximal=inference compares with the engine"
+        )
     if recorded.ref == other.ref and _trained(recorded) == _trained(other):
         notes.append("this is the run's own objective, so both sides are equal")
     return recorded, other, notes
+
+
+def _without_ratios(recorded: Config, other: Config) -> list[str]:
+    """The keys of the losses that differ from the run's and have only ratios of 1 at the weights of the step."""
+    keys = []
+    for name in other.envs:
+        loss, key = loss_of(other, name), f"envs.{name}.loss" if other.envs[name].loss else "loss"
+        compares = declared(loss).uses_ratio and not declared(loss).against_engine
+        if loss != loss_of(recorded, name) and compares and loss.get("proximal") == "recompute":
+            keys.append(key)
+    return keys
 
 
 def _may_differ(key: str) -> bool:
