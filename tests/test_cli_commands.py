@@ -103,6 +103,12 @@ def test_a_wrong_configuration_is_a_short_report_and_exit_code_2(command: str, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["view", "show", "report"])
+def test_a_command_that_only_reads_says_nothing_of_starting(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path / "absent")]) == 2
+    assert "Nothing was started" not in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_the_plan_and_writes_it_where_the_next_one_will(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "loss=gspo", "env=math", "model=qwen3_8b", "hardware=node8", "dry_run=true"]) == 0
     shown = capsys.readouterr().out

@@ -126,6 +126,20 @@ def test_half_made_and_damaged_directories_get_a_page(tmp_path: Path, content: d
     assert gather(Run(paths.root)).name == "run"
 
 
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_odd_values_hide_nothing_else(what: str, tmp_path: Path) -> None:
+    paths = make(tmp_path / "run", [0.5, 1e308, -1e308])
+    odd = {"step": 4, "source": "orchestrator", "reward/mean": "good", "filter/x": [1], "length/completion_mean": 10**400}
+    with paths.metrics.open("a") as file:
+        file.write(json.dumps(odd) + "\n" + json.dumps(odd | {"step": "x"}) + "\n")
+    paths.provenance.write_text(json.dumps({"source": "x", "python": 3, "packages": [1], "machine": {"gpus": 7}}))
+    paths.rollouts.mkdir()
+    paths.rollouts_of(1).write_bytes(zstandard.compress(b'[1]\n{"env": "sums", "reward": 0.25}\n'))
+    page = page_of(paths.root if what == "run" else tmp_path)
+    assert "2 values are not finite" in page or what == "sweep"
+    assert "reward 0.25" in page or what == "sweep"
+
+
 def test_a_report_of_a_dry_run_leaves_the_directory_free(tmp_path: Path) -> None:
     cfg = replace(config("cpu"), run=RunConfig(name="run", dir=str(tmp_path / "run")))
     plan = make_plan(cfg, tmp_path / "run")

@@ -31,6 +31,8 @@ COMMANDS = {  # in the order of the help text
     "trainer": "rlx.cli.trainer",
 }
 
+READ_ONLY = {"runs", "watch", "diff", "show", "view", "report", "env"}  # start nothing
+
 
 CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -84,19 +86,21 @@ def _main(argv: list[str] | None) -> int:
     try:
         return command.run(rest)
     except ConfigError as error:
-        print(format_problems(error.problems), file=sys.stderr)
+        print(format_problems(error.problems, starts=name not in READ_ONLY), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("rlx: interrupted", file=sys.stderr)
         return 130
 
 
-def format_problems(problems: list[str]) -> str:
-    """The message about an invalid configuration."""
+def format_problems(problems: list[str], starts: bool = True) -> str:
+    """The message about problems. `starts`: whether the command would have started something."""
+    end = "Nothing was started." if starts else ""
     if len(problems) == 1:
-        return f"rlx: {problems[0]}\nNothing was started."
+        return f"rlx: {problems[0]}\n{end}".rstrip()
     parts = [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
-    return f"rlx: {len(problems)} problems with the configuration\n\n" + "\n\n".join(parts) + "\n\nNothing was started."
+    what = "problems with the configuration" if starts else "problems"
+    return f"rlx: {len(problems)} {what}\n\n" + "\n\n".join([*parts, end]).rstrip()
 
 
 def _usage() -> str:

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from rlx.runs.status import Status
 
 T = TypeVar("T")
 SAMPLES = 4  # rollouts shown of the first and of the last step
+LARGEST = 1e300  # of a metric's finite values
 DEPTH = 3  # folders below a sweep's directory that may hold a run
 
 Array = NDArray[np.float64]
@@ -88,14 +90,30 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
     facts = Facts(run=run, history=History(run.paths))
     attempt = _attempts(facts.problems)
     attempt(facts.history.read, None)
+    _keep_numbers(facts.history)
     facts.status = attempt(lambda: run.status, None)
     facts.state = attempt(lambda: run.state(jobs), "unknown")
     config = attempt(lambda: run.config, None)
     facts.config = flat(asdict(hidden(config))) if config is not None else None
     facts.other = root_of(config).command if config is not None and not isinstance(config, TrainingRoot) else None
     facts.overrides = attempt(lambda: [str(each) for each in run.overrides], [])
-    facts.provenance = attempt(lambda: run.provenance, None)
+    provenance = attempt(lambda: run.provenance, None)
+    facts.provenance = provenance if isinstance(provenance, Mapping) else None
     return facts
+
+
+def _keep_numbers(history: History) -> None:
+    """Leave out what is no number. Numbers beyond `LARGEST` become infinite: sums and differences of them would be."""
+
+    def kept(value: Any) -> float:
+        return value if not abs(value) > LARGEST else math.inf if value > 0 else -math.inf
+
+    for source, records in history.records.items():
+        history.records[source] = {
+            step: {name: kept(value) for name, value in record.items() if isinstance(value, int | float)}
+            for step, record in records.items()
+            if isinstance(step, int)
+        }
 
 
 def training(directory: Path, found: Sequence[Facts]) -> tuple[list[Facts], list[str]]:
@@ -118,11 +136,29 @@ def _attempts(problems: list[str]) -> Callable[[Callable[[], T], T], T]:
             return read()
         except ConfigError as error:
             problems.append(error.problems[0].partition("\n")[0])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a half-written or foreign file
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:  # a half-written or foreign file
             problems.append(f"{type(error).__name__}: {error}")
         return otherwise
 
     return attempt
+
+
+def sections_of(parts: Mapping[str, Callable[[], str]], problems: list[str]) -> list[tuple[str, str]]:
+    """The sections of a page. One that cannot be made is left out, and is one of the problems."""
+    sections = []
+    for name, make in parts.items():
+        found: list[str] = []
+        sections.append((name, _attempts(found)(make, "")))
+        problems += [f"section {name}: {problem}" for problem in found]
+    return sections
 
 
 def failures(facts: Facts) -> list[str]:
@@ -163,7 +199,7 @@ def _read(path: Path, read: Callable[[Path], Iterator[dict[str, Any]]]) -> list[
     import zstandard
 
     try:
-        return list(read(path))
+        return [record for record in read(path) if isinstance(record, Mapping)]
     except zstandard.ZstdError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

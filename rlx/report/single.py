@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlx.report.chart import draw, number
-from rlx.report.gather import Facts, Samples, defaults, failures, samples
+from rlx.report.gather import Facts, Samples, defaults, failures, samples, sections_of
 from rlx.report.page import bar, folded, grid, lines_of, note, page, rollout, table, text, tiles
 from rlx.report.panels import EVAL, ORCHESTRATOR, SECTIONS, TRAINER, charts, evaluations
 
@@ -29,26 +29,23 @@ OF_THE_RUN = ("run.", "dry_run", "clean", "resume")  # keys that say where a run
 
 def report(facts: Facts) -> str:
     """The page."""
-    drawn = {
-        name: "".join(draw(chart, f"{name[:3].lower()}{n}") for n, chart in enumerate(charts(facts, panels)))
-        for name, panels in SECTIONS.items()
+
+    def drawn(name: str) -> str:
+        return grid("".join(draw(chart, f"{name[:3].lower()}{n}") for n, chart in enumerate(charts(facts, SECTIONS[name]))))
+
+    parts = {
+        "Overview": lambda: tiles(_tiles(facts)) + _cause(facts) + note(_warnings(facts)),
+        "Learning": lambda: drawn("Learning"),
+        "Evaluation": lambda: grid(draw(chart, f"eval{n}") for n, chart in enumerate(evaluations(facts))) + _scores(facts),
+        "Off-policy": lambda: drawn("Off-policy"),
+        "Lengths": lambda: drawn("Lengths"),
+        "Time": lambda: _stages(facts) + drawn("Time"),
+        "Dropped rollouts": lambda: _dropped(facts) + drawn("Dropped rollouts"),
+        "Samples": lambda: "".join(sample(each) for each in samples(facts)),
+        "Configuration": lambda: configuration(facts),
+        "Provenance": lambda: provenance(facts),
     }
-    scores = [draw(chart, f"eval{n}") for n, chart in enumerate(evaluations(facts))]
-    taken = list(samples(facts))
-    dropped = _dropped(facts)  # before the problems are shown: reading them may fail
-    sections = [
-        ("Overview", tiles(_tiles(facts)) + _cause(facts) + note(_warnings(facts))),
-        ("Learning", grid([drawn["Learning"]])),
-        ("Evaluation", grid(scores) + _scores(facts)),
-        ("Off-policy", grid([drawn["Off-policy"]])),
-        ("Lengths", grid([drawn["Lengths"]])),
-        ("Time", _stages(facts) + grid([drawn["Time"]])),
-        ("Dropped rollouts", dropped + grid([drawn["Dropped rollouts"]])),
-        ("Samples", "".join(sample(each) for each in taken)),
-        ("Configuration", configuration(facts)),
-        ("Provenance", provenance(facts)),
-        ("Not readable", note(facts.problems)),
-    ]
+    sections = [*sections_of(parts, facts.problems), ("Not readable", note(facts.problems))]  # in this order: parts add problems
     return page(facts.name, str(facts.run.root.absolute()), facts.state, sections)
 
 
@@ -187,7 +184,9 @@ def provenance(facts: Facts) -> str:
     record = facts.provenance
     if not isinstance(record, Mapping):
         return ""
-    source, machine = (record.get(name) or {} for name in ("source", "machine"))
+    source, machine, python, seeds, packages = (
+        found if isinstance(found := record.get(name), Mapping) else {} for name in ("source", "machine", "python", "seeds", "packages")
+    )
     rows = {
         "command": " ".join(map(str, record.get("command") or [])),
         "time": record.get("time"),
@@ -198,12 +197,11 @@ def provenance(facts: Facts) -> str:
         "host": machine.get("host"),
         "processor": f"{machine.get('cpus')} × {machine.get('cpu')}, {machine.get('memory_gib')} GiB",
         "GPUs": ", ".join(machine.get("gpus") or []) or "none",
-        "python": (record.get("python") or {}).get("version"),
-        "seeds": ", ".join(f"{name} {value}" for name, value in (record.get("seeds") or {}).items()),
+        "python": python.get("version"),
+        "seeds": ", ".join(f"{name} {value}" for name, value in seeds.items()),
         "later attempts": len(record.get("later_attempts") or []),
         "run again": f"bash {facts.run.paths.reproduce.absolute()}",
     }
-    packages = record.get("packages") or {}
     return table(["", ""], [[text(name), text(value)] for name, value in rows.items()], "facts") + folded(
         f"{len(packages)} packages", table(["package", "version"], [[text(n), text(v)] for n, v in packages.items()], "facts")
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlx.metrics import METRICS
 from rlx.report.chart import COLOURS, Chart, Line, colour_of, draw, number
-from rlx.report.gather import Facts, samples
+from rlx.report.gather import Facts, samples, sections_of
 from rlx.report.page import folded, grid, note, page, table, text, tiles
 from rlx.report.panels import EVAL, SECTIONS, Panel
 from rlx.report.settings import SEED, Setting, Sweep, arrange, factors, overrides_of
@@ -30,25 +31,32 @@ Array = NDArray[np.float64]
 def report(directory: Path, found: Sequence[Facts], others: Sequence[str] = ()) -> str:
     """The page. `others`: lines about directories that are not shown."""
     sweep = arrange(found)
-    drawn = "".join(_panel(sweep, panel) for panels in SECTIONS.values() for panel in panels if panel.in_sweep)
-    scores = "".join(_evaluations(sweep))
     best = max((f for f in found if f.score is not None), key=lambda f: f.score or 0.0, default=None)
-    taken = "".join(map(sample, samples(best))) if best is not None else ""
-    taken = f"<p>Of the run with the highest score, {text(best.name)}.</p>{taken}" if best is not None and taken else ""
+
+    def curves() -> str:
+        drawn = "".join(_panel(sweep, panel) for panels in SECTIONS.values() for panel in panels if panel.in_sweep)
+        return _how(sweep) + grid([drawn]) if drawn else ""
+
+    def taken() -> str:
+        shown = "".join(map(sample, samples(best))) if best is not None else ""
+        return f"<p>Of the run with the highest score, {text(best.name)}.</p>{shown}" if best is not None and shown else ""
+
     states = ", ".join(f"{count} {state}" for state, count in Counter(facts.state for facts in found).most_common())
+    parts = {
+        "Overview": lambda: _overview(sweep, found) + _ended(found),
+        "Final scores": lambda: _final(sweep) + _factors(sweep),
+        "Curves": curves,
+        "Evaluation": lambda: grid(_evaluations(sweep)),
+        "Runs": lambda: _runs(sweep, found),
+        "What differs": lambda: _differences(sweep),
+        "Samples": taken,
+        "Provenance": lambda: _provenance(found),
+        "Not shown": lambda: note(others),
+    }
+    failed: list[str] = []
+    sections = sections_of(parts, failed)
     problems = [f"{facts.name}: {problem}" for facts in found for problem in facts.problems]
-    sections = [
-        ("Overview", _overview(sweep, found) + _ended(found)),
-        ("Final scores", _final(sweep) + _factors(sweep)),
-        ("Curves", _how(sweep) + grid([drawn]) if drawn else ""),
-        ("Evaluation", grid([scores])),
-        ("Runs", _runs(sweep, found)),
-        ("What differs", _differences(sweep)),
-        ("Samples", taken),
-        ("Provenance", _provenance(found)),
-        ("Not shown", note(others)),
-        ("Not readable", note(problems)),
-    ]
+    sections.append(("Not readable", note([*problems, *failed])))
     return page(directory.absolute().name, str(directory.absolute()), states, sections)
 
 
@@ -273,15 +281,20 @@ def _differences(sweep: Sweep) -> str:
     return folded(f"{len(rows)} keys of the configuration", columns + more, is_open=len(rows) <= 12)
 
 
+def _of(record: Mapping[str, Any], name: str, key: str) -> Any:
+    found = record.get(name)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
 def _provenance(found: Sequence[Facts]) -> str:
     records = [(facts, facts.provenance) for facts in found if facts.provenance is not None]
     if not records:
         return ""
     lines = []
     for what, read in (
-        ("commits", lambda record: str((record.get("source") or {}).get("commit"))),
+        ("commits", lambda record: str(_of(record, "source", "commit"))),
         ("sets of packages", lambda record: repr(record.get("packages"))),
-        ("versions of Python", lambda record: str((record.get("python") or {}).get("version"))),
+        ("versions of Python", lambda record: str(_of(record, "python", "version"))),
     ):
         count = len({read(record) for _, record in records})
         if count > 1:
