@@ -401,3 +401,8 @@ def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_s
     assert len(env.started) > 3
     assert not groups.tally.failed
     assert not groups.tally.dropped
+
+
+def test_before_the_first_batch_no_version_below_zero_is_waited_for() -> None:
+    groups = collector(FakeEnv(lambda *_: 0.0), max_async_level=1)
+    assert groups.phase == "waiting to begin the first rollouts"

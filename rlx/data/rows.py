@@ -203,8 +203,9 @@ class _Arrow:
 
 class _Parquet(_Arrow):
     def __init__(self, path: Path) -> None:
-        from datasets import Dataset
+        from datasets import Dataset, disable_progress_bars
 
+        disable_progress_bars()
         try:
             super().__init__(Dataset.from_parquet(str(path)), str(path))
         except Exception as error:  # pyarrow and datasets have no common class of errors
@@ -213,8 +214,9 @@ class _Parquet(_Arrow):
 
 class _HubRows(_Arrow):
     def __init__(self, name: str, subset: str | None, split: str) -> None:
-        from datasets import load_dataset
+        from datasets import disable_progress_bars, load_dataset
 
+        disable_progress_bars()
         try:
             super().__init__(load_dataset(name, subset, split=split), f"{name}{f'/{subset}' if subset else ''}, split {split}")
         except Exception as error:  # of the network, the hub, the files or the names

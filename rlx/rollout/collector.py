@@ -252,7 +252,8 @@ class Collector:
     def phase(self) -> str:
         """What the collector waits for, in words."""
         if not self._playing and len(self._finished) < self.num_groups:
-            return f"waiting for weights {self.taken - self.max_async_level}"
+            wanted = self.taken - self.max_async_level
+            return f"waiting for weights {wanted}" if wanted >= 0 else "waiting to begin the first rollouts"
         if self._complete:
             return "waiting for the last long rollouts" if self._patience() > 0 else "batch complete"
         wanted = round(self.num_groups * sum(self.tasks.share(env) * self.sizes[env] for env in self.tasks.envs))
