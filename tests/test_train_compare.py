@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mixed_examples import SFT, mix_of, taught
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 
 from rlx.cli import main
@@ -120,6 +121,16 @@ def test_weights_are_those_of_the_papers_formulas_and_give_the_gradient(case: st
     independent = [p.grad for p in hf.parameters()]
     assert side.gradient_norms == [pytest.approx(math.sqrt(sum(float(g.double().square().sum()) for g in independent)), rel=1e-4)]
     assert cosine(gradient, independent) == pytest.approx(1, abs=1e-6)
+
+
+def test_tokens_that_only_cross_entropy_reads_have_their_weight() -> None:
+    samples = [taught(sample) for sample in make_samples()]
+    trainer = make_trainer(make_model())
+    trainer.losses = mix_of({"test": SFT})
+    side, _, _ = _measure(trainer, step_batch(2, [samples]), tokens=40)
+    read = np.concatenate([sample.ce_weights for sample in samples if sample.ce_weights is not None])
+    assert side.num_tokens == [int(read.sum())]
+    assert side.weights[read > 0] == pytest.approx(1)
 
 
 def test_the_cosine_of_gradients() -> None:

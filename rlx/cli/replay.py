@@ -79,6 +79,8 @@ def run(argv: list[str]) -> int:
     if ran != ("float32", options["--device"]):
         here = f"computed in float32 on {options['--device']}"
         notes.append(f"{here}; the run computed in {ran[0]} on {ran[1]}, so numbers differ by rounding")
+    if not any(sample.loss_mask.any() for sample in compared.samples):
+        notes.append("the policy sampled no token of this batch, so weights are multiplied by the number of tokens of cross-entropy")
     again = step - policy.step
     where = f"checkpoint {policy.checkpoint.parent.name}" if policy.checkpoint is not None else policy.model
     facts: dict[str, Any] = {

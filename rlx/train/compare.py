@@ -60,7 +60,7 @@ class Side:
     weights: Array  # [T] float64; NaN where no loss reads the token
     gradient_norms: list[float]  # [M] before clipping
     metrics: list[dict[str, float]]  # [M] the trainer's metrics: loss/…, policy/…, mismatch/…
-    num_tokens: list[int]  # [M] trainable tokens, by which weights are multiplied
+    num_tokens: list[int]  # [M] by which weights are multiplied: trainable tokens; without any, those of cross-entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +204,13 @@ def _measure(trainer: PolicyTrainer, batch: StepBatch, tokens: int) -> tuple[Sid
             trainer.losses = losses
         for row, weight, found in zip(numbered.micro_batches, probe.weights, probe.logp, strict=True):
             where = row.versions[row.scored]
-            weights[where], logp[where] = weight.numpy() * mini_batch.num_loss_tokens, found.numpy()
+            weights[where], logp[where] = weight.numpy() * mini_batch.num_trained_tokens, found.numpy()
         norms.append(clip_gradients(trainer.parameters, None, f"step {batch.step}"))
         slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
         gradients.append([slope.detach().cpu().clone() for slope in slopes])
         trainer.optimizer.zero_grad(set_to_none=True)
         metrics.append(_metrics(stats))
-    counts = [mini_batch.num_loss_tokens for mini_batch in packed.mini_batches]
+    counts = [mini_batch.num_trained_tokens for mini_batch in packed.mini_batches]
     return Side(weights=weights, gradient_norms=norms, metrics=metrics, num_tokens=counts), gradients, logp
 
 
