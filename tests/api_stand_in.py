@@ -33,7 +33,7 @@ class Api:
         if self.mode == "flaky" and self.count > 3 and self.count % 3 == 0:
             self.refused += 1
             return web.json_response({"error": {"message": "too many requests"}}, status=429, headers={"Retry-After": "1"})
-        if (self.mode == "flaky" and self.count % 5 == 0) or (self.mode == "down" and self.count > 3):
+        if (self.mode == "flaky" and self.count % 5 == 0) or (self.mode == "down" and self.count > 1):
             return web.json_response({"error": {"message": "overloaded"}}, status=500, headers={"retry-after-ms": "20"})
         if self.mode == "slow":
             await asyncio.sleep(0.5)
