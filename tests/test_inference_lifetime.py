@@ -17,6 +17,7 @@ from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint, endpoint_file
 from rlx.types import Turn
+from rlx.waiting import UNFIT
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +116,7 @@ def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_pat
 
     asyncio.run(conversation(run.ready()))
     assert run.process is not None
-    assert run.process.wait(20) == 1
+    assert run.process.wait(20) == UNFIT
     assert re.search(cause, run.log.read_text())
 
 
