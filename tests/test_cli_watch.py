@@ -83,7 +83,7 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_each_log_has_a_pane_that_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed")
+        pytest.skip("this machine has no tmux, which is not needed to run rlx")
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))  # a server of its own
     monkeypatch.delenv("TMUX", raising=False)
     paths = make_run(tmp_path / "my.run", state="completed", exit_code=0)

@@ -15,7 +15,6 @@ import pytest
 from main_job import ROOT, MainJob
 from test_run_resume import kill_everything
 
-from rlx.cli import COMMANDS
 from rlx.rollout.synthesized import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -112,7 +111,6 @@ def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Sy
 
 
 @pytest.mark.long
-@pytest.mark.skipif("sft" not in COMMANDS, reason="rlx sft is not there")
 def test_supervised_training_takes_the_file_as_it_is(synthesize: Callable[..., Synthesis]):
     run = synthesize("run", *MIX, "format=parquet")
     assert run.wait() == 0, run.text()

@@ -174,7 +174,7 @@ def test_long_words_wide_letters_and_small_windows_fit(tmp_path: Path):
 def terminal(paths: RunPaths) -> Iterator[Callable[..., str]]:
     """A real terminal: `terminal(keys…)` types keys and returns the screen once it holds `see`."""
     if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed")
+        pytest.skip("this machine has no tmux, which is not needed to run rlx")
     tmux = ["tmux", "-L", f"rlx-view-{os.getpid()}", "-f", "/dev/null"]
     command = f"TERM=xterm-256color {sys.executable} -m rlx.cli view {paths.root}; echo left with $?; sleep 60"
     subprocess.run([*tmux, "new-session", "-d", "-s", "v", "-x", "100", "-y", "32", command], check=True)

@@ -224,8 +224,8 @@ class TrainingRoot(CommandConfig):
 
     @property
     def samples_per_update(self) -> int:
-        """The most rollouts or rows of one optimizer step."""
-        raise NotImplementedError
+        """The most rollouts or rows of one optimizer step. Every command that trains has its own."""
+        raise NotImplementedError(f"{type(self).__name__} must say how many samples an optimizer step has")
 
     @property
     def objectives(self) -> dict[str, dict[str, Any]]:
