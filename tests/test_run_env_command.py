@@ -18,7 +18,7 @@ import pytest
 from main_job import read_metrics
 from public_classic import folder, judge
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Rlx = Callable[..., subprocess.CompletedProcess]
 
 
@@ -37,7 +37,7 @@ def rlx(tmp_path: Path, model_cache: Path) -> Rlx:
     def run(*arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
         command = [venv / "bin" / "python", "-m", "rlx.cli", *arguments]
         done = subprocess.run(
-            command, cwd=work, env={**os.environ, **own, **(env or {})}, capture_output=True, text=True, check=False, timeout=280
+            command, cwd=work, env={**os.environ, **own, **(env or {})}, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done
