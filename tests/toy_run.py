@@ -60,7 +60,7 @@ class Run:
         root: Path,
         plan: list[ProcessSpec],
         *,
-        grace: float = 2.0,
+        grace: float = 20.0,
         heartbeat_timeout: float = 60.0,
         preempt_grace: float = 60.0,
         max_restarts: int = 0,
@@ -84,14 +84,14 @@ class Run:
         assert status is not None
         return status
 
-    def wait(self, timeout: float = 60.0) -> Status:
+    def wait(self, timeout: float = 300.0) -> Status:
         """The launcher's end."""
         self.launcher.wait(timeout)
         status = self.status()
         assert status.exit_code == self.launcher.returncode
         return status
 
-    def until(self, probe: Callable[[], object], timeout: float = 60.0) -> None:
+    def until(self, probe: Callable[[], object], timeout: float = 300.0) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
             assert time.monotonic() < deadline, f"not in {timeout} s; log:\n{self.log('launcher')}"
@@ -121,7 +121,7 @@ class Run:
                 continue
         return found
 
-    def assert_nothing_left(self, timeout: float = 5.0) -> None:
+    def assert_nothing_left(self, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.05)
