@@ -57,7 +57,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=60)
+    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300)
     for folder in map(Path, sys.argv[1:]):
         train(folder, mesh, json.loads((folder / "settings.json").read_text()))
     mesh.close()

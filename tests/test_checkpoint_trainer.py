@@ -44,7 +44,7 @@ def two_ranks(folder: Path, *jobs: Job) -> None:
         for rank in range(2)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors.decode()[-3000:]
 
 

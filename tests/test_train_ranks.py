@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
         command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders.values())]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
     return folders
 
