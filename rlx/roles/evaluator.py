@@ -1,5 +1,7 @@
 """The evaluator role: plays environments with one model, or with several versions of it, and scores them (`rlx eval`).
 
+Beside supervised training it evaluates the versions that are due, as they appear (`rlx.rollout.beside`). The main loop of `rlx eval`:
+
     for version in versions:                 0 is the initial model; an endpoint has one version
         bring the version to the servers, which compare its checksums
         play every rollout that has no record yet, and append its record
@@ -26,8 +28,8 @@ from pathlib import Path
 import uvloop
 
 from rlx.config.evaluated import PREFIX
-from rlx.config.load import load_run
-from rlx.config.roots import EVAL
+from rlx.config.load import load_command
+from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Local
 from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_loaded
@@ -37,6 +39,7 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.rollout.beside import evaluate_beside
 from rlx.rollout.models import Model, Served, connect_endpoint, connect_servers
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
@@ -113,8 +116,12 @@ class Evaluator:
             await asyncio.sleep(INTERVAL)
 
 
-async def evaluate(config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
+async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
     """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
+    if isinstance(config, SftRoot):
+        assert chat is not None
+        await evaluate_beside(config, paths, envs, chat, heartbeat)
+        return
     async with AsyncExitStack() as stack:
         model: Served | Model
         if chat is None:
@@ -140,14 +147,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = parser.parse_args().run_dir
-    config, paths = load_run(run_dir, EVAL), RunPaths(run_dir)
+    config, paths = load_command(run_dir), RunPaths(run_dir)
+    assert isinstance(config, EvalRoot | SftRoot), f"{run_dir} evaluates nothing in this role"
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, "evaluator")
     answer(paths, "evaluator")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
     envs = load_environments(config, heartbeat.beat, paths.latest_logs)
-    chat = None if config.client.base_url else load_tokenizer(config, paths, heartbeat.beat)
+    chat = None if isinstance(config, EvalRoot) and config.client.base_url else load_tokenizer(config, paths, heartbeat.beat)
     wait_loaded(envs, heartbeat.beat)
     if chat is not None:
         check_chat(envs, config, chat)
@@ -155,7 +163,8 @@ def main() -> int:
         print(f"there is nothing to evaluate: no examples in {', '.join(empty)}", file=sys.stderr)
         return 1
     try:
-        keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
+        if isinstance(config, EvalRoot):  # the digests of a run of `rlx sft` are those of what it trains on
+            keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

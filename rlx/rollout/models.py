@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from rlx.config.evaluated import played
+from rlx.config.schema_base import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy
@@ -110,10 +111,20 @@ class ApiModel:
                 raise PolicyError(policy.refused)
 
 
-async def connect_servers(
-    stack: AsyncExitStack, config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, beat: Callable[[str], None]
-) -> Served:
-    """Wait for the servers and let the environments play on them. `stack` closes the connections."""
+async def connect(
+    stack: AsyncExitStack,
+    config: PlayRoot,
+    paths: RunPaths,
+    envs: Mapping[str, Local],
+    chat: Chat,
+    beat: Callable[[str], None],
+    *,
+    adopt: bool = False,
+) -> tuple[Fleet, Sampler]:
+    """Wait for the servers and let the environments play on them. `stack` closes the connections.
+
+    `adopt`: take the version that the servers have; otherwise they must have the initial model.
+    """
 
     def tick() -> None:
         beat("waiting for inference servers")
@@ -124,8 +135,16 @@ async def connect_servers(
     sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore))
     fleet.on_change = sampler.use
     give_policy(envs, config, chat, sampler)
+    await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
+    return fleet, sampler
+
+
+async def connect_servers(
+    stack: AsyncExitStack, config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, beat: Callable[[str], None]
+) -> Served:
+    """The servers as a model: the command's own, or those of `inference.base_url`."""
     others = bool(config.inference.base_url) and config.weights_dir is None
-    await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=others)
+    fleet, sampler = await connect(stack, config, paths, envs, chat, beat, adopt=others)
     if config.inference.base_url:
         check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
     return Served(config, fleet, sampler)
