@@ -20,7 +20,7 @@ from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
-from rlx.config.roots import TRAIN
+from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
@@ -87,7 +87,10 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
+        # While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
+        oldest = self.first_step - config.max_async_level - 1
+        busy, away = lambda: self.collector.in_flight, lambda: sampler.away
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, busy, away, oldest=oldest)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -226,7 +229,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    config, paths, heartbeat = begin("orchestrator", __doc__, TRAIN)
+    config, paths, heartbeat = begin("orchestrator", __doc__, load_run)
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     for name in config.envs:
