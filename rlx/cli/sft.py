@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
     from rlx.config.schema import SftRoot
 
 SUMMARY = "fine-tune a model on prompts and answers, or on conversations"
@@ -50,8 +50,8 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
     from rlx.cli.console_sft import SftConsole
-    from rlx.cli.start import Command
     from rlx.config.roots import SFT
 
     return Command(SFT, SftConsole, resolve)

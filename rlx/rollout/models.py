@@ -27,8 +27,8 @@ from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.endpoint import UNKNOWN_VERSION, check
-from rlx.policy.openai import OpenAIPolicy
+from rlx.policy.endpoint import check
+from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.types import Rollout, WeightVersion
 
 log = logging.getLogger(__name__)
