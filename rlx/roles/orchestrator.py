@@ -227,7 +227,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     tracker = await asyncio.to_thread(open_tracker, config, paths)
     patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
-    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
+    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths), run=str(paths.root))
     async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
