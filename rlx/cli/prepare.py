@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.cli import role
 
-SUMMARY = "make the run's initial model, if the configuration has a warm start"
+SUMMARY = "make the run's initial model, if the configuration has a warm start or a GGUF file"
 
 
 def help_text() -> str:

@@ -66,7 +66,7 @@ def run(role: str, argv: list[str]) -> int:
         raise ConfigError(str(error)) from error
     paths, lock = join(cfg, composed.overrides, plan)
     if spec is None:
-        print(f"nothing to prepare: model {cfg.model.name} has no warm start")
+        print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: neither model.warm_start nor model.gguf is set")
         return 0
     print(f"{spec.name} of the run in {paths.root}", flush=True)
     os.set_inheritable(lock.fd, True)  # the role holds the directory's lock while it is alive

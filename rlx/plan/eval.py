@@ -1,6 +1,6 @@
 """The processes of the commands that only play: `rlx eval`.
 
-prepare (a model with a warm start) · inference × replicas (unless servers or an endpoint already run) · the command's own role
+prepare (a model that rlx makes) · inference × replicas (unless servers or an endpoint already run) · the command's own role
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def plan_playing(cfg: PlayWithModel, specs: Specs, role: str) -> Iterator[Proces
     Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
     places = place_servers(cfg)
-    if cfg.model.warm_start is not None and cfg.weights_dir is None:
+    if cfg.model.prepared and cfg.weights_dir is None:
         yield specs.one("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
     yield from specs.servers(cfg, places)
     yield specs.one(role)

@@ -14,7 +14,7 @@ def plan_training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     """The processes in start order. Raises ConfigError if the layout needs more GPUs than the hosts have."""
     inference, trainers = place(cfg)
     replays = isinstance(cfg, Config) and cfg.replay is not None
-    if cfg.model.warm_start and not replays:
+    if cfg.model.prepared and not replays:
         # It finishes before any other process computes, so it may use a GPU that others use later.
         yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
     if isinstance(cfg, PlayRoot) and not replays:  # the rollouts of a replay are already on disk
