@@ -68,6 +68,8 @@ def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
 
 
 def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
+    if spec.role == "prepare" and cfg.model.gguf is not None:
+        return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
         return f"{'makes' if isinstance(cfg, SftRoot) else 'supervised warm start of'} the model, unless it is in the cache"
     if spec.role == "trainer":
