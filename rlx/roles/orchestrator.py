@@ -77,7 +77,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -160,9 +160,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
-            batch, taught = await self.teaching.score(batch)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            batch, taught = await self.teaching.score(batch, rollouts)
+            values = describe(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -221,7 +221,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
     drain = config.weight_broadcast.drain_tokens
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat, drain_tokens=drain) as (fleet, sampler),
-        Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching,
+        Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
