@@ -39,6 +39,7 @@ METRICS: dict[str, str] = {
     "rollouts/dropped_<cause>": "rollouts discarded since the run began, by whole groups: off_policy (stale); error, timeout (of a member)",
     "rollouts/failed_<cause>": "failed rollout attempts since the run began, by cause: timeout, prompt_too_long, logprob_not_finite, …",
     "teacher/unscored": "samples left out of the batch because the teacher did not score them by `teacher.deadline`",
+    "teacher/unscored_tokens": "sampled tokens of these samples",
     "teacher/retries": "requests to the teacher that failed and were made again",
     "workers/replayed": "requests to environment workers played again since this attempt began, because their worker ended",
     "workers/replaced_<cause>": "environment workers replaced since this attempt began, by cause: died, timeout, memory",
@@ -46,7 +47,7 @@ METRICS: dict[str, str] = {
     "time/rollout_max": "largest of the same",
     "time/wait_rollouts": "seconds the orchestrator waited for rollouts to complete the batch",
     "time/wait_weights": "seconds the orchestrator waited for new weights",
-    "time/teacher": "seconds in which the teacher scored the batch",
+    "time/teacher": "seconds for which the complete batch waited for the teacher, which scores groups as they finish",
     "time/update_weights": "seconds until all servers had the new weights",
     "time/step": "seconds of the step in this source",
     "perf/rollouts_per_second": "finished rollouts per second",
@@ -119,14 +120,15 @@ METRICS: dict[str, str] = {
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
+    # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",
     "val/perplexity": "exp of that",
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "time/validation": "seconds of the validation",
-    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
-    "time/evaluation": "seconds of the evaluation, beside training",
-    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

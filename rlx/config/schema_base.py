@@ -90,6 +90,11 @@ class PlayRoot(CommandConfig):
     weight_broadcast: UpdateConfig = section(UpdateConfig)
 
     @property
+    def plays(self) -> bool:
+        """Whether this run plays environments at all."""
+        return True
+
+    @property
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas

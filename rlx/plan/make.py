@@ -1,6 +1,6 @@
 """Turns a configuration into the list of a run's processes, each with role, replica, host, GPUs, ports, environment and command.
 
-    rlx train, rlx sft       prepare (a model with a warm start) · inference × replicas · orchestrator · trainer × ranks
+    rlx train, rlx sft       prepare (a model that rlx makes) · inference × replicas · orchestrator · trainer × ranks
     rlx eval, synthesize     prepare · inference × replicas (unless servers or an endpoint already run) · the command's own role
 
 Pure: the same configuration gives the same plan on any machine.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.place import place, place_servers
@@ -42,7 +42,7 @@ def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:
 def _playing(cfg: PlayWithModel, specs: Specs, role: str) -> Iterator[ProcessSpec]:
     """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
     places = place_servers(cfg)
-    if cfg.model.warm_start is not None and cfg.weights_dir is None:
+    if cfg.model.prepared and cfg.weights_dir is None:
         yield specs.one("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
     yield from specs.servers(cfg, places)
     yield specs.one(role)
@@ -52,12 +52,14 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     """The processes of a command that trains."""
     inference, trainers = place(cfg)
     replays = isinstance(cfg, Config) and cfg.replay is not None
-    if cfg.model.warm_start and not replays:
+    if cfg.model.prepared and not replays:
         # It finishes before any other process computes, so it may use a GPU that others use later.
         yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
     if isinstance(cfg, PlayRoot) and not replays:  # the rollouts of a replay are already on disk
         yield from specs.servers(cfg, inference)
     rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
+    if isinstance(cfg, SftRoot) and cfg.plays:
+        yield specs.one("evaluator", trainers[0][0])
     if cfg.has_orchestrator:
         yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):

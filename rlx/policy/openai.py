@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,12 @@ class Standing:
     refusal: str | None = None  # why it will answer no request at all
     answered: bool = False  # whether it has answered a request
     forbidden: int = 0  # answers 403 since the last request that it answered
+    models: set[str] = field(default_factory=set)  # the endpoint's names for what answered, as `gpt-4.1-mini-2025-04-14`
 
-    def succeed(self) -> None:
+    def succeed(self, model: str | None) -> None:
         self.answered, self.forbidden = True, 0
+        if model:
+            self.models.add(model)
 
     def forbid(self) -> bool:
         """Count an answer 403. Returns whether it concerns every request."""
@@ -181,7 +184,7 @@ class OpenAIEpisode(KnownTurns):
             raise PolicyError(f"{policy.base_url} cannot be reached, {tried}: {error.__cause__ or error}") from error
         except openai.APIError as error:
             raise PolicyError(f"{policy.base_url}: {error.message}") from error
-        policy.standing.succeed()
+        policy.standing.succeed(getattr(answer, "model", None))
         return answer
 
 

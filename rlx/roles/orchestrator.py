@@ -19,7 +19,7 @@ from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
-from rlx.config.roots import TRAIN
+from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
@@ -76,7 +76,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -86,7 +86,10 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
+        # While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
+        oldest = self.first_step - config.max_async_level - 1
+        busy, away = lambda: self.collector.in_flight, lambda: sampler.away
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, busy, away, oldest=oldest)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -156,9 +159,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
-            batch, taught = await self.teaching.score(batch)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            batch, taught = await self.teaching.score(batch, rollouts)
+            values = describe(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -217,7 +220,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
     drain = config.weight_broadcast.drain_tokens
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat, drain_tokens=drain) as (fleet, sampler),
-        Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching,
+        Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
@@ -225,7 +228,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    config, paths, heartbeat = begin("orchestrator", __doc__, TRAIN)
+    config, paths, heartbeat = begin("orchestrator", __doc__, load_run)
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     for name in config.envs:

@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from rlx.config.load import load_run
 from rlx.config.roots import SYNTHESIZE
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.envs.base import Local
@@ -105,7 +106,7 @@ async def play(
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    config, paths, heartbeat = begin("synthesizer", __doc__, SYNTHESIZE)
+    config, paths, heartbeat = begin("synthesizer", __doc__, lambda run_dir: load_run(run_dir, SYNTHESIZE))
     synthesis = Synthesis(config, paths)
     try:
         if config.play:
