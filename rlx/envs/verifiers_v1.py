@@ -32,7 +32,7 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.base import failed
-from rlx.envs.errors import Failure, FailureLog, describe, failure_of, snake, sources_of
+from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
@@ -159,7 +159,7 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                text = in_one_line(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
                 up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:

@@ -179,7 +179,7 @@ class Evaluations:
         values: dict[str, float] = {"time/evaluation": seconds}
         for name in self.specs:
             examples = now.examples(name)
-            values |= describe(name, examples, self.config.eval.pass_threshold)
+            values |= score_metrics(name, examples, self.config.eval.pass_threshold)
             await asyncio.to_thread(self._write, name, now.version, examples, seconds)
             self._say(name, now.version, examples, values)
         return values
@@ -232,7 +232,7 @@ class Evaluations:
         log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
 
 
-def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
+def score_metrics(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
     """The metrics of one environment's evaluation (`rlx.metrics`, source eval). `examples` [N][n]: the rollouts of each example."""
     rewards = [[outcome.reward for outcome in example] for example in examples]
     outcomes = [outcome for example in examples for outcome in example]

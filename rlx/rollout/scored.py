@@ -16,7 +16,7 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment, sampling_of
 from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
-from rlx.rollout.evaluate import describe
+from rlx.rollout.evaluate import score_metrics
 from rlx.rollout.models import Model, Origin
 from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
@@ -83,7 +83,7 @@ class Scored:
         values: dict[str, float] = {"time/evaluation": seconds} | ({} if origin.attested is None else {"eval/attested": origin.attested})
         for name, spec in self.specs.items():
             examples = self._examples(name)
-            described = describe(name, examples, self.config.pass_threshold)
+            described = score_metrics(name, examples, self.config.pass_threshold)
             facts = {
                 "env_id": spec.id,
                 "name": name,
