@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
-from run_servers import Servers, files
+from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
@@ -343,7 +343,7 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
         async with Stand() as first, Stand() as second:
             endpoint = publish(first)
             async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=10) as elsewhere:
-                await fleet.update(files(Path("weights"), 5))
+                await fleet.update(WeightVersion(version=5, kind="files", where="weights"))
                 elsewhere.version = 5
                 await first.__aexit__()
                 publish(second)

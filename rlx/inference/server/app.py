@@ -99,7 +99,7 @@ class PolicyApp:
         except msgspec.MsgspecError as error:
             await _fail(send, 400, str(error))
             return
-        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version, request.drain_tokens))
+        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version, request.kind, request.drain_tokens))
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
         await self._change(send, self.engine.reload_weights())
