@@ -119,14 +119,15 @@ METRICS: dict[str, str] = {
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
+    # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",
     "val/perplexity": "exp of that",
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "time/validation": "seconds of the validation",
-    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
-    "time/evaluation": "seconds of the evaluation, beside training",
-    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

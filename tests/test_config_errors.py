@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,16 +191,13 @@ def run(case: Case, monkeypatch, tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_mistake_is_explained(name: str, monkeypatch, tmp_path: Path):
     case = CASES[name]
-    started = time.process_time()
     report = run(case, monkeypatch, tmp_path)
-    took = time.process_time() - started
     variables = "".join(f"{key}={value} " for key, value in case.environ.items())
     text = f"$ {variables}python train.py {case.argv}".rstrip() + f"\n\n{report}\n"
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.read_text() == text
-    assert took < 3, "seconds of CPU time: a wrong configuration is reported at once"
     assert all(len(problem.splitlines()) <= 4 for problem in report.split("\n\n")), "a few lines each"
 
 

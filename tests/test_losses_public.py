@@ -129,7 +129,7 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
         raise
     out = tmp_path_factory.mktemp("trl") / "results.pt"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, HERE / "trl_worker.py", out], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([python, HERE / "trl_worker.py", out], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out)
 

@@ -44,7 +44,7 @@ def command(data: Path, run: str, *more: str) -> list[str]:
 
 
 def sft(data: Path, run: str, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(data, run, *more), capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command(data, run, *more), capture_output=True, text=True, timeout=600, check=False)
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
 
     killed = subprocess.Popen(command(data, "killed", *steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (data / "killed" / "checkpoints" / "step_4" / "COMPLETE").exists():
         assert time.monotonic() < deadline
         assert killed.poll() is None

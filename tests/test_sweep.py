@@ -41,7 +41,7 @@ TOY = """
         folders.begin(paths, step + 1)
         folders.finish(paths, step + 1, {}, {})
     (root / "ran").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-    if cfg.seed == 9: time.sleep(60)
+    if cfg.seed == 9: time.sleep(3600)
 """
 
 
@@ -204,13 +204,13 @@ rlx.launch.sweep.plan_of = toy_plan
 sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
 """
     pool = subprocess.Popen([sys.executable, "-c", code], cwd=toys.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (toys / "seed=9" / "ran").exists():
         assert time.monotonic() < deadline
         assert pool.poll() is None, pool.stdout.read()
         time.sleep(0.05)
     pool.send_signal(signal.SIGTERM)
-    out, _ = pool.communicate(timeout=60)
+    out, _ = pool.communicate(timeout=600)
     assert pool.returncode == 130
     status = read_status(sweep_paths(toys / "seed=9"))
     assert status is not None

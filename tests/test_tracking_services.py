@@ -128,18 +128,18 @@ def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: P
     def slow(*arguments: Any) -> None:
         remember(*arguments)
         in_it.set()
-        go_on.wait(5)
+        go_on.wait(60)
 
     sink.scalars = slow  # type: ignore[method-assign]
     left = threading.Thread(target=tracker.forward)
     left.start()
-    assert in_it.wait(5)
+    assert in_it.wait(60)
     end = threading.Thread(target=tracker.close)
     end.start()
     time.sleep(0.2)
     go_on.set()
-    left.join(5)
-    end.join(5)
+    left.join(60)
+    end.join(60)
     assert len(sink.seen) == 4
     assert sink.closed
 

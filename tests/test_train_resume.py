@@ -21,7 +21,7 @@ from rlx.runs.rewind import rewind
 from rlx.types import StepBatch
 from rlx.weights.files import verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 
 def run_to_the_end(paths: RunPaths, ranks: int = 1) -> None:
@@ -41,13 +41,13 @@ def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bi
     cut.batch_of(2).unlink()
     with orchestrator_of(cut, STEPS):
         process = start(cut, ranks)
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while "waiting for batch 2" not in json.dumps(read_heartbeats(cut)):
             assert process.poll() is None, process.communicate()[0][-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
         write_text(cut.preempt, "")
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=600)
     assert process.returncode == (75 if ranks == 1 else 0), output[-3000:]
     assert json.loads(cut.preempted.read_text()) == {"step": 2}
     assert steps(cut) == [2]

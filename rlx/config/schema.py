@@ -60,6 +60,7 @@ __all__ = [
     "EvalConfig",
     "EvalEnvConfig",
     "EvalSampling",
+    "EvaluatedRun",
     "HardwareConfig",
     "InferenceConfig",
     "LauncherConfig",
@@ -279,7 +280,14 @@ class TrainingRoot(CommandConfig):
 
 
 @dataclass
-class Config(TrainingRoot, PlayRoot):
+class EvaluatedRun(TrainingRoot, PlayRoot):
+    """The keys of a command that trains, and evaluates policy versions meanwhile on servers of its own."""
+
+    eval: EvalConfig = section(EvalConfig)
+
+
+@dataclass
+class Config(EvaluatedRun):
     """The keys of `rlx train`."""
 
     max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
@@ -288,9 +296,12 @@ class Config(TrainingRoot, PlayRoot):
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
     teacher: TeacherConfig = section(TeacherConfig)
     reward: RewardConfig = section(RewardConfig)
-    eval: EvalConfig = section(EvalConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
+
+    @property
+    def plays(self) -> bool:
+        return self.replay is None
 
     @property
     def records_scores(self) -> bool:
@@ -340,11 +351,23 @@ class Config(TrainingRoot, PlayRoot):
 
 
 @dataclass
-class SftRoot(TrainingRoot):
+class SftRoot(EvaluatedRun):
     """The keys of `rlx sft`."""
 
     data: DataConfig = section(DataConfig)
     val: ValConfig = section(ValConfig)
+
+    @property
+    def plays(self) -> bool:
+        return self.eval.interval is not None
+
+    @property
+    def num_servers(self) -> int:
+        """Only evaluations need servers."""
+        return super().num_servers if self.plays else 0
+
+    def publishes(self, version: int) -> bool:
+        return version == self.max_steps or self.eval.is_due(version, self.max_steps)
 
     @property
     def samples_per_update(self) -> int:

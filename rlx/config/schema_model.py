@@ -146,6 +146,12 @@ class InferenceConfig:
         "it has the run's version. 0: its death ends the run",
         low=0,
     )
+    hung_timeout: float = key(
+        60.0,
+        "seconds without a heartbeat after which a server that the run started and that has served is killed, and started again like one "
+        "that died (`max_restarts`)",
+        above=0,
+    )
     request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlx.config.schema import Config, PlayRoot, TrainingRoot
+from rlx.config.schema import Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.plan.place import place
 from rlx.plan.specs import Specs
 from rlx.types import ProcessSpec
@@ -20,6 +20,8 @@ def plan_training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     if isinstance(cfg, PlayRoot) and not replays:  # the rollouts of a replay are already on disk
         yield from specs.servers(cfg, inference)
     rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
+    if isinstance(cfg, SftRoot) and cfg.plays:
+        yield specs.one("evaluator", trainers[0][0])
     if cfg.has_orchestrator:
         yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import rlx
 from rlx.config.load import load_command
-from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, say_full_disk
@@ -107,8 +107,8 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
 
 
 def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
-    """The environments whose examples the model learns first; none in a run that plays none."""
-    return config.envs if isinstance(config, PlayRoot) else {}
+    """The environments whose examples the model learns first; none before supervised training, whose own rows train it."""
+    return config.envs if isinstance(config, PlayRoot) and not isinstance(config, SftRoot) else {}
 
 
 def model_folder(name: str, what: dict[str, Any]) -> Path:
@@ -224,7 +224,7 @@ def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
     """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
-    if not isinstance(config, PlayRoot):
+    if not isinstance(config, PlayRoot) or not envs_of(config):
         return {}
     from rlx.data.demonstrations import choose, counts_by_weight
     from rlx.envs.answers import answer_text, conversations

@@ -22,9 +22,10 @@ import sys
 import time
 from pathlib import Path
 
+from rlx.checkpoints.best import not_evaluated
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_training
-from rlx.config.schema import Config, TrainingRoot
+from rlx.config.schema import EvaluatedRun, TrainingRoot
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
@@ -54,7 +55,7 @@ class Trainer:
         from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
-        if isinstance(cfg, Config):
+        if isinstance(cfg, EvaluatedRun):
             wait_for_servers(cfg, paths, watch)
         self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         name = self.initial_model()
@@ -198,7 +199,8 @@ class Trainer:
         times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
         self.metrics.write(step, values | times | {"perf/compute_frac": share})
         if wanted:
-            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
+            protect = {*self.checkpoints.protected(), *not_evaluated(self.cfg, self.paths, version)}
+            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=protect)
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def validate(self, version: int) -> None:
@@ -244,10 +246,10 @@ class Trainer:
             self.watch.give_up_with(self.mesh)
 
 
-def wait_for_servers(cfg: Config, paths: RunPaths, watch: Watch) -> None:
+def wait_for_servers(cfg: EvaluatedRun, paths: RunPaths, watch: Watch) -> None:
     """Wait until every server on our GPU has published its endpoint. While an engine starts, it measures the GPU's free memory, so the
     trainer must not take any. Raises WaitTimeout after `inference.startup_timeout`."""
-    if cfg.hardware.device != "cuda" or not cfg.hardware.shared or cfg.replay is not None or not cfg.num_servers:
+    if cfg.hardware.device != "cuda" or not cfg.hardware.shared or not cfg.plays or not cfg.num_servers:
         return
     from rlx.inference.endpoints import read_endpoints
 

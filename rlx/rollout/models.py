@@ -1,7 +1,6 @@
-"""The model that a command plays with and does not train: rlx's servers, with any version of the weights, or an endpoint of others.
+"""The model that a command plays with: rlx's servers (`connect_servers`), or also an endpoint of others (`connected`).
 
-connect_servers(…) → Served        a fleet; `reach(version)` loads weights and says how much of them was attested
-connect_endpoint(…) → Endpoint     one version; refuses at once what the endpoint refuses
+A command that does not train sees a `Model`: `Served` has any version of the weights, `ApiModel` has one version.
 """
 
 from __future__ import annotations
@@ -9,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from rlx.config.evaluated import played
+from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy
@@ -111,25 +111,47 @@ class ApiModel:
                 raise PolicyError(policy.refused)
 
 
+@asynccontextmanager
+async def connected(
+    config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, beat: Callable[[str], None]
+) -> AsyncIterator[Model]:
+    """The model of a command, with which the environments play. `chat`: None for an endpoint, which has its own."""
+    if chat is None:
+        async with AsyncExitStack() as stack:
+            yield await connect_endpoint(stack, config, envs, beat)
+        return
+    others = bool(config.inference.base_url) and config.weights_dir is None
+    async with connect_servers(config, paths, envs, chat, beat, adopt=others) as (fleet, sampler):
+        if config.inference.base_url:
+            check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
+        yield Served(config, fleet, sampler)
+
+
+@asynccontextmanager
 async def connect_servers(
-    stack: AsyncExitStack, config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, beat: Callable[[str], None]
-) -> Served:
-    """Wait for the servers and let the environments play on them. `stack` closes the connections."""
+    config: PlayRoot,
+    paths: RunPaths,
+    envs: Mapping[str, Local],
+    chat: Chat,
+    beat: Callable[[str], None],
+    drain_tokens: int = 0,
+    adopt: bool = False,
+) -> AsyncIterator[tuple[Fleet, Sampler]]:
+    """Wait for the servers and let the environments play on them. `drain_tokens`: see `Fleet`; `adopt`: see `Fleet.wait_ready`."""
 
     def tick() -> None:
         beat("waiting for inference servers")
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     patience = config.inference.startup_timeout
-    fleet = await stack.enter_async_context(Fleet(endpoints, patience, find=lambda: present_servers(config, paths)))
-    sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore))
-    fleet.on_change = sampler.use
-    give_policy(envs, config, chat, sampler)
-    others = bool(config.inference.base_url) and config.weights_dir is None
-    await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=others)
-    if config.inference.base_url:
-        check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
-    return Served(config, fleet, sampler)
+    async with (
+        Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths)) as fleet,
+        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler,
+    ):
+        fleet.on_change = sampler.use
+        give_policy(envs, config, chat, sampler)
+        await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
+        yield fleet, sampler
 
 
 async def connect_endpoint(

@@ -198,7 +198,7 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
             f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; or {anew} run.name=NEW"
         )
-    even_done = even_done or (isinstance(cfg, Config) and lacks_last_evaluation(paths, cfg))
+    even_done = even_done or lacks_last_evaluation(paths, cfg)
     start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
     if cfg.has_checkpoints:
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.gpus import visible_gpus
-from rlx.config.rules import Show, rule
+from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config
 from rlx.config.signatures import is_installed
 
@@ -97,7 +97,7 @@ def liger_layers(cfg: Config, of: Show) -> Iterator[str]:
         yield f"Liger's layer kernels need a GPU: {of('model.liger')} with {of('hardware.device')}. Use model.liger=auto."
 
 
-@rule("model.logprob_backend", "model.dtype", "hardware.device", "sampling.temperature", "envs")
+@rule("model.logprob_backend", "model.dtype", "hardware.device", "sampling.temperature", "envs", OWN_LOSS)
 def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
     name, cpu, remedy = cfg.model.logprob_backend, cfg.hardware.device == "cpu", "Use model.logprob_backend=auto."
     if name == "triton" and cpu:
@@ -171,7 +171,6 @@ def _divisors(number: int) -> str:
 
 
 @rule("hardware", "inference.base_url")
-@rule("hardware", "data")  # of a command without servers
 def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if h.device != "cuda":
@@ -203,7 +202,6 @@ def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("hardware", "launcher", "inference.base_url", "dry_run")
-@rule("hardware", "launcher", "data", "dry_run")
 def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine

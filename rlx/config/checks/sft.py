@@ -74,9 +74,3 @@ def one_update_per_batch(cfg: SftRoot, of: Show) -> Iterator[str]:
             f"a batch of rows is one optimizer step: {of('trainer.num_minibatches')}.\n"
             f"Use trainer.num_minibatches=1, and a smaller data.batch_size for more steps."
         )
-
-
-@rule("data", "ckpt.keep_best")
-def no_best_checkpoint(cfg: SftRoot, of: Show) -> Iterator[str]:
-    if cfg.ckpt.keep_best is not None:
-        yield f"`rlx sft` evaluates nothing by which a checkpoint could be best: {of('ckpt.keep_best')}. Remove it."
