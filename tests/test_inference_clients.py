@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
-from run_servers import Servers, files
+from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
@@ -416,7 +416,7 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
         async with Stand() as first, Stand() as second:
             endpoint = publish(first)
             async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=60) as elsewhere:
-                await fleet.update(files(Path("weights"), 5))
+                await fleet.update(WeightVersion(version=5, kind="files", where="weights"))
                 elsewhere.version = 5
                 await first.__aexit__()
                 publish(second)
@@ -456,7 +456,7 @@ def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pyte
 
 def test_weights_of_a_kind_that_servers_cannot_load_are_refused():
     async def scene(client: Servers, stand: Stand) -> None:
-        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files'"):
+        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files' and 'adapter'"):
             await client.fleet.update(WeightVersion(version=1, kind="memory", where="x"))
 
     play(scene, Stand())

@@ -147,7 +147,10 @@ class PolicyTrainer:
         for micro_batch in mini_batch.micro_batches:
             self.before_micro_batch()
             old = self.score(micro_batch)[0] if recompute else None
-            ref = self.score(micro_batch, self.reference.model)[0] if self.reference is not None else None
+            ref = None
+            if self.reference is not None:
+                with self.reference.scoring():
+                    ref = self.score(micro_batch, self.reference.model)[0]
             scores.append(Before(old_logp=old, ref_logp=ref))
         if self.reference is not None:
             self.reference.scored()
