@@ -171,6 +171,14 @@ def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | Non
     assert rlx_tool_math.last_number(text) == number
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_operations_of_tool_math_can_be_chosen(level: int) -> None:
+    said = "".join(row["question"] for row in rlx_tool_math.build_rows(level, 32, seed=0, operations="+-"))
+    assert set(said) & set("+-*") == set("+-")
+    with pytest.raises(ValueError, match="operations='/' must be some of"):
+        rlx_tool_math.load_environment(level=level, operations="/")
+
+
 def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses_wrongly_without_it() -> None:
     env: Any = rlx_tool_math.load_environment(level=1, num_examples=4)
     row = {"info": {"expression": "7*8"}}
