@@ -165,7 +165,7 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
     from rlx.policy.templates import read_template, refusal
     from rlx.train.warm_start import warm_start
 
-    tokenizer = tiny.build_tokenizer(config.model.context_length)
+    tokenizer = tiny.build_tokenizer(config.model.context_length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
     chat = load_chat(tokenizer, config.model)

@@ -63,17 +63,16 @@ def _value(node: ast.expr) -> Fraction:
 # problems: question, and the expression that answers it
 
 
-def _expression(rng: random.Random, operations: str) -> tuple[str, str]:
+def _expression(rng: random.Random) -> tuple[str, str]:
     left, right = rng.randint(1, 9), rng.randint(1, 9)
-    text = f"{left}{rng.choice(operations)}{right}"
+    text = f"{left}{rng.choice('+-*')}{right}"
     return f"{text}=", text
 
 
-def _long_expression(rng: random.Random, operations: str) -> tuple[str, str]:
+def _long_expression(rng: random.Random) -> tuple[str, str]:
     text = str(rng.randint(10, 9999))
     for _ in range(rng.randint(2, 4)):
-        left = f"({text})" if rng.random() < 0.3 else text
-        text = f"{left} {rng.choice(operations)} {rng.randint(10, 9999 if rng.random() < 0.5 else 99)}"
+        text = f"{f'({text})' if rng.random() < 0.3 else text} {rng.choice('+-*')} {rng.randint(10, 9999 if rng.random() < 0.5 else 99)}"
     return f"What is {text}?", text
 
 
@@ -110,15 +109,13 @@ def _years(rng: random.Random) -> tuple[str, str]:
 WORD_PROBLEMS = (_shop, _journey, _boxes, _years)
 
 
-def build_rows(level: int, num_examples: int, seed: int, operations: str = "+-*") -> list[dict[str, Any]]:
-    """`num_examples` rows of a level. The same arguments give the same rows."""
+def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
+    """`num_examples` rows of a level. The same seed gives the same rows."""
     rng = random.Random(seed)
     rows = []
     for _ in range(num_examples):
-        if level == 3:
-            question, expression = rng.choice(WORD_PROBLEMS)(rng)
-        else:
-            question, expression = (_expression if level == 1 else _long_expression)(rng, operations)
+        make = {1: _expression, 2: _long_expression}.get(level) or rng.choice(WORD_PROBLEMS)
+        question, expression = make(rng)
         rows.append({"question": question, "answer": calc(expression), "info": {"expression": expression}})
     return rows
 
@@ -154,27 +151,19 @@ class ToolMath(vf.ToolEnv):
 
 
 def load_environment(
-    level: int = 3,
-    max_turns: int = 5,
-    operations: str = "+-*",
-    num_examples: int = 4096,
-    num_eval_examples: int = 256,
-    seed: int = 0,
+    level: int = 3, max_turns: int = 5, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0
 ) -> vf.MultiTurnEnv:
     """The environment.
 
     Args:
         level: 1 (one operation) to 3 (word problems); see `LEVELS`. Level 1 has no system prompt.
         max_turns: most messages of the model; all but the last call the tool.
-        operations: those of levels 1 and 2, some of `+-*`.
         num_examples: problems to train on.
         num_eval_examples: problems for evaluation, drawn from another seed.
         seed: seed of the problems.
     """
     if level not in LEVELS:
         raise ValueError(f"level={level} is not one of " + "; ".join(f"{number}: {meaning}" for number, meaning in LEVELS.items()))
-    if not operations or set(operations) - set("+-*"):
-        raise ValueError(f"operations={operations!r} must be some of + - *, such as '+-'")
     if max_turns < 2:
         raise ValueError(f"max_turns={max_turns} must be at least 2: a call and an answer")
 
@@ -192,8 +181,8 @@ def load_environment(
     return ToolMath(
         tools=[calc],
         max_turns=max_turns,
-        dataset=Dataset.from_list(build_rows(level, num_examples, seed, operations)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003, operations)),
+        dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
         system_prompt=None if level == 1 else SYSTEM_PROMPT,
         rubric=vf.Rubric(funcs=[correct, called_before_answering], weights=[1.0, 0.0]),
     )
