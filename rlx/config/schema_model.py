@@ -25,6 +25,12 @@ class WarmStartConfig:
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in proportion to their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher gives a wrong answer: a copy of the question", low=0, high=1)
+    tool_calls: str = key(
+        "hermes",
+        'how the model writes a call: `hermes`, `<tool_call>{"name": …, "arguments": …}</tool_call>`, or `pythonic`, `[name(x="…")]`, a '
+        "quarter as long (each character is a token)",
+        choices=("hermes", "pythonic"),
+    )
     seed: int = key(0, "seed of initial weights, order and teacher; separate from the run's seed, so that all runs start from one model")
     hidden_size: int = key(128, "model width", low=1)
     intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
