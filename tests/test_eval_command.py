@@ -34,9 +34,9 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.models import Origin
-from rlx.rollout.play import Player, Records, jobs_of
+from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
 from rlx.rollout.results import METADATA, Outcome
-from rlx.rollout.scored import PLAYED, NothingWorks, Scored
+from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task

@@ -36,7 +36,7 @@ from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import keep_digests
+from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.waiting import Preempted, first_failure
 

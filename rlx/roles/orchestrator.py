@@ -12,7 +12,6 @@ It is one asyncio loop. Longer computations (encoding, compressing) run in a thr
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -30,7 +29,7 @@ from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
@@ -43,7 +42,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.tasks import check_rows, keep_digests
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
@@ -233,7 +232,7 @@ def main() -> int:
     assert chat is not None
     for name in config.envs:
         check_rows(name, envs[name].rows)
-    write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
+    keep_digests(paths, envs)
     return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat), paths)
 
 
