@@ -113,6 +113,7 @@ print("serving", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_counted(start: Callable[..., Run]) -> None:
     dies_twice = (
         SERVES
@@ -224,6 +225,7 @@ def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Calla
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)])
     run.until_started()
@@ -271,7 +273,7 @@ def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Cal
     assert run.status().state == "failed"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.Signals) -> None:
     clean = (
         "import signal, sys, time\ndef stop(*_): print('saved', flush=True); sys.exit(143)\nsignal.signal(signal.SIGTERM, stop)\n" + FOREVER
@@ -363,6 +365,7 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
     assert (status.state, status.step) == ("completed", 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     one = start([toy("trainer", FOREVER)], name="one")
