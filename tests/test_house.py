@@ -176,7 +176,7 @@ def test_only_the_mesh_knows_torchs_ranks_and_collectives():
     "module",
     [
         "rlx.cli",
-        "rlx.plan.rl",
+        "rlx.plan.make",
         "rlx.runs.claim",
         "rlx.launch.supervisor",
         "rlx.types",

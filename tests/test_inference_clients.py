@@ -19,6 +19,7 @@ from run_servers import Servers, files
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import (
+    HELD,
     Answer,
     Asked,
     Completion,
@@ -31,6 +32,7 @@ from rlx.inference.protocol import (
     UpdateRefused,
 )
 from rlx.inference.sampler import Sampler
+from rlx.inference.server.holder import Holder
 from rlx.types import WeightVersion
 
 SAMPLING = {"max_tokens": 3}
@@ -48,6 +50,8 @@ class Stand:
         self.refuse: str | None = None
         self.fails = 0  # this many of the next requests and updates get a status of 500
         self.hangs = False  # `/policy` is not answered
+        self.now = 0.0  # seconds, for the holder
+        self.holder = Holder(lambda: self.now)
         self.transports: list[asyncio.Transport] = []
         self.runner: web.AppRunner | None = None
         self.port = 0
@@ -58,6 +62,7 @@ class Stand:
         application.router.add_post("/update_weights", self.update)
         application.router.add_post("/reload_weights", self.reload)
         application.router.add_get("/policy", self.policy)
+        application.router.add_post("/claim", self.claim)
         self.runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", self.port)
@@ -136,11 +141,21 @@ class Stand:
             self.fails -= 1
             return web.Response(status=502, text="bad gateway")
         assert asked["weight_dir"]
+        if why := self.holder.claim(asked["run"]):
+            return web.json_response({"error": why}, status=409)
         self.version = asked["version"]
         return await self.policy(request)
 
     async def reload(self, request: web.Request) -> web.Response:
+        if why := self.holder.claim((await request.json())["run"]):
+            return web.json_response({"error": why}, status=409)
         self.version = 0
+        return await self.policy(request)
+
+    async def claim(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        if why := self.holder.claim(asked.get("run", ""), keep=asked.get("keep", True)):
+            return web.json_response({"error": why}, status=409)
         return await self.policy(request)
 
     async def policy(self, request: web.Request) -> web.Response:
@@ -310,6 +325,57 @@ def test_waiting_takes_servers_of_an_earlier_run_back_to_the_initial_model():
         assert stand.version == 0
 
     play(scene, Stand())
+
+
+def test_the_server_of_a_live_run_is_not_changed_by_another_run():
+    """Else both would play with weights that are not theirs, and would not notice if the numbers of the versions are equal."""
+
+    async def whole() -> None:
+        async with Stand() as stand:
+            async with Servers([stand.endpoint], run="/outputs/first") as first:
+                await first.fleet.wait_ready(60)
+                await first.update(Path("weights"), 5)
+                async with Servers([stand.endpoint], run="/outputs/second") as second:
+                    with pytest.raises(RequestRefused, match=r"belong to the run /outputs/first, .*inference\.base_url"):
+                        await second.fleet.wait_ready(60)
+                    with pytest.raises(RequestRefused, match="belong to the run /outputs/first"):
+                        await second.update(Path("others"), 5)
+                async with Servers([stand.endpoint]) as nameless:
+                    with pytest.raises(RequestRefused, match="belong to the run /outputs/first"):
+                        await nameless.fleet.wait_ready(60)  # it would take the server back to version 0
+                    await nameless.fleet.wait_ready(60, adopt=True)
+                    assert nameless.fleet.version == stand.version == 5
+            async with Servers([stand.endpoint], run="/outputs/second") as second:  # the first has left
+                await second.fleet.wait_ready(60)
+                assert stand.version == 0
+
+    asyncio.run(whole())
+
+
+def test_a_server_is_free_when_its_run_was_not_heard_from_for_a_while_and_a_run_goes_on_saying_that_it_is_there():
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.fleet.wait_ready(60)
+        stand.now += HELD / 2
+        assert stand.holder.claim("/outputs/second") is not None
+        stand.now += HELD
+        assert stand.holder.claim("/outputs/second", keep=False) is None, "free"
+        while stand.holder.claim("/outputs/second", keep=False) is None:  # until the next check of the first run's fleet
+            await asyncio.sleep(0.02)
+        assert stand.holder.run == "/outputs/first"
+
+    play(scene, Stand(), run="/outputs/first", look=0.1)
+
+
+def test_a_fleet_that_adopted_servers_never_changes_them(caplog: pytest.LogCaptureFixture):
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.version = second.version = 3
+        await client.fleet.wait_ready(60, adopt=True)
+        second.version = 4  # its owner goes on
+        while "has version 4 now, and version 3 is played" not in caplog.text:
+            await asyncio.sleep(0.02)
+        assert (first.version, second.version) == (3, 4)
+
+    play(scene, Stand(), Stand(), look=0.05)
 
 
 def test_no_server_at_all_is_refused():

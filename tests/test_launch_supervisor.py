@@ -143,6 +143,27 @@ def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_co
 
 
 @pytest.mark.slow
+def test_a_service_that_hangs_after_it_served_is_killed_and_starts_again(start: Callable[..., Run]) -> None:
+    stops_once = (
+        SERVES + "if not (paths.root / 'stopped').exists():\n"
+        "    (paths.root / 'stopped').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "heart = Heartbeat(paths, 'inference_0')\n"
+        "(paths.root / 'again').touch()\n"
+        "while True:\n    heart.beat(SERVING)\n    time.sleep(0.05)\n"
+    )
+    waits = "import sys, time\nfrom pathlib import Path\nwhile not (Path(sys.argv[1]) / 'again').exists(): time.sleep(0.02)"
+    plan = [toy("inference", stops_once, service=True, arguments=(RUN_DIR,)), toy("trainer", waits, arguments=(RUN_DIR,))]
+    run = start(plan, max_restarts=1, hung_timeout=8.0)
+    status = run.wait()
+    assert status.state == "completed", run.log("launcher")
+    (restart,) = status.restarts
+    assert "inference.hung_timeout=8" in restart.reason
+    assert "it is killed" in run.log("launcher")
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
 def test_a_service_that_keeps_dying_or_does_not_come_to_serve_again_ends_the_run(start: Callable[..., Run]) -> None:
     def fails(code: str) -> Run:
         return start(

@@ -62,6 +62,20 @@ def test_the_only_server_is_killed_and_serves_again_with_the_runs_version(start:
 
 
 @pytest.mark.long
+def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_version(start: Callable[..., MainJob]) -> None:
+    job = start("run", *ON_POLICY, "max_steps=8", "inference.hung_timeout=20")
+    job.until_step(2)
+    os.kill(pid_of(job, 0), signal.SIGSTOP)
+    assert job.wait() == 0, job.text()
+    check(job, 8)
+    (restart,) = job.status()["restarts"]
+    assert "sent no heartbeat" in restart["reason"]
+    assert "(inference.hung_timeout=20)" in restart["reason"]
+    assert "  restarted inference_0 1 ×; the last: sent no heartbeat" in job.text()
+    job.wait_until_nothing_is_left()
+
+
+@pytest.mark.long
 def test_one_of_two_servers_is_killed_the_other_goes_on_and_the_first_joins_again(start: Callable[..., MainJob]) -> None:
     job = start("run", *ON_POLICY, "hardware.inference_replicas=2", "inference.kv_cache_gb=0.25", "max_steps=100000")
     job.until_step(2)

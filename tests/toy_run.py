@@ -29,7 +29,7 @@ from rlx.paths import RunPaths
 paths = RunPaths(Path(sys.argv[1]))
 lock = RunLock(paths)
 assert lock.share(timeout=0)
-grace, heartbeat_timeout, preempt_grace = map(float, sys.argv[2:5])
+grace, heartbeat_timeout, preempt_grace, hung_timeout = map(float, (*sys.argv[2:5], sys.argv[6]))
 limits = Limits(
     grace=grace,
     heartbeat_timeout=heartbeat_timeout,
@@ -37,6 +37,7 @@ limits = Limits(
     max_steps=3,
     preempt_grace=preempt_grace,
     max_restarts=int(sys.argv[5]),
+    hung_timeout=hung_timeout,
 )
 sys.exit(launch(paths, limits, lock))
 """
@@ -64,6 +65,7 @@ class Run:
         heartbeat_timeout: float = 60.0,
         preempt_grace: float = 60.0,
         max_restarts: int = 0,
+        hung_timeout: float = 60.0,
     ) -> None:
         self.paths = RunPaths(root)
         root.mkdir(exist_ok=True)
@@ -71,7 +73,7 @@ class Run:
         write_plan(self.paths.plan, self.plan)
         self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
         self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout), str(preempt_grace), str(max_restarts)],
+            [sys.executable, "-c", LAUNCHER, str(root), *map(str, (grace, heartbeat_timeout, preempt_grace, max_restarts, hung_timeout))],
             env={**os.environ, "RLX_TEST_MARK": self.mark},
             start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
             stderr=subprocess.PIPE,

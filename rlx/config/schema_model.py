@@ -35,7 +35,8 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start` or `gguf`, a label for the model that rlx makes")
+    gguf: str | None = key(None, "GGUF file with the weights; rlx keeps a plain model folder of it in its cache. null: they are in `name`")
     dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
     num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
@@ -88,6 +89,11 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
     warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the prepare role makes the initial model's folder."""
+        return self.warm_start is not None or self.gguf is not None
+
 
 @dataclass
 class InferenceConfig:
@@ -119,6 +125,12 @@ class InferenceConfig:
         "how often each server that the run started is started again if it dies after it has served, in one attempt; it serves again once "
         "it has the run's version. 0: its death ends the run",
         low=0,
+    )
+    hung_timeout: float = key(
+        60.0,
+        "seconds without a heartbeat after which a server that the run started and that has served is killed, and started again like one "
+        "that died (`max_restarts`)",
+        above=0,
     )
     request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")

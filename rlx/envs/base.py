@@ -23,12 +23,13 @@ class Environment(Protocol):
     rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
     tools: Sequence[Mapping[str, Any]]  # the functions that it is known to offer before a rollout, in OpenAI's form
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
+    agents: Sequence[str]  # those that train, if it has several; empty: one policy plays it
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """Play and score these members of the group of `task` concurrently. Returns one rollout for each, in the order of `members`.
 
         A failing episode does not raise: its rollout has `status` and `error`. With `scores_groups`, the members are a whole group;
-        if one fails, the others have no rewards and are `cancelled`.
+        if one fails, the others have no rewards and are `cancelled`. Members that are `ok` beside a failed one need not be played again.
         """
         ...
 

@@ -72,6 +72,7 @@ class VerifiersEnvironment:
         self.rows = rows_of(name, env, split)
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.players = players_of(name, env, sampling)
+        self.agents: Sequence[str] = ()
         # One member of a group of environments is enough: a request plays either a whole group or one rollout, for all rows.
         self.scores_groups = any(player.scores_groups for player in self.players.values())
 

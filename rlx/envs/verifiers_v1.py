@@ -92,7 +92,7 @@ class V1Environment:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
-        self.agents = tuple(agents)
+        self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)

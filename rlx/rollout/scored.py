@@ -18,7 +18,7 @@ from rlx.envs.base import Environment, sampling_of
 from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import describe
-from rlx.rollout.models import Model
+from rlx.rollout.models import Model, Origin
 from rlx.rollout.play import Job, Player, Records, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.types import Rollout
@@ -82,10 +82,13 @@ class Scored:
             "oldest": max((seconds for _, _, seconds in waiting), default=0.0),
         }
 
-    def write(self, attested: float | None) -> dict[str, float]:
-        """Write the results of all environments; return the metrics of the version's record. Call it in a thread."""
+    def write(self, origin: Origin) -> dict[str, float]:
+        """Write the results of all environments; return the metrics of the version's record. Call it in a thread.
+
+        `origin`: what has played.
+        """
         seconds = time.monotonic() - self.began
-        values: dict[str, float] = {"time/evaluation": seconds} | ({} if attested is None else {"eval/attested": attested})
+        values: dict[str, float] = {"time/evaluation": seconds} | ({} if origin.attested is None else {"eval/attested": origin.attested})
         for name, spec in self.specs.items():
             examples = self._examples(name)
             described = describe(name, examples, self.config.pass_threshold)
@@ -96,10 +99,9 @@ class Scored:
                 "model": self.config.model.name,
                 "base_url": self.config.client.base_url or ", ".join(self.config.inference.base_url),
                 "policy_version": self.version,
-                "weights": None
-                if self.config.weights_dir is None or not self.version
-                else f"{self.config.weights_dir}/step_{self.version}",
-                "attested": attested,
+                "served_model": origin.model,
+                "weights": origin.weights,
+                "attested": origin.attested,
                 "split": spec.split,
                 "seed": self.config.seed,
                 "sampling_args": sampling_of(self.config, spec),

@@ -72,7 +72,7 @@ class TaskSequence:
         curricula: Mapping[str, str | None] | None = None,
     ) -> None:
         """Raises ValueError if no environment has a positive weight, if one with a positive weight has no examples, or if its examples
-        lack the column of its curriculum. `curricula`: the column by environment.
+        lack the column of its curriculum, or for pools if it trains several agents. `curricula`: the column by environment.
         """
         self.envs = {name: env for name, env in envs.items() if weights[name] > 0}
         if not self.envs:
@@ -84,6 +84,13 @@ class TaskSequence:
         self._examples = {
             name: Examples(name, env.rows, seed, buffer or BufferConfig(), (curricula or {}).get(name)) for name, env in self.envs.items()
         }
+        for name, env in self.envs.items():
+            if self._examples[name].pooled and len(env.agents) > 1:
+                raise ValueError(
+                    f"envs.{name} trains several agents in turn ({', '.join(env.agents)}), and orchestrator.buffer has one pool for an "
+                    "example: what is easy for one agent may be hard for the other. Train one (envs."
+                    f"{name}.agents=[{env.agents[0]}]), or remove orchestrator.buffer.easy_threshold and .hard_threshold"
+                )
         self._credit = dict.fromkeys(self.envs, 0.0)
         self._used = dict.fromkeys(self.envs, 0)
 

@@ -12,6 +12,7 @@ Reading, checking and pruning need no torch; writing imports it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -155,8 +156,9 @@ def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> lis
     for version in gone:
         path = paths.weights_of(version)
         doomed = path.with_name(f".{path.name}.deleted.{os.getpid()}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        with contextlib.suppress(FileNotFoundError):  # another process prunes, too
+            path.rename(doomed)
+            shutil.rmtree(doomed)
     return gone
 
 

@@ -60,7 +60,7 @@ class PolicyEngine:
         self.llm = llm
         assert isinstance(llm.engine_core, SeparateCore | InProcessCore)
         self.core = llm.engine_core
-        self.model = model
+        self.model = self.weights = model
         self.served = served
         self.attested = 0.0
         self._answered = 0  # tokens of the requests that have ended
@@ -171,6 +171,7 @@ class PolicyEngine:
             waiting=core.waiting,
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
+            weights=str(self.weights),
         )
 
     async def update_weights(self, folder: Path, version: int, drain_tokens: int = 0) -> None:
@@ -222,7 +223,7 @@ class PolicyEngine:
             shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
             compared = min(shares)
             self.core.version = version
-            self.attested = compared
+            self.attested, self.weights = compared, folder
             await self.core.resume_scheduler_async()
         except Exception as error:
             message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"
