@@ -92,6 +92,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_again(data: Path) -> None:
     keys = ("max_steps=6", "ckpt.interval=3", "val.name=null", "env=reverse_text", "eval.interval=3", "eval.num_examples=8")
     first = sft(data, "evaluated", *keys)
@@ -111,6 +112,7 @@ def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_ag
     assert [line for line in records(run) if line["source"] == "eval"] == evaluated
 
 
+@pytest.mark.slow
 def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> None:
     keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true")
     done = sft(data, "bench", *keys)
