@@ -26,6 +26,8 @@ from rlx.data.conversations import Conversation
 from rlx.data.masks import mark
 from rlx.envs.answers import conversations
 from rlx.envs.base import sampling_of
+from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import load_chat
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 
@@ -267,8 +269,8 @@ def text_of(message: dict[str, Any]) -> str:
     )
 
 
-def marked(said):
-    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), tiny_chat())
+def marked(said, chat=None):
+    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), chat or tiny_chat())
 
 
 @pytest.mark.parametrize(
@@ -297,8 +299,9 @@ def test_what_the_tiny_model_learns_fits_into_its_lengths(experiment: str) -> No
     (config,) = cfg.envs.values()
     env = load(config.id, **config.args, num_examples=64)
     limit = sampling_of(cfg, config)["max_tokens"]
+    chat = load_chat(build_tokenizer(cfg.model.context_length, cfg.model.warm_start.tool_calls), cfg.model)
     for said in conversations(env, list(env.rows), teacher_error=0.5, seed=1):
-        (whole,) = marked(said)
+        (whole,) = marked(said, chat)
         assert len(whole) <= cfg.seq_len
         assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.trained).split()) <= limit
 

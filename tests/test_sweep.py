@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -112,18 +113,23 @@ def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv
         assert compose(argv.split(), environ).cfg.max_steps == 100
 
 
+@functools.cache
+def shipped(name: str) -> list:
+    return sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, Path("outputs"), train.command())
+
+
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path):
-    elements = sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path, train.command())
+def test_every_shipped_sweep_composes_checks_and_plans(name: str):
+    elements = shipped(name)
     assert len({str(e.paths.root) for e in elements}) == len(elements) >= 2
     assert all(e.plan for e in elements)
     for element in elements:
         check_built(element.cfg)
 
 
-def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):
+def test_the_shipped_sweeps_are_what_they_say():
     def of(name: str) -> list:
-        return [e.cfg for e in sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path, train.command())]
+        return [e.cfg for e in shipped(name)]
 
     losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft", "opd"}
     assert {cfg.run.name for cfg in of("losses")} == {f"loss={loss}" for loss in losses}

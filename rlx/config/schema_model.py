@@ -1,8 +1,9 @@
-"""The configuration keys of a run's name, its model, its servers and its hardware. `schema.py` has the others."""
+"""The configuration keys of a run's name, its model and adapters, its servers and its hardware. `schema.py` has the others."""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,12 @@ class WarmStartConfig:
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in proportion to their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher gives a wrong answer: a copy of the question", low=0, high=1)
+    tool_calls: str = key(
+        "hermes",
+        'how the model writes a call: `hermes`, `<tool_call>{"name": …, "arguments": …}</tool_call>`, or `pythonic`, `[name(x="…")]`, a '
+        "quarter as long (each character is a token)",
+        choices=("hermes", "pythonic"),
+    )
     seed: int = key(0, "seed of initial weights, order and teacher; separate from the run's seed, so that all runs start from one model")
     hidden_size: int = key(128, "model width", low=1)
     intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
@@ -93,6 +100,31 @@ class ModelConfig:
     def prepared(self) -> bool:
         """Whether the prepare role makes the initial model's folder."""
         return self.warm_start is not None or self.gguf is not None
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained and published instead."""
+
+    rank: int | None = key(None, "rank r of the adapters; null or 0: train all parameters of the model", low=0, high=512)
+    alpha: float = key(32.0, "adapters are multiplied by alpha / rank", above=0)
+    dropout: float = key(0.0, "share of an adapter's inputs that are set to 0 in training; an engine has none", low=0, high=1)
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "which linear layers get adapters, by the last parts of their names (`q_proj`, `self_attn.q_proj`); `all-linear`: all but the head",
+    )
+    rslora: bool = key(False, "multiply by alpha / √rank instead (arXiv 2312.03732), for high ranks")
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return bool(self.rank)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' product."""
+        assert self.rank, "there are no adapters"
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass

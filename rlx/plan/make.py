@@ -55,7 +55,7 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     if cfg.model.prepared and not replays:
         # It finishes before any other process computes, so it may use a GPU that others use later.
         yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
-    if isinstance(cfg, PlayRoot) and not replays:  # the rollouts of a replay are already on disk
+    if isinstance(cfg, PlayRoot) and cfg.plays:  # the rollouts of a replay are already on disk
         yield from specs.servers(cfg, inference)
     rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
     if isinstance(cfg, SftRoot) and cfg.plays:

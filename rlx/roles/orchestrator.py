@@ -86,10 +86,9 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        # While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
-        oldest = self.first_step - config.max_async_level - 1
-        busy, away = lambda: self.collector.in_flight, lambda: sampler.away
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, busy, away, oldest=oldest)
+        oldest = self.first_step - config.max_async_level - 1  # the trainer may have been so far ahead of an evaluation
+        at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:

@@ -187,7 +187,7 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
     from rlx.policy.templates import read_template, refusal
     from rlx.train.warm_start import warm_start
 
-    tokenizer = tiny.build_tokenizer(config.model.context_length)
+    tokenizer = tiny.build_tokenizer(config.model.context_length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
     chat = load_chat(tokenizer, config.model)

@@ -30,7 +30,8 @@ from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
-from rlx.types import Rollout, WeightVersion
+from rlx.types import Rollout
+from rlx.weights.files import version_at
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ class Served:
     async def reach(self, version: int) -> None:
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
-            where = str(Path(self.config.weights_dir) / f"step_{version}")
-            await self.fleet.update(WeightVersion(version=version, kind="files", where=where), self.config.weight_broadcast.timeout)
+            where = Path(self.config.weights_dir) / f"step_{version}"
+            await self.fleet.update(version_at(where, version), self.config.weight_broadcast.timeout)
             origin = await self.origin()
             assert origin.attested is not None
             log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, where)

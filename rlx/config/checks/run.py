@@ -27,6 +27,11 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "port": "inference.port",
     "api_key": "inference.api_key",
     "seed": "seed",
+    "enable_lora": "lora.rank",
+    "max_lora_rank": "lora.rank",
+    "max_loras": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+    "lora_dtype": "model.dtype",
 }
 
 
@@ -52,6 +57,11 @@ def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         yield f"the model's folder does not exist: {of('model.name')}; the current directory is {Path.cwd()}. Correct the path."
+    elif (folder / "adapter_config.json").is_file():
+        yield (
+            f"the folder holds adapters, not a model: {of('model.name')}.\n"
+            "Merge them into their model first (docs/lora.md), or name that model."
+        )
     elif not (folder / "config.json").is_file():
         yield f"the model's folder has no config.json: {of('model.name')}. It must be a Hugging Face model folder."
 
