@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from run_servers import Servers
-from test_inference_clients import SAMPLING, Stand, play
+from server_stand_in import Stand, play
+from test_inference_clients import SAMPLING
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
