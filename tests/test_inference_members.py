@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from run_servers import Servers
-from test_inference_clients import SAMPLING, Stand, play, until
+from server_stand_in import Stand, play, until
+from test_inference_clients import SAMPLING
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
