@@ -83,8 +83,9 @@ class SftConsole(Console):
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
         choice = next((part for part in kept if part.startswith("model=")), "model=tiny")
         choice = "model=tiny_trained" if choice == "model=tiny" else choice  # its weights come from a folder
+        learn = (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result")
         suggestions = [
-            (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result"),
+            *([] if self.cfg.lora.on else [learn]),  # adapters are no model to start from
             (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]

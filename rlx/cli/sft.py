@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
     from rlx.config.schema import SftRoot
 
 SUMMARY = "fine-tune a model on prompts and answers, or on conversations"
@@ -52,9 +52,9 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
     from rlx.cli.console_bench import BenchConsole
     from rlx.cli.console_sft import SftConsole
-    from rlx.cli.start import Command
     from rlx.config.roots import SFT
 
     return Command(SFT, lambda run_dir, cfg, argv: (BenchConsole if cfg.bench else SftConsole)(run_dir, cfg, argv), resolve)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
@@ -50,9 +50,9 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
     from rlx.cli.console import Console
     from rlx.cli.console_bench import BenchConsole
-    from rlx.cli.start import Command
     from rlx.config.roots import TRAIN
 
     return Command(TRAIN, lambda run_dir, cfg, argv: (BenchConsole if cfg.bench else Console)(run_dir, cfg, argv))

@@ -25,6 +25,7 @@ from rlx.inference.protocol import (
     FAILING,
     PAUSE,
     RESTART,
+    Claim,
     Failure,
     InferenceError,
     PolicyState,
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
+LOADED = ("files", "adapter")  # kinds of weights
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
 _state = msgspec.json.Decoder(PolicyState)
@@ -78,12 +80,14 @@ class Fleet:
         look: float = LOOK,
         find: Callable[[], Sequence[Endpoint]] | None = None,
         hung: float = HUNG,
+        run: str = "",
     ) -> None:
         """`restart_timeout`: seconds for which a lone server may be unreachable during an update.
 
         `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two checks of the servers.
         `find`: the servers that the run has at the moment, called in a thread at every check; None: they never change.
         `hung`: seconds for an answer in such a check, if other servers answer.
+        `run`: the run's directory, which claims the servers: no other run can change their weights meanwhile (`protocol.Claim`).
         """
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
@@ -94,6 +98,8 @@ class Fleet:
         self._look = look
         self._find = find
         self._hung = hung
+        self._run = run
+        self._adopted = False  # the versions are somebody else's
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
         self._limit: tuple[asyncio.Timeout, float] | None = None  # of the update in progress, and its seconds
@@ -110,6 +116,11 @@ class Fleet:
         self._watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watching
+        if self._run:
+            leaving = [self._ask(server, "POST", "/claim", self._claim(keep=False)) for server in self._servers]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GONE):  # without an answer, the server is free later
+                    await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
     # -- versions
@@ -207,8 +218,10 @@ class Fleet:
         """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
         `tick` is called several times a second meanwhile. `adopt`: the servers keep the version that they have, which is then the fleet's.
-        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key, or InferenceError if versions to adopt differ.
+        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key or a server that belongs to another run, or
+        InferenceError if versions to adopt differ.
         """
+        self._adopted = adopt
         deadline = time.monotonic() + timeout
         for server in self._servers:
             while True:
@@ -231,7 +244,7 @@ class Fleet:
 
     async def _reset(self, server: _Server) -> None:
         """Return a server to version 0: it still has a version of another run."""
-        status, answer = await self._insist(server, "POST", "/reload_weights")
+        status, answer = await self._insist(server, "POST", "/reload_weights", self._claim())
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
 
@@ -244,7 +257,7 @@ class Fleet:
             try:
                 if self._find is not None:
                     self._follow(await asyncio.to_thread(self._find))
-                if self._weights is not None or len(self._servers) > 1:
+                if self._run or self._weights is not None or len(self._servers) > 1:
                     await asyncio.gather(*(self._check(server) for server in self._servers))
             except Exception:  # the run goes on with the servers that it has; the next check may succeed
                 log.exception("a check of the inference servers failed")
@@ -268,6 +281,8 @@ class Fleet:
         try:
             async with asyncio.timeout(limit):
                 state = await self._state(server)
+            if self._adopted and state.version != self.version:
+                raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
             async with asyncio.timeout(self._restart_timeout):
                 if state.version > self.version and not server.serves:
                     await self._reset(server)
@@ -318,9 +333,10 @@ class Fleet:
             await self._load(server, weights)
 
     async def _load(self, server: _Server, weights: WeightVersion) -> None:
-        if weights.kind != "files":
-            raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load 'files'")
-        request = {"weight_dir": weights.where, "version": weights.version, "drain_tokens": self._drain_tokens}
+        if weights.kind not in LOADED:
+            raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load {' and '.join(map(repr, LOADED))}")
+        where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
+        request = where | {"drain_tokens": self._drain_tokens, "run": self._run}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
@@ -334,7 +350,10 @@ class Fleet:
             await asyncio.sleep(PAUSE)
 
     async def _state(self, server: _Server) -> PolicyState:
-        status, answer = await self._ask(server, "GET", "/policy")
+        if self._run:
+            status, answer = await self._ask(server, "POST", "/claim", self._claim())
+        else:
+            status, answer = await self._ask(server, "GET", "/policy")
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)
@@ -348,6 +367,9 @@ class Fleet:
             raise ServerUnreachable(f"{server.endpoint.name} did not report its state in {self._hung:g} s") from None
 
     # -- asking
+
+    def _claim(self, keep: bool = True) -> bytes:
+        return msgspec.json.encode(Claim(self._run, keep))
 
     async def _insist(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """`_ask` until the server answers, for at most `restart_timeout` seconds."""

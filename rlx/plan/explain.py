@@ -14,7 +14,7 @@ from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
+from rlx.plan.memory import TrainerMemory, engine_memory, trained_parameters, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
@@ -68,6 +68,8 @@ def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
 
 
 def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
+    if spec.role == "prepare" and cfg.model.gguf is not None:
+        return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
         return f"{'makes' if isinstance(cfg, SftRoot) else 'supervised warm start of'} the model, unless it is in the cache"
     if spec.role == "trainer":
@@ -196,6 +198,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
+    if cfg.lora.on:
+        numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}"
     where = "in host memory, " if memory.on_host else ""
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
     peak = max(memory.moments, key=lambda name: memory.moments[name])

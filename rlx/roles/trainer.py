@@ -77,6 +77,7 @@ class Trainer:
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
             chat_template=cfg.model.chat_template,
+            lora=cfg.lora if cfg.lora.on else None,
         )
         watch.checks.append(self.publisher.check)
         self.checkpoints = Checkpoints(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 
 from rlx.checkpoints import folders
 from rlx.config.schema import SftRoot
@@ -22,7 +21,7 @@ from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.rollout.evaluate import Evaluations
-from rlx.rollout.models import connect
+from rlx.rollout.models import connect_servers
 from rlx.rollout.stalls import explainer
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
@@ -77,6 +76,5 @@ class Beside:
 
 async def evaluate_beside(config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
     """Connect to the run's servers and evaluate to the end of the run."""
-    async with AsyncExitStack() as stack:
-        fleet, sampler = await connect(stack, config, paths, envs, chat, heartbeat.beat)
+    async with connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler):
         await Beside(config, paths, envs, fleet, sampler, heartbeat).run()
