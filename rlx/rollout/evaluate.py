@@ -71,7 +71,7 @@ class Evaluations:
         busy: Callable[[], int] = lambda: 0,
         away: Callable[[], float] = lambda: 0.0,
         *,
-        oldest: int,
+        oldest: int = 0,
     ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
