@@ -345,6 +345,14 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         assert words in text, f"{words!r} is not in\n{text}"
 
 
+def test_the_plan_in_words_says_how_long_a_step_takes_on_a_cpu() -> None:
+    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2})
+    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 64, 50
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "at most about 3 min to train and 2 min to sample, with 2 threads a role" in text, text  # 38.4e12 / 2e11 s, 6.4e12 / 5e10 s
+    assert "time on CPU" not in explain(config("node8"), make_plan(config("node8"), Path("/run")), {}, [], "/run")
+
+
 def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:
     filters = {"zero_advantage": True, "max_rounds": 3}
     cfg = config("node8", trainer={"num_iterations": 2}, orchestrator={"oversampling_factor": 1.25, "difficulty_filter": filters})
