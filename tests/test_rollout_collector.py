@@ -404,26 +404,6 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
     run(main)
 
 
-def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:
-    away = 0.0
-
-    def behave(task: Task, member: int, attempt: int) -> Any:
-        nonlocal away
-        late = len(env.started) <= 3
-        away += late  # the outage grows during these
-        return "timeout" if late else 0.0
-
-    env = FakeEnv(behave)
-    groups = collector(env, num_groups=1)
-    groups.away = lambda: away
-    (rollouts,) = run(groups.collect)
-    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
-    assert {attempt for _, _, attempt in env.started} == {0}
-    assert len(env.started) > 3
-    assert not groups.tally.failed
-    assert not groups.tally.dropped
-
-
 def test_before_the_first_batch_no_version_below_zero_is_waited_for() -> None:
     groups = collector(FakeEnv(lambda *_: 0.0), max_async_level=1)
     assert groups.phase == "waiting to begin the first rollouts"
