@@ -132,6 +132,7 @@ CASES = {
     "two_teachers": Case("loss=opd teacher.base_url=[http://host:8000] ref.name=a/teacher"),
     "self_teacher_that_reads_the_same": Case("loss=sdft inference.max_model_len=128"),
     "self_teacher_without_room": Case("loss=sdft teacher.demonstration=answer teacher.template=shown sampling.temperature=0.7"),
+    "filter_over_several_agents": Case("loss=dapo envs.reverse_text.agents_per_group=all orchestrator.buffer.easy_threshold=0.9"),
     "demonstration_for_nobody": Case("teacher.demonstration=answer"),
     "teacher_that_follows": Case("ref.name=a/teacher ref.sync_interval=10"),
     "nothing_follows": Case("ref.sync_interval=10"),
