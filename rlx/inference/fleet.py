@@ -67,10 +67,7 @@ class _Replica:
 
 
 class Fleet:
-    """All servers of one run. An async context manager. Belongs to one event loop.
-
-    `version`: the version of the latest complete update.
-    """
+    """All servers of one run. An async context manager, of one event loop. `version`: the version of the latest complete update."""
 
     def __init__(
         self,

@@ -1,0 +1,130 @@
+"""What `rlx eval` plays: jobs with bounded concurrency and retries, records that survive a kill, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.config.load import compose
+from rlx.config.roots import EVAL
+from rlx.paths import RunPaths
+from rlx.rollout.models import Origin
+from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
+from rlx.rollout.results import METADATA, Outcome
+from rlx.rollout.scored import PLAYED, Scored
+from rlx.types import Rollout, Task
+
+
+def outcome(place: int, rollout: int, reward: float = 1.0, **fields: Any) -> Outcome:
+    facts: dict[str, Any] = {"prompt": "", "completion": "", "answer": "", "info": {}, "rewards": {}, "metrics": {}, "timing": {}}
+    state: dict[str, Any] = {"status": "ok", "stop": "stop", "error": None, "is_truncated": False, "num_prompt_tokens": 1, "num_tokens": 1}
+    return Outcome(example_id=place, place=place, rollout=rollout, reward=reward, **{**facts, **state, **fields})
+
+
+def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    records = Records(file, Outcome)
+    for rollout in range(3):
+        records.add(outcome(0, rollout))
+    records.close()
+    file.write_bytes(file.read_bytes()[:-20])
+    again = Records(file, Outcome)
+    assert [one.rollout for one in again.read()] == [0, 1]
+    again.add(outcome(0, 2, info={"of": {1, 2}}))
+    assert [one.rollout for one in Records(file, Outcome).read()] == [0, 1, 2]
+
+
+class Env:
+    """Counts what is in flight; fails `failing` attempts at each rollout, or at those of one example."""
+
+    name, tools = "e", ()
+
+    def __init__(self, failing: int = 0, scores_groups: bool = False, only: int | None = None) -> None:
+        self.failing, self.scores_groups, self.only = failing, scores_groups, only
+        self.rows = [{"example_id": place} for place in range(10)]
+        self.asked: list[tuple[int, tuple[int, ...], int]] = []
+        self.now = self.most = 0
+
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        self.asked.append((task.index, tuple(members), attempt))
+        self.now += len(members)
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= len(members)
+        failed = attempt < self.failing and self.only in (None, task.index)
+        status: Any = "error" if failed else "ok"
+        return [
+            Rollout(task=task, member=m, prompt="", completion="", turns=(), reward=0.5, rewards={}, metrics={},
+                    status=status, stop="boom" if failed else "stop", error="boom" if failed else None, is_truncated=False, timing={})
+            for m in members
+        ]  # fmt: skip
+
+    async def close(self) -> None:
+        pass
+
+
+def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
+    env, found = Env(failing=1), []
+    player = Player(
+        {"x": env}, max_retries=2, room=lambda: 3, played=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
+    )
+    asyncio.run(player.play(jobs_of("x", env, range(10), 2)))
+    assert sorted(found) == [(place, "ok") for place in range(10) for _ in range(2)]
+    assert (env.most, player.finished, player.in_flight) == (3, 20, 0)
+    assert len(env.asked) == 40, "each was played twice"
+
+
+def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
+    done = {(0, 0), (0, 1), (1, 1)}
+    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(), range(3), 2, done.__contains__)]
+    assert jobs == [(1, (0,)), (2, (0,)), (2, (1,))]
+    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(scores_groups=True), range(3), 2, done.__contains__)]
+    assert jobs == [(1, (0, 1)), (2, (0, 1))]
+
+
+class Model:
+    """A model of one version that finds nothing wrong."""
+
+    def away(self) -> float:
+        return 0.0
+
+    def check(self, rollout: Rollout) -> None:
+        pass
+
+
+def scored(root: Path, env: Any) -> Scored:
+    cfg = compose(["dry_run=true", "env=sums", "rollouts_per_example=4"], {}, EVAL).cfg
+    play = replace(cfg.orchestrator, max_retries=0, max_concurrent=4)
+    return Scored(replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=play), RunPaths(root), {"sums": env}, 0, Model())  # type: ignore[arg-type]
+
+
+def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothing_of_it_is_recorded(tmp_path: Path) -> None:
+    broken = scored(tmp_path, Env(failing=1))
+    with pytest.raises(NothingWorks, match=r"16 rollouts of sums in a row failed.*boom: boom"):
+        asyncio.run(broken.play())
+    again = scored(tmp_path, Env())
+    assert again.player.finished == 0
+    asyncio.run(again.play())
+    values = again.write(Origin("m"))
+    assert (values["eval/sums/avg@2"], values["eval/sums/error_frac"]) == (0.5, 0)
+    folder = tmp_path / "eval" / "sums--tiny" / "step_0"
+    assert len((folder / "results.jsonl").read_text().splitlines()) == 20
+    again.forget()
+    assert not (folder / PLAYED).exists()
+
+
+def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
+    one = scored(tmp_path, Env(failing=1, only=3))
+    asyncio.run(one.play())
+    values = one.write(Origin("there", "there/step_3", 1.0))
+    assert values["eval/sums/error_frac"] == pytest.approx(0.1)
+    assert (values["eval/sums/avg@2"], values["eval/attested"]) == (pytest.approx(0.45), 1.0)
+    metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_0" / METADATA).read_text())
+    assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("there", "there/step_3", 1.0)
+    assert len(one._records["sums"].read()) == 20
