@@ -24,7 +24,7 @@ class Stand:
         self.version = 0
         self.requests: list[GenerateRequest] = []
         self.served: list[int] = []  # version of each answer
-        self.in_flight = self.aborted = self.messages = 0
+        self.in_flight = self.updating = self.aborted = self.messages = 0
         self.refuse: str | None = None
         self.fails = 0  # this many of the next requests and updates get a status of 500
         self.hangs = False  # `/policy` is not answered
@@ -110,7 +110,9 @@ class Stand:
 
     async def update(self, request: web.Request) -> web.Response:
         asked = await request.json()
+        self.updating += 1
         await asyncio.sleep(self.delay)
+        self.updating -= 1
         if self.refuse:
             return web.json_response({"error": self.refuse}, status=422)
         if self.fails:
@@ -141,6 +143,12 @@ class Stand:
         return web.Response(body=msgspec.json.encode(state))
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) -> None:
     """Run a scene with running servers and a client of all of them."""
 
@@ -148,7 +156,7 @@ def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) 
         for stand in stands:
             await stand.__aenter__()
         try:
-            async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 10} | options)) as client:
+            async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 60} | options)) as client:
                 await scene(client, *stands)
         finally:
             for stand in stands:

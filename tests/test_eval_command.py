@@ -34,9 +34,9 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.models import Origin
-from rlx.rollout.play import Player, Records, jobs_of
+from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
 from rlx.rollout.results import METADATA, Outcome
-from rlx.rollout.scored import PLAYED, NothingWorks, Scored
+from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task
@@ -328,7 +328,7 @@ class Command:
             process.suspend()
         for process in whole:
             process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(whole, timeout=20)
+        psutil.wait_procs(whole, timeout=300)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def api(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
     def begin(mode: str) -> list[str]:
         file = tmp_path / f"{mode}.url"
         started.append(subprocess.Popen([sys.executable, str(Path(__file__).parent / "api_stand_in.py"), str(file), mode]))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while not file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -357,14 +357,14 @@ KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rol
 @pytest.mark.slow
 def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
     flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))
-    assert flaky.process.wait(100) == 0, flaky.text
+    assert flaky.process.wait(600) == 0, flaky.text
     (row,) = rows_of(RunPaths(tmp_path / "flaky"), ["reverse_text"])
     assert (row["avg@2"], row["error_frac"], row["examples"]) == (1.0, 0.0, 12)
     metadata = json.loads(next((tmp_path / "flaky").glob(f"eval/*/*/{METADATA}")).read_text())
     assert (metadata["model"], metadata["served_model"]) == ("m", "m-2026"), "what was asked for, and what answered"
     assert "1.000 [" in flaky.text
     slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "orchestrator.max_concurrent=4")
-    assert slow.process.wait(100) == 0, slow.text
+    assert slow.process.wait(600) == 0, slow.text
     assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
     holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
     assert holds == [], "no file has the key"
@@ -373,28 +373,27 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
 @pytest.mark.slow
 def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_continued(api, tmp_path: Path) -> None:
     wrong = Command(tmp_path / "wrong", *KEYS, *api("slow"), key="not-the-key")
-    assert wrong.process.wait(60) == 1
+    assert wrong.process.wait(600) == 1
     assert "Incorrect API key provided: <secret>; its key is $THE_KEY (client.api_key_var)" in wrong.text, wrong.text
     assert "Traceback" not in wrong.text
     keys = [*KEYS, "client.max_retries=0", "orchestrator.max_retries=0"]
     down = Command(tmp_path / "down", *keys, *api("down"))
-    assert down.process.wait(60) == 1
+    assert down.process.wait(600) == 1
     assert "rollouts of reverse_text in a row failed" in down.text
     assert "resume=latest" in down.text
 
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluations_also_after_a_kill(start, tmp_path: Path) -> None:
     training = start(
         "run", "max_steps=20", "weight_broadcast.keep_last=20", "eval.interval=10", "eval.num_examples=24", "ckpt.interval=null"
     )
-    assert training.wait(timeout=250) == 0, training.text()
+    assert training.wait() == 0, training.text()
     beside = {one["step"]: one["eval/reverse_text/avg@1"] for one in training.metrics("eval")}
     keys = [f"weights_dir={training.run_dir}", "steps=[10,20]", "num_examples=24"]
     whole = Command(tmp_path / "whole", *keys)
-    assert whole.process.wait(120) == 0, whole.text
+    assert whole.process.wait(600) == 0, whole.text
     records = {one["step"]: one for one in read_metrics(tmp_path / "whole")}
     assert {step: one["eval/reverse_text/avg@1"] for step, one in records.items()} == beside
     assert [records[step]["eval/attested"] for step in (10, 20)] == [1.0, 1.0]
@@ -403,16 +402,16 @@ def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluatio
     assert beside[20] > beside[0]
     killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
     file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (file.exists() and len(file.read_bytes().splitlines()) >= 8):
         assert killed.process.poll() is None, killed.text
         assert time.monotonic() < deadline
         time.sleep(0.01)
     killed.kill()
     assert not (tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_20" / PLAYED).exists()
-    for _ in range(10):  # the directory's lock is held until the reaper has ended the last process
+    for _ in range(100):  # the directory's lock is held until the reaper has ended the last process
         again = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1", "resume=latest")
-        if (code := again.process.wait(120)) != 2:
+        if (code := again.process.wait(600)) != 2:
             break
         time.sleep(1.0)
     assert code == 0, again.text

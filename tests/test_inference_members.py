@@ -6,11 +6,10 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_servers import Servers
-from server_stand_in import Stand, play
+from server_stand_in import Stand, play, until
 from test_inference_clients import SAMPLING
 
 from rlx.config.schema import Config
@@ -21,12 +20,6 @@ from rlx.paths import RunPaths
 
 def versions(stand: Stand) -> set[int]:
     return set(stand.served)
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def publish(paths: RunPaths, name: str, stand: Stand) -> Path:
@@ -48,16 +41,16 @@ def test_a_server_whose_file_appears_is_given_the_version_then_serves_and_leaves
         async with Stand(0.02) as first, Stand(0.02) as second:
             found = [Endpoint(first.endpoint.url, "key", publish(paths, "0", first))]
             second.version = 17  # it served another run
-            async with Servers(found, 10, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
+            async with Servers(found, 60, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
                 await client.update(Path("weights"), 3)
                 file = publish(paths, "extra", second)
                 await until(lambda: client.fleet.size == 2)
                 assert second.version == 3
                 await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
                 assert (len(first.served), len(second.served), versions(second)) == (4, 4, {3})
-                second.delay = 0.3
+                second.delay = 0.5
                 staying = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-                await asyncio.sleep(0.01)
+                await until(lambda: second.in_flight == 4)
                 file.unlink()
                 await until(lambda: client.fleet.size == 1)
                 await asyncio.gather(*staying)
@@ -76,7 +69,7 @@ def test_the_last_server_is_never_removed_and_a_file_that_cannot_be_read_is_skip
     async def whole() -> None:
         paths = RunPaths(tmp_path)
         find = lambda: present_servers(config_with(), paths)  # noqa: E731
-        async with Stand() as stand, Servers([stand.endpoint], 10, look=0.02, find=find) as client:
+        async with Stand() as stand, Servers([stand.endpoint], 60, look=0.02, find=find) as client:
             await asyncio.sleep(0.1)
             await client.generate([1], SAMPLING, "a")
         file = publish(paths, "0", stand)
@@ -92,13 +85,12 @@ def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_
 
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-        await asyncio.sleep(0.05)
-        died = time.monotonic()
+        await until(lambda: first.in_flight == 4)
         await first.__aexit__()
-        await asyncio.gather(*playing)
-        assert time.monotonic() - died < 0.24, "no pause before another server is asked"
-        await client.update(Path("weights"), 1)
-        assert time.monotonic() - died < 2
+        with monkeypatch.context() as patience:
+            patience.setattr("rlx.inference.sampler.PAUSE", 3600)  # there is no pause before another server is asked
+            await asyncio.wait_for(asyncio.gather(*playing), 60)
+        await asyncio.wait_for(client.update(Path("weights"), 1), 60)
         assert (client.fleet.version, second.version) == (1, 1)
         assert client.fleet.size == 1
         assert (await client.fleet.stats())["perf/servers"] == 1
@@ -109,7 +101,7 @@ def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(20, 28)])
         assert versions(first) == {1}
 
-    play(scene, Stand(0.1), Stand(0.1), look=0.1)
+    play(scene, Stand(0.3), Stand(0.3), look=0.1)
 
 
 def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_it_answers() -> None:
@@ -117,7 +109,7 @@ def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
         await client.update(Path("weights"), 1)
         first.delay, first.hangs = 3600, True
         playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-        await asyncio.wait_for(asyncio.gather(*playing), 5)
+        await asyncio.wait_for(asyncio.gather(*playing), 60)
         assert len(second.served) == 8
         await client.update(Path("weights"), 2)
         assert (client.fleet.size, second.version) == (1, 2)
@@ -147,7 +139,7 @@ def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None
         started = time.monotonic()
         with pytest.raises(InferenceError, match=r"\(500\): out of luck"):
             await client.generate([1], SAMPLING, "a")
-        assert 0.4 < time.monotonic() - started < 3
+        assert 0.4 < time.monotonic() - started < 60
         assert sum(len(stand.requests) for stand in stands) < 10, "with a pause between two attempts"
 
     play(scene, Stand(), Stand(), restart_timeout=0.5)
@@ -166,7 +158,7 @@ def test_a_server_that_cannot_load_the_version_is_left_to_the_others() -> None:
 def test_metrics_of_the_servers_do_not_wait_for_one_that_hangs() -> None:
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.hangs = True
-        assert (await asyncio.wait_for(client.fleet.stats(), 3))["perf/servers"] == 1
+        assert (await asyncio.wait_for(client.fleet.stats(), 60))["perf/servers"] == 1
 
     play(scene, Stand(), Stand(), look=60, hung=0.2)
 
@@ -176,7 +168,7 @@ def test_a_server_whose_address_is_nonsense_does_not_end_the_watch(tmp_path: Pat
         paths = RunPaths(tmp_path)
         async with Stand() as stand, Stand() as late:
             found = [Endpoint(stand.endpoint.url, "key", publish(paths, "0", stand))]
-            async with Servers(found, 10, look=0.02, find=lambda: present_servers(config_with(), paths)) as client:
+            async with Servers(found, 60, look=0.02, find=lambda: present_servers(config_with(), paths)) as client:
                 (paths.endpoints / "inference_bad.json").write_text('{"url": "localhost:8000", "api_key": "key"}')
                 await until(lambda: "does not answer" in caplog.text)
                 publish(paths, "late", late)
@@ -195,6 +187,7 @@ def test_a_parameter_that_cannot_be_sent_fails_its_own_request_alone() -> None:
     play(scene, Stand(0.05))
 
 
+@pytest.mark.slow
 def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limits_and_that_time_is_counted() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         await client.update(Path("weights"), 1)
@@ -203,10 +196,10 @@ def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limit
         await until(lambda: stand.in_flight)
         await stand.__aexit__()
         updating = asyncio.ensure_future(client.update(Path("weights"), 2, timeout=0.4))
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.5)
         assert not asked.done()
         assert not updating.done()
-        assert client.sampler.away > 0.8
+        assert client.sampler.away > 2
         stand.version, stand.delay = 0, 0.0
         await stand.__aenter__()
         await asyncio.gather(asked, updating)
@@ -216,20 +209,20 @@ def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limit
         await asyncio.sleep(0.1)
         assert client.sampler.away == away, "the outage is over"
 
-    play(scene, Stand(0.3), request_timeout=0.5, restart_timeout=30, look=60)
+    play(scene, Stand(0.3), request_timeout=2, restart_timeout=300, look=60)
 
 
 def test_the_time_in_which_a_server_worked_before_it_died_is_no_outage() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         await until(lambda: stand.in_flight)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.0)
         await stand.__aexit__()
         await until(lambda: client.sampler.away)
-        assert client.sampler.away < 0.2
+        assert client.sampler.away < 0.9
         asked.cancel()
 
-    play(scene, Stand(5.0), restart_timeout=30, look=60)
+    play(scene, Stand(60.0), restart_timeout=300, look=60)
 
 
 def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_start() -> None:

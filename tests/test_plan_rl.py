@@ -143,6 +143,7 @@ def test_commands_are_modules_and_several_trainer_ranks_run_under_torchrun() -> 
 def test_cpu_threads_reach_every_role() -> None:
     plan = make_plan(config("cpu", hardware={"cpu_threads": 3}), Path("/run"))
     assert {spec.env["OMP_NUM_THREADS"] for spec in plan} == {"3"}
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan} == {"PASSIVE"}, "a thread that spins takes a core from another role"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
+
 if TYPE_CHECKING:
     from rlx.envs.about import About, Entry
     from rlx.envs.catalog import Listed
 
 SUMMARY = "environments: list, info, install, init, check"
-LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too small
 MANY = 8  # packages that are named one by one
 ACTIONS = ("list", "info", "install", "init", "check")
 
@@ -114,18 +115,6 @@ def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
     return [line if len(line) <= width else line[: width - 1] + "…" for line in table(head, rows)]
 
 
-def shipped_options() -> dict[str, str]:
-    """The environment of each shipped option of the group `env`: `{"math": "rlx-math"}`."""
-    from rlx.config.shipped import shipped_groups
-
-    found = {}
-    for path in sorted(shipped_groups()["env"].glob("*.yaml")):
-        named = [line.removeprefix("id:").strip() for line in path.read_text().splitlines() if line.startswith("id:")]
-        if named and named[0] != "???":
-            found[path.stem] = named[0]
-    return found
-
-
 # info
 
 
@@ -209,15 +198,6 @@ def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0)
         return [f"rlx env check {option}{model}", f"python train.py env={option}{model}"]
     own = (f" envs.custom.python={python}" if python else "") + model
     return [f"rlx env check {env_id}{own}", f"python train.py env=custom envs.custom.id={env_id}{own}"]
-
-
-def default_seq_len() -> int:
-    """`seq_len` of the default model, which has a token for each character."""
-    import yaml
-
-    from rlx.config.shipped import shipped_groups
-
-    return yaml.safe_load((shipped_groups()["model"] / "tiny.yaml").read_text())["seq_len"]
 
 
 # install

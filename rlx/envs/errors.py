@@ -189,3 +189,8 @@ def _belongs(file: str, sources: Path | None) -> bool:
     if sources is None:
         return not file.startswith(("<", *PYTHON, sys.base_prefix + "/lib", HERE))
     return file == str(sources) or file.startswith(f"{sources}/")
+
+
+def snake(name: str) -> str:
+    """`ToolCallError` as `tool_call_error`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

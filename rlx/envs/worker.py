@@ -138,7 +138,7 @@ def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
         digest.update(pack_row(rows[place]))
     tools = [dict(tool) for tool in env.tools]
     sources = str(sources_of(load.config.id) or "")
-    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds))
+    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds, list(env.agents)))
 
 
 class Server:

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
+LOADED = ("files", "adapter")  # kinds of weights
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
 _state = msgspec.json.Decoder(PolicyState)
@@ -332,9 +333,10 @@ class Fleet:
             await self._load(server, weights)
 
     async def _load(self, server: _Server, weights: WeightVersion) -> None:
-        if weights.kind != "files":
-            raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load 'files'")
-        request = {"weight_dir": weights.where, "version": weights.version, "drain_tokens": self._drain_tokens, "run": self._run}
+        if weights.kind not in LOADED:
+            raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load {' and '.join(map(repr, LOADED))}")
+        where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
+        request = where | {"drain_tokens": self._drain_tokens, "run": self._run}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
@@ -348,10 +350,8 @@ class Fleet:
             await asyncio.sleep(PAUSE)
 
     async def _state(self, server: _Server) -> PolicyState:
-        if self._run:
-            status, answer = await self._ask(server, "POST", "/claim", self._claim())
-        else:
-            status, answer = await self._ask(server, "GET", "/policy")
+        asked = ("POST", "/claim", self._claim()) if self._run else ("GET", "/policy")
+        status, answer = await self._ask(server, *asked)
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)

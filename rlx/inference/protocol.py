@@ -7,7 +7,7 @@ arrays as raw little-endian bytes, so a completion of thousands of tokens costs 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -101,6 +101,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     weight_dir: str
     version: Annotated[int, Meta(ge=0)]
+    kind: Literal["files", "adapter"] = "files"  # what the folder holds: a model, or adapters for the server's own
     drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
     run: str = ""  # `Claim.run`
 

@@ -1,5 +1,7 @@
 """Evaluations beside training: plays the evaluation examples at one policy version, on the run's servers.
 
+`rlx.rollout.beside` uses it for supervised training, whose servers have nothing else to do. In reinforcement learning:
+
     version v reaches the servers  →  is v due?  →  play its evaluation while training goes on
     version v+1 is there           →  the evaluation ends, its record is written  →  the servers are updated
 
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlx.config.evaluated import PREFIX, evaluated, is_due
-from rlx.config.schema import Config, ScoredEnvConfig
+from rlx.config.schema import EvaluatedRun, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
@@ -60,16 +62,19 @@ class Evaluations:
 
     def __init__(
         self,
-        config: Config,
+        config: EvaluatedRun,
         paths: RunPaths,
         envs: Mapping[str, Environment],
         first_step: int,
-        busy: Callable[[], int],
+        busy: Callable[[], int] = lambda: 0,
         away: Callable[[], float] = lambda: 0.0,
+        *,
+        oldest: int,
     ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
-        `busy`: rollouts of training in flight. `away`: see `play_through`.
+        `busy`: rollouts of training in flight. `away`: see `play_through`. `oldest`: the oldest version whose evaluation an earlier attempt
+        may not have finished.
         """
         self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
@@ -79,7 +84,7 @@ class Evaluations:
         servers = len(config.inference.base_url) or config.hardware.inference_replicas
         self.capacity = servers * config.inference.max_num_seqs
         self.metrics = MetricsWriter(paths.metrics, "eval")
-        self._missed = self._find_missed() if self.specs else []
+        self._missed = self._find_missed(max(0, oldest)) if self.specs else []
         self._now: Evaluation | None = None
         retries = config.orchestrator.max_retries
         self._player = Player(self.envs, max_retries=retries, room=self._room, played=self._played, check=self._check, away=away)
@@ -95,13 +100,9 @@ class Evaluations:
         """The version to update servers to that have `version`: `newest`, or one before it that is evaluated."""
         return next((stop for stop in range(version + 1, newest) if self.is_wanted(stop)), newest)
 
-    def _find_missed(self) -> list[int]:
-        """Versions before `first_step` whose evaluation a kill interrupted, if their weights are still there.
-
-        While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
-        """
+    def _find_missed(self, oldest: int) -> list[int]:
+        """Versions from `oldest` to `first_step` whose evaluation a kill interrupted, if their weights are still there."""
         done = {record["step"] for record, _ in read_metrics(self.paths.metrics) if record["source"] == "eval"}
-        oldest = max(0, self.first_step - self.config.max_async_level - 1)
         lacking = [v for v in range(oldest, self.first_step) if is_due(self.config, v) and v not in done]
         there = [version for version in lacking if version == 0 or (self.paths.weights_of(version) / COMPLETE).is_file()]
         for version in lacking:
@@ -149,6 +150,11 @@ class Evaluations:
         if now is None or not phase.startswith("waiting for weights"):
             return phase
         return f"{EVALUATING} version {now.version}, rollouts {now.played}/{now.total}"
+
+    @property
+    def played(self) -> int:
+        """Rollouts finished so far, of all evaluations."""
+        return self._player.finished
 
     def waiting(self) -> list[tuple[Task, int, float]]:
         """The rollouts in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each request."""

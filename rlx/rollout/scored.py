@@ -6,7 +6,6 @@ eval/<env>--<model>/step_N/results.jsonl, metadata.json     in verifiers' layout
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +18,13 @@ from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import describe
 from rlx.rollout.models import Model, Origin
-from rlx.rollout.play import Job, Player, Records, jobs_of
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.types import Rollout
 
 log = logging.getLogger("rlx.evaluator")
 
 PLAYED = "played.jsonl"
-FIRST = 16  # if so many rollouts of an environment failed and none succeeded, the evaluation stops
-
-
-class NothingWorks(RuntimeError):
-    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
 
 
 class Scored:
@@ -68,18 +62,16 @@ class Scored:
 
     def progress(self) -> dict[str, Any]:
         """For the console: rollouts, tokens and seconds of this attempt."""
-        waiting = self.player.waiting()
         failed = sum(one.failed for known in self._outcomes.values() for one in known.values())
         return {
-            "what": f"{'model' if self.config.weights_dir is None else f'step_{self.version}' if self.version else 'base'}",
+            "what": "model" if self.config.weights_dir is None else f"step_{self.version}" if self.version else "base",
             "done": self.player.finished,
             "total": self.total,
             "before": self.before,
-            "seconds": time.monotonic() - self.began,
             "tokens": self.tokens,
             "failed": failed + sum(map(len, self._failures.values())),
-            "in_flight": self.player.in_flight,
-            "oldest": max((seconds for _, _, seconds in waiting), default=0.0),
+            "seconds": time.monotonic() - self.began,
+            **self.player.now(),
         }
 
     def write(self, origin: Origin) -> dict[str, float]:
@@ -127,7 +119,7 @@ class Scored:
             jobs_of(name, self.envs[name], self._places(name), self._rollouts(name), self._outcomes[name].__contains__)
             for name in self.specs
         ]
-        return (job for together in itertools.zip_longest(*each) for job in together if job is not None)
+        return in_turn(each)
 
     def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         """Keep the outcomes of a job.
@@ -155,10 +147,7 @@ class Scored:
 
     def _hopeless(self, name: str) -> NothingWorks:
         failed = self._failures[name]
-        return NothingWorks(
-            f"{len(failed)} rollouts of {name} in a row failed, so the evaluation stops; resume=latest plays them again. "
-            f"The last, example {failed[-1].example_id}: {failed[-1].stop}: {failed[-1].error}"
-        )
+        return NothingWorks("evaluation", name, len(failed), failed[-1].example_id, failed[-1].stop, failed[-1].error)
 
     def _examples(self, name: str) -> list[list[Outcome]]:
         """The rollouts of each example [N][n], in a fixed order."""

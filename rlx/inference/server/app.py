@@ -103,7 +103,8 @@ class PolicyApp:
         except msgspec.MsgspecError as error:
             await _fail(send, 400, str(error))
             return
-        update = lambda: self.engine.update_weights(Path(request.weight_dir), request.version, request.drain_tokens)  # noqa: E731
+        where = Path(request.weight_dir)
+        update = lambda: self.engine.update_weights(where, request.version, request.kind, request.drain_tokens)  # noqa: E731
         await self._change(send, request.run, update)
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
