@@ -144,6 +144,7 @@ class Stand:
 
 
 async def until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds."""
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ from torch import Tensor
 from rlx.config.schema import Config
 from rlx.data.packing import pack
 from rlx.data.source import read_recorded
-from rlx.losses.diagnostics import Stats, finish
+from rlx.losses.diagnostics import Stats, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.parallel.mesh import one_process
@@ -91,7 +91,7 @@ def in_one_process(cfg: Config, device: str) -> Config:
     return replace(cfg, model=model, trainer=trainer, hardware=replace(cfg.hardware, device=device))
 
 
-def prepare(device: str, threads: int) -> None:
+def set_up_torch(device: str, threads: int) -> None:
     """Make this process compute as a trainer of that device does. On a CPU the results are then the same bit for bit, each time."""
     from transformers.utils import logging as transformers_logging
 
@@ -231,7 +231,7 @@ def _numbered(batch: StepBatch) -> StepBatch:
 
 
 def _metrics(stats: Stats) -> dict[str, float]:
-    return finish({name: float(value) for name, value in stats.sums.items()}, {name: float(v) for name, v in stats.maxima.items()})
+    return completed({name: float(value) for name, value in stats.sums.items()}, {name: float(v) for name, v in stats.maxima.items()})
 
 
 def _together(batch: StepBatch, first: Measured, last: Measured, cosines: list[float]) -> Comparison:
