@@ -175,6 +175,7 @@ def test_train_py_is_rlx_train_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from rlx.config.roots import EVAL
     from rlx.metrics import MetricsWriter
     from rlx.paths import RunPaths
     from rlx.runs.status import Status
@@ -186,11 +187,13 @@ def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.Captu
         paths.root.mkdir(parents=True)
         status.write(paths)
     MetricsWriter(done.metrics, "orchestrator").write(2, {"reward/mean": 0.25})
+    done.config.write_text("seed: 0\n")
+    lost.config.write_text(f"defaults: [{EVAL.schema_name}]\n")
     assert main(["runs", str(tmp_path)]) == 0
-    rows = {line.split()[0]: line.split()[1:4] for line in capsys.readouterr().out.splitlines()}
-    assert rows[str(done.root)] == ["completed", "3/9", "0.250"]
-    assert rows[str(lost.root)] == ["lost", "3/9", "-"]
-    assert rows[str(alive.root)] == ["running", "3/9", "-"]
+    rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines()}
+    assert rows[str(done.root)] == ["train", "completed", "3/9", "0.250"]
+    assert rows[str(lost.root)] == ["eval", "lost", "3/9", "-"]
+    assert rows[str(alive.root)] == ["-", "running", "3/9", "-"]
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import os
@@ -23,7 +22,7 @@ from api_stand_in import KEY
 from main_job import read_metrics
 
 from rlx.cli import main
-from rlx.cli.playing import eta_of, eval_table
+from rlx.cli.playing import eta_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import evaluated, played
 from rlx.config.load import compose, load_command, load_run, to_yaml
@@ -34,7 +33,7 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.results import METADATA
 from rlx.rollout.scored import PLAYED
-from rlx.rollout.scoring import columns_of, rows_of, write_summary
+from rlx.rollout.scoring import rows_of
 from rlx.runs.weights import initial_model, resolve
 
 
@@ -63,7 +62,7 @@ def test_model_lengths_sampling_and_environments_are_those_of_the_run_unless_the
     composed = compose([f"weights_dir={trained}", "sampling.max_tokens=7"], {}, EVAL)
     cfg = composed.cfg
     assert (cfg.seed, cfg.seq_len, cfg.model.dtype, cfg.sampling.max_tokens) == (5, 48, "bfloat16", 7)
-    assert (list(cfg.envs), cfg.envs["sums"].args, cfg.envs["sums"].split) == (["sums"], {"level": 2}, "eval")
+    assert (list(cfg.envs), cfg.envs["sums"].args["level"], cfg.envs["sums"].split) == (["sums"], 2, "eval")
     assert f"sampling.max_tokens=7 (command line); the run {trained} has 9" in composed.notes
     assert list(config_of(f"weights_dir={trained}", "env=reverse_text").envs) == ["reverse_text"]
     with pytest.raises(ConfigError, match=r"model=tiny has no effect: the weights are those of .*, and its model is tiny"):
@@ -172,32 +171,6 @@ def test_seeds_are_those_of_evaluations_beside_training() -> None:
     assert list(played(cfg)) == ["eval_sums"]
     spec = evaluated(cfg)["sums"]
     assert (spec.sampling.temperature, spec.sampling.max_tokens, spec.rollouts_per_example, spec.num_examples) == (0, 12, 4, 128)
-
-
-# the table
-
-
-def rows() -> list[dict[str, Any]]:
-    scores = {"avg@2": 0.5, "avg@2_low": 0.4, "avg@2_high": 0.6, "pass@1": 0.5, "pass@2": 0.7}
-    facts = {"examples": 10.0, "error_frac": 0.1, "truncated_frac": 0.0, "completion_mean": 5.0}
-    return [{"step": step, "env": env, **scores, **facts, f"reward/{env}": 0.5} for step in (0, 10) for env in ("a", "b")]
-
-
-def test_the_table_has_every_score_with_its_interval() -> None:
-    head, cells = eval_table(rows())
-    assert head == ["step", "env", "examples", "avg@2", "pass@1", "pass@2", "tokens", "errors", "truncated"]
-    assert cells[0] == ["base", "a", "10", "0.500 [0.400, 0.600]", "0.500", "0.700", "5.0", "10.0%", "0.0%"]
-    assert columns_of(rows())[:7] == ["step", "env", "avg@2", "avg@2_low", "avg@2_high", "pass@1", "pass@2"]
-    assert eval_table([rows()[0], rows()[2] | {"attested": 0.999}])[1][1][-1] == "99.9%"
-
-
-def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_summary(tmp_path, rows(), {"model": "m"})
-    assert json.loads((tmp_path / "summary.json").read_text())["rows"][2]["step"] == 10
-    with (tmp_path / "summary.csv").open() as file:
-        assert [row["env"] for row in csv.DictReader(file)] == ["a", "b", "a", "b"]
-    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_time_left_follows_from_the_pace_of_this_attempt() -> None:

@@ -347,10 +347,8 @@ class Fleet:
             await asyncio.sleep(PAUSE)
 
     async def _state(self, server: _Replica) -> PolicyState:
-        if self._run:
-            status, answer = await self._ask(server, "POST", "/claim", self._claim())
-        else:
-            status, answer = await self._ask(server, "GET", "/policy")
+        asked = ("POST", "/claim", self._claim()) if self._run else ("GET", "/policy")
+        status, answer = await self._ask(server, *asked)
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)

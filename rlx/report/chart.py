@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 440, 230  # user units of the drawing
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 26  # margins around the plot
+LEFT, RIGHT, TOP, BOTTOM = 56, 10, 8, 26  # margins around the plot; the left one holds −0.00015
 COLOURS = 8  # lines after these are grey
 MOST_POINTS = 200  # of a line: more than a card has pixels for
 ROWS = 8  # of the table under a chart
