@@ -143,6 +143,14 @@ CASES = {
     "model_folder_absent": Case("model=qwen3_0_6b model.name=./checkpoints/mine"),
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
     "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),
+    "adapters_out_of_range": Case("lora.rank=-1 lora.alpha=0 lora.dropout=-0.5"),
+    "adapters_without_input": Case("lora.rank=8 lora.dropout=1"),
+    "adapters_without_a_rank": Case("lora.alpha=8 lora.target_modules=[q_proj]"),
+    "adapters_for_the_head": Case("lora.rank=8 lora.target_modules=[lm_head,q_proj]"),
+    "adapters_for_nothing": Case("lora.rank=8 lora.target_modules=[]"),
+    "adapters_for_all_and_more": Case("lora.rank=8 lora.target_modules=[all-linear,q_proj]"),
+    "adapters_set_twice": Case("lora.rank=8 +inference.vllm.max_lora_rank=32"),
+    "adapters_with_a_reference_that_moves": Case("lora.rank=8 loss.kl.beta=0.1 ref.sync_interval=5"),
     "liger_neither_on_nor_off": Case("model.liger=maybe"),
     "liger_two_temperatures": Case(
         "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[sums,reverse_text] envs.sums.sampling.temperature=0.5"

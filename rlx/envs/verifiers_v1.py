@@ -32,11 +32,11 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.base import failed
-from rlx.envs.errors import Failure, FailureLog, describe, failure_of, snake, sources_of
+from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, together
+from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.plain import utf8
@@ -159,7 +159,7 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                text = in_one_line(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
                 up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
@@ -167,12 +167,7 @@ class V1Environment:
         episode = self.policy.episode(task, member, attempt)
         client = PolicyClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
-        try:
-            await asyncio.wait({playing}, timeout=self.timeout)
-        except asyncio.CancelledError:
-            await abandon(playing)
-            raise
+        playing = await run_for(self.timeout, self._episode(task, client), rollout_name(task, member))
         timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
 
         def fail(status: Status, stop: str, error: str) -> Rollout:

@@ -32,7 +32,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -159,7 +159,7 @@ class Orchestrator:
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
             batch, taught = await self.teaching.score(batch, rollouts)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values = step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
