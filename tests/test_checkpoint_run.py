@@ -33,11 +33,11 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
-from rlx.roles.orchestrator import Orchestrator, Preempted
+from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.recorder import StepRecorder
 from rlx.runs.rewind import rewind
-from rlx.waiting import first_failure
+from rlx.waiting import Preempted, first_failure
 from rlx.weights.files import verify
 
 # the orchestrator's part
