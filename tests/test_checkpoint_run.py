@@ -33,11 +33,11 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
-from rlx.roles.orchestrator import Orchestrator, Preempted
+from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.recorder import StepRecorder
 from rlx.runs.rewind import rewind
-from rlx.waiting import first_failure
+from rlx.waiting import Preempted, first_failure
 from rlx.weights.files import verify
 
 # the orchestrator's part
@@ -232,7 +232,7 @@ def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, 
 def test_the_best_checkpoint_by_an_evaluation_is_not_pruned(tmp_path: Path, trainer: Any) -> None:
     paths = RunPaths(tmp_path / "run")
     config = CkptConfig(interval=1, keep_last=1, keep_best="eval/e/avg@1")
-    checkpoints = Checkpoints(paths, config, trainer, last=9, facts={}, is_evaluated=lambda step: step % 2 == 0)
+    checkpoints = Checkpoints(paths, config, trainer, last=9, facts={}, is_evaluated=lambda step: step % 2 == 0 or step == 9)
     evaluations = MetricsWriter(paths.metrics, "eval")
     with orchestrator_of(paths, 9):
         for step in range(1, 8):
