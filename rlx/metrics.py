@@ -39,6 +39,7 @@ METRICS: dict[str, str] = {
     "rollouts/dropped_<cause>": "rollouts discarded since the run began, by whole groups: off_policy (stale); error, timeout (of a member)",
     "rollouts/failed_<cause>": "failed rollout attempts since the run began, by cause: timeout, prompt_too_long, logprob_not_finite, …",
     "teacher/unscored": "samples left out of the batch because the teacher did not score them by `teacher.deadline`",
+    "teacher/unscored_tokens": "sampled tokens of these samples",
     "teacher/retries": "requests to the teacher that failed and were made again",
     "workers/replayed": "requests to environment workers played again since this attempt began, because their worker ended",
     "workers/replaced_<cause>": "environment workers replaced since this attempt began, by cause: died, timeout, memory",
@@ -46,7 +47,7 @@ METRICS: dict[str, str] = {
     "time/rollout_max": "largest of the same",
     "time/wait_rollouts": "seconds the orchestrator waited for rollouts to complete the batch",
     "time/wait_weights": "seconds the orchestrator waited for new weights",
-    "time/teacher": "seconds in which the teacher scored the batch",
+    "time/teacher": "seconds for which the complete batch waited for the teacher, which scores groups as they finish",
     "time/update_weights": "seconds until all servers had the new weights",
     "time/step": "seconds of the step in this source",
     "perf/rollouts_per_second": "finished rollouts per second",
@@ -95,7 +96,11 @@ METRICS: dict[str, str] = {
     "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
     "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
-    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
+    "perf/tflops": "10¹² floating-point operations of the model per second and rank, by the count of `perf/mfu`",
+    "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "
+    "whose peak is known",
+    "perf/mfu_causal": "the same with the causal half of attention alone",
+    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB; on CPU the largest resident memory of the process so far",
     "data/epoch": "passes over the data sets so far; with this step",
     "data/overlong": "samples of the step left out because they are longer than `seq_len`",
     "data/truncated": "samples of the step cut to `seq_len`; only with data.overflow=truncate",
@@ -119,14 +124,15 @@ METRICS: dict[str, str] = {
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
+    # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",
     "val/perplexity": "exp of that",
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "time/validation": "seconds of the validation",
-    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
-    "time/evaluation": "seconds of the evaluation, beside training",
-    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

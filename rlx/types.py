@@ -59,6 +59,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
+    shown: Int | None = None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
     answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
 
 
@@ -80,6 +81,9 @@ class Rollout:
     is_truncated: bool = False  # cut by a length limit
     timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
     agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
+    others: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
+    episode: int | None = None  # which of the group's episodes it is a run of; None: that of its member
+    compared: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
@@ -271,7 +275,7 @@ class WeightVersion:
 
     version: int
     kind: Literal["files", "adapter", "memory"]
-    where: str  # for files: the folder
+    where: str  # the folder; of an adapter: in PEFT's format, for the model that the servers started with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

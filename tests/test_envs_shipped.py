@@ -62,6 +62,24 @@ def test_a_prompt_of_the_easy_environments_is_well_under_40_tokens_of_the_tiny_m
 # sums
 
 
+@pytest.mark.parametrize(
+    ("reply_text", "answer"),
+    [
+        ("7 + 2 = 9", "9"),
+        ("It is 9.", "9"),
+        ("9.0", "9"),
+        ("3 - 8 = -5\n", "-5"),
+        ("1,234", "1234"),
+        ("2.5", "2.5"),
+        ("nine", "nine"),
+        ("", ""),
+    ],
+)
+def test_the_last_number_of_a_reply_in_words_counts(reply_text: str, answer: str) -> None:
+    assert rlx_sums.LastNumberParser().parse(reply_text) == answer
+    assert rlx_sums.build_rows(2, 9, seed=3, words=True)[0]["question"].startswith("What is ")
+
+
 @pytest.mark.parametrize("level", list(rlx_sums.LEVELS))
 def test_every_level_of_sums_accepts_its_own_answers(level: int) -> None:
     rows = rlx_sums.build_rows(level, 64, seed=3)

@@ -21,7 +21,9 @@ sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 def load(id: str = "rlx_test_v1", timeout: float = 30.0, agents: tuple[str, ...] = (), num_tasks: int | None = 40, **args: Any) -> Any:
     from rlx.envs.verifiers_v1 import load_environment
 
-    return load_environment("e", EnvConfig(id=id, args=args, agents=list(agents), num_tasks=num_tasks), dict(SAMPLING), timeout)
+    how = args.pop("agents_per_group", "one")
+    config = EnvConfig(id=id, args=args, agents=list(agents), agents_per_group=how, num_tasks=num_tasks)
+    return load_environment("e", config, dict(SAMPLING), timeout)
 
 
 class Recorder(StandIn):
@@ -221,7 +223,7 @@ def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monk
 
 
 def test_half_of_a_surrogate_pair_is_a_question_mark():
-    from rlx.envs.verifiers_v1_client import for_template
+    from rlx.envs.messages import for_template
 
     message = SimpleNamespace(role="tool", content="half \ud83d", tool_call_id="a", name="reverse")
     assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
@@ -230,10 +232,10 @@ def test_half_of_a_surrogate_pair_is_a_question_mark():
 def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_refused():
     from verifiers.v1.types import ToolMessage
 
-    from rlx.envs.verifiers_v1_client import for_template, recorded
+    from rlx.envs.messages import for_template, recorded
 
     message = ToolMessage(tool_call_id="a", content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
-    with pytest.raises(ValueError, match="has images"):
+    with pytest.raises(ValueError, match="parts of the type image_url"):
         for_template(message)
     assert (recorded(message)["role"], recorded(message)["content"][0]["type"]) == ("tool", "image_url")
 
@@ -241,3 +243,16 @@ def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_re
 def test_an_unquoted_null_in_yaml_is_the_chat_loop():
     env = load(left={"harness": {"id": None}})
     assert env.env.config.left.harness.id == "null"
+
+
+def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_tokens_and_reward():
+    env, generator = load(twice=True, agents_per_group="all"), Recorder()
+    rollouts = [one for played in play(env, generator, members=(0, 1)) for one in (played, *played.others)]
+    assert sorted(one.agent for one in rollouts) == ["left"] * 4 + ["right"] * 2  # not the host, who never trains
+    assert all(one.status == "ok" for one in rollouts)
+    kept = [turn for one in rollouts for turn in one.turns]
+    assert len(kept) == len({id(turn) for turn in kept}) == 2 * 4, "each sampled token of an agent that trains, once"
+    marks = {agent: {one.compared for one in rollouts if one.agent == agent} for agent in ("left", "right")}
+    assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
+    assert not marks["left"] & marks["right"]
+    assert {one.compared for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.schema_launch import LauncherConfig, SlurmConfig
-from rlx.config.schema_model import HardwareConfig, InferenceConfig, ModelConfig, RunConfig, UpdateConfig
+from rlx.config.schema_model import HardwareConfig, InferenceConfig, LoraConfig, ModelConfig, RunConfig, UpdateConfig
 from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
 
 
@@ -31,6 +31,7 @@ class CommandConfig:
     resume: str | None = key(None, "`latest`: continue the run in its own directory")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
+    lora: LoraConfig = section(LoraConfig)
     hardware: HardwareConfig = section(HardwareConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     slurm: SlurmConfig = section(SlurmConfig)
@@ -88,6 +89,11 @@ class PlayRoot(CommandConfig):
     orchestrator: PlayConfig = section(PlayConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: UpdateConfig = section(UpdateConfig)
+
+    @property
+    def plays(self) -> bool:
+        """Whether this run plays environments at all."""
+        return True
 
     @property
     def num_servers(self) -> int:

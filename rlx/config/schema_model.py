@@ -1,8 +1,9 @@
-"""The configuration keys of a run's name, its model, its servers and its hardware. `schema.py` has the others."""
+"""The configuration keys of a run's name, its model and adapters, its servers and its hardware. `schema.py` has the others."""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,8 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start` or `gguf`, a label for the model that rlx makes")
+    gguf: str | None = key(None, "GGUF file with the weights; rlx keeps a plain model folder of it in its cache. null: they are in `name`")
     dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
     num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
@@ -93,6 +95,36 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
     warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the prepare role makes the initial model's folder."""
+        return self.warm_start is not None or self.gguf is not None
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained and published instead."""
+
+    rank: int | None = key(None, "rank r of the adapters; null or 0: train all parameters of the model", low=0, high=512)
+    alpha: float = key(32.0, "adapters are multiplied by alpha / rank", above=0)
+    dropout: float = key(0.0, "share of an adapter's inputs that are set to 0 in training; an engine has none", low=0, high=1)
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "which linear layers get adapters, by the last parts of their names (`q_proj`, `self_attn.q_proj`); `all-linear`: all but the head",
+    )
+    rslora: bool = key(False, "multiply by alpha / √rank instead (arXiv 2312.03732), for high ranks")
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return bool(self.rank)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' product."""
+        assert self.rank, "there are no adapters"
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass

@@ -37,6 +37,12 @@ class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
     args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
     agents: list[str] = key([], "agents of a v1 taskset that train, one in each group, in turn; empty: all that the environment trains")
+    agents_per_group: str = key(
+        "one",
+        "of a v1 taskset with several agents: `one` trains one agent of each episode, in turn by group; `all` trains every run of all of "
+        "them, each compared with the runs of the same agent in the same task (solvers of one proposed problem; proposers of one topic)",
+        choices=("one", "all"),
+    )
     num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
     split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
     weight: float = key(1.0, "weight of this environment in the mix: its share of the prompts, relative to the others", low=0)
@@ -126,6 +132,12 @@ class EvalConfig(EvalTerms):
         above=0,
         high=1,
     )
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether a policy version is evaluated: 0 with `eval_base`, multiples of `interval`, and the `last` version."""
+        if self.interval is None:
+            return False
+        return self.eval_base if version == 0 else version % self.interval == 0 or version == last
 
 
 @dataclass

@@ -106,6 +106,7 @@ class Loaded(Message):
     tools: list[Any]  # `Environment.tools`
     sources: str  # folder or file of the environment's own code; empty: not known
     seconds: float  # that loading it took
+    agents: list[str] = []  # `Environment.agents`
 
 
 class LoadFailed(Message):
@@ -143,6 +144,8 @@ class Result(msgspec.Struct, array_like=True, gc=False):
     timing: dict[str, float]
     kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
     agent: str | None = None
+    compared: str | None = None
+    others: list[Result] = []
 
 
 class Played(Message):

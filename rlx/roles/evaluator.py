@@ -1,5 +1,7 @@
 """The evaluator role: plays environments with one model, or with several versions of it, and scores them (`rlx eval`).
 
+Beside supervised training it evaluates the versions that are due, as they appear (`rlx.rollout.beside`). The main loop of `rlx eval`:
+
     for version in versions:                 0 is the initial model; an endpoint has one version
         bring the version to the servers, which compare its checksums
         play every rollout that has no record yet, and append its record
@@ -19,7 +21,8 @@ import sys
 from collections.abc import Mapping
 
 from rlx.config.evaluated import PREFIX
-from rlx.config.roots import EVAL
+from rlx.config.load import load_play
+from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Local
 from rlx.heartbeat import EVALUATING, INTERVAL, Heartbeat
@@ -27,12 +30,13 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
+from rlx.rollout.beside import evaluate_beside
 from rlx.rollout.models import Model, connected
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import keep_digests
+from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.waiting import Preempted, first_failure
 
@@ -64,17 +68,17 @@ class Evaluator:
         for version in await self.model.versions(self.config.versions):
             if version not in done:
                 self.phase = f"loading version {version} into the servers"
-                attested = await self.model.reach(version)
-                await self._evaluate(version, attested)
+                await self.model.reach(version)
+                await self._evaluate(version)
             await asyncio.to_thread(self._summarize)
 
-    async def _evaluate(self, version: int, attested: float | None) -> None:
+    async def _evaluate(self, version: int) -> None:
         """Evaluate the version that the model has now, and write its record."""
         self.now = now = Scored(self.config, self.paths, self.envs, version, self.model)
         if now.player.finished:
             log.info("version %d: %d rollouts are done already", version, now.player.finished)
         await now.play()
-        values = await asyncio.to_thread(now.write, attested)
+        values = await asyncio.to_thread(now.write, await self.model.origin())
         self.metrics.write(version, values)
         now.forget()
 
@@ -104,8 +108,12 @@ class Evaluator:
             await asyncio.sleep(INTERVAL)
 
 
-async def evaluate(config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
+async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
     """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
+    if isinstance(config, SftRoot):
+        assert chat is not None
+        await evaluate_beside(config, paths, envs, chat, heartbeat)
+        return
     async with connected(config, paths, envs, chat, heartbeat.beat) as model:
         await Evaluator(config, paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, model, heartbeat).run()
 
@@ -119,13 +127,15 @@ def has_finished(paths: RunPaths) -> bool:
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    config, paths, heartbeat = begin("evaluator", __doc__, EVAL)
-    envs, chat = load(config, paths, heartbeat, endpoint=bool(config.client.base_url))
+    config, paths, heartbeat = begin("evaluator", __doc__, load_play)
+    assert isinstance(config, EvalRoot | SftRoot), f"{paths.root} evaluates nothing in this role"
+    envs, chat = load(config, paths, heartbeat, endpoint=isinstance(config, EvalRoot) and bool(config.client.base_url))
     if empty := [name.removeprefix(PREFIX) for name, env in envs.items() if not len(env.rows)]:
         print(f"there is nothing to evaluate: no examples in {', '.join(empty)}", file=sys.stderr)
         return 1
     try:
-        keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
+        if isinstance(config, EvalRoot):  # the digests of a run of `rlx sft` are those of what it trains on
+            keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

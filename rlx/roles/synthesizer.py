@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from rlx.config.load import load_run
 from rlx.config.roots import SYNTHESIZE
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.envs.base import Local
@@ -25,10 +26,11 @@ from rlx.policy.transcript import TranscribedPolicy
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.failures import Failures
 from rlx.rollout.models import Model, connected
-from rlx.rollout.play import Job, Player
+from rlx.rollout.play import Job, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import NothingKept, NothingWorks, Synthesis, keep_digests
+from rlx.rollout.synthesis import NothingKept, Synthesis
+from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.types import Rollout
 from rlx.waiting import Preempted, first_failure
@@ -104,7 +106,7 @@ async def play(
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    config, paths, heartbeat = begin("synthesizer", __doc__, SYNTHESIZE)
+    config, paths, heartbeat = begin("synthesizer", __doc__, lambda run_dir: load_run(run_dir, SYNTHESIZE))
     synthesis = Synthesis(config, paths)
     try:
         if config.play:

@@ -17,8 +17,6 @@ from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
-from rlx.config.load import load_run
-from rlx.config.roots import Root
 from rlx.config.schema import PlayRoot
 from rlx.envs.base import Local
 from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_loaded
@@ -32,8 +30,11 @@ from rlx.waiting import LEFT, Preempted
 C = TypeVar("C", bound=PlayRoot)
 
 
-def begin(name: str, doc: str | None, root: Root[C]) -> tuple[C, RunPaths, Heartbeat]:
-    """Set up the process of the role `name`, whose command line is `--run-dir DIR`. A signal to stop ends the process at once."""
+def begin(name: str, doc: str | None, read: Callable[[Path], C]) -> tuple[C, RunPaths, Heartbeat]:
+    """Set up the process of the role `name`, whose command line is `--run-dir DIR`. A signal to stop ends the process at once.
+
+    `read`: reads the configuration of the run directory.
+    """
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     for library in ("httpx", "httpx2"):
@@ -41,7 +42,7 @@ def begin(name: str, doc: str | None, root: Root[C]) -> tuple[C, RunPaths, Heart
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = parser.parse_args().run_dir
-    config, paths = load_run(run_dir, root), RunPaths(run_dir)
+    config, paths = read(run_dir), RunPaths(run_dir)
     set_cpu_threads(config.hardware.cpu_threads)
     heartbeat = Heartbeat(paths, name)
     answer(paths, name)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import Config, SftRoot
 from rlx.config.signatures import is_installed, module_of
 
 # environments
@@ -15,6 +15,8 @@ from rlx.config.signatures import is_installed, module_of
 @rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
+        if isinstance(cfg, SftRoot):  # it may have no evaluation, or its own environments in `eval.envs`
+            return
         yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
@@ -80,6 +82,20 @@ def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
         yield f"the difficulty filter drops every group: {keys}. Lower the first or raise the second."
 
 
+@rule("orchestrator.difficulty_filter", "orchestrator.buffer", "envs")
+def rewards_of_several_agents(cfg: Config, of: Show) -> Iterator[str]:
+    keys = [f"orchestrator.difficulty_filter.{name}" for name in ("min_reward", "max_reward", "min_reward_variance")]
+    keys += ["orchestrator.buffer.easy_threshold", "orchestrator.buffer.hard_threshold"]
+    filters, buffer = cfg.orchestrator.difficulty_filter, cfg.orchestrator.buffer
+    used = [key for key in keys if getattr(filters if "filter" in key else buffer, key.rpartition(".")[2]) is not None]
+    for name, env in cfg.envs.items():
+        if env.agents_per_group == "all" and used:
+            yield (
+                f"a group of envs.{name} has the rewards of several agents, whose mean says nothing: {of(f'envs.{name}.agents_per_group')} "
+                f"with {' and '.join(map(of, used))}.\nUse orchestrator.difficulty_filter.zero_advantage=true, or train one agent a group."
+            )
+
+
 @rule("orchestrator.buffer")
 def pools(cfg: Config, of: Show) -> Iterator[str]:
     buffer = cfg.orchestrator.buffer
@@ -103,7 +119,7 @@ def pools(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("sampling.max_tokens", "seq_len")
 def room_for_prompt(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.max_tokens >= cfg.seq_len:
+    if cfg.plays and cfg.sampling.max_tokens >= cfg.seq_len:
         yield (
             f"a completion leaves no room for its prompt: {of('sampling.max_tokens')} >= {of('seq_len')}.\n"
             "seq_len counts prompt and completion. Lower sampling.max_tokens or raise seq_len."
