@@ -75,8 +75,8 @@ def throughput(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "blocking_reward.py").write_text(BLOCKING)
         os.environ["PYTHONPATH"] = folder
-        config = Config(loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
-        config.model.name, config.orchestrator.env_workers = "tiny", workers
+        config = Config(seq_len=256, loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
+        config.model.name, config.orchestrator.env_workers, config.sampling.max_tokens = "tiny", workers, 8
         config.envs = {"slow": TrainedEnvConfig(id="blocking_reward", args={"seconds": options.seconds, "cpu": options.cpu})}
         envs: Any = load_environments(config, lambda _: None)
         wait_loaded(envs, lambda _: None)
