@@ -91,23 +91,28 @@ def trainer(folder: Path, options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(bare.parameters(), **adam)
     objective = Objective(reinforce, LossTerms(aggregate="token_mean"))
     ours = PolicyTrainer(policy, objective, torch.optim.AdamW(policy.parameters(), **adam), max_norm=1.0)
-    seconds: dict[str, list[float]] = {"bare Hugging Face loop": [], "rlx trainer, packing included": []}
+    seconds: dict[str, list[tuple[float, float]]] = {"bare Hugging Face loop": [], "rlx trainer, packing included": []}
     for step in range(options.steps + 1):
-        times = [time.perf_counter()]
+        times = [clocks()]
         bare_step(bare, optimizer, samples)
-        times.append(time.perf_counter())
+        times.append(clocks())
         ours.train_minibatch(pack(batch, rank=0, ranks=1, tokens=options.row).mini_batches[0], step=0)
-        times.append(time.perf_counter())
+        times.append(clocks())
         if step:  # the first one makes the optimizers' states
             for values, began, ended in zip(seconds.values(), times, times[1:], strict=False):
-                values.append(ended - began)
+                values.append((ended[0] - began[0], ended[1] - began[1]))
     tokens = sum(len(sample.token_ids) for sample in samples)
     print(f"{options.threads} threads, {len(samples)} samples, {tokens} tokens, {equal} of {GROUPS} groups with equal rewards\n")
-    print("| loop | s a step, median | min–max | tokens/s | ratio |\n| --- | --- | --- | --- | --- |")
-    base = statistics.median(seconds["bare Hugging Face loop"])
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        print(f"| {name} | {median:.2f} | {min(values):.2f}–{max(values):.2f} | {tokens / median:,.0f} | {base / median:.2f} × |")
+    print("| loop | s a step, median | ratio | tokens/s | CPU s a step | ratio |\n| --- | --- | --- | --- | --- | --- |")
+    medians = {name: [statistics.median(clock) for clock in zip(*values, strict=True)] for name, values in seconds.items()}
+    base, base_cpu = medians["bare Hugging Face loop"]
+    for name, (wall, cpu) in medians.items():
+        print(f"| {name} | {wall:.2f} | {base / wall:.2f} × | {tokens / wall:,.0f} | {cpu:.2f} | {base_cpu / cpu:.2f} × |")
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds, and CPU seconds of this process's threads. On a busy machine only the second says much; spinning threads add to it."""
+    return time.perf_counter(), time.process_time()
 
 
 def engine(folder: Path, options: argparse.Namespace) -> None:

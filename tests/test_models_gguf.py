@@ -30,6 +30,7 @@ def gguf_file() -> Path:
     return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
+@pytest.mark.timeout(900)
 def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_template(tmp_path: Path) -> None:
     file = gguf_file()
     config = compose(["model=smollm2_135m", f"model.gguf={file}", "env=sums", "hardware=cpu"], {}).cfg
@@ -49,9 +50,10 @@ def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_templ
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_version(start: Callable[..., MainJob]) -> None:
     job = start("smollm2", "experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=16")
-    assert job.wait() == 0, job.text()
+    assert job.wait(1500) == 0, job.text()
     paths = RunPaths(job.run_dir)
     folders = {0: Path(paths.initial_model.read_text().strip())} | {version: paths.weights_of(version) for version in (1, 2)}
     models = {version: AutoModelForCausalLM.from_pretrained(folder) for version, folder in folders.items()}
