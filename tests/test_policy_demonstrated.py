@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from policy_stand_in import SAMPLING, StandIn, policy_of, tiny_chat
+from policy_stand_in import SAMPLING, StandIn, load, policy_of, tiny_chat
+from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
+from test_policy_teacher import StandIn as TeacherStandIn
+from test_policy_teacher import served
 
+from rlx.envs.base import sampling_of
+from rlx.envs.load import give_policy
+from rlx.heartbeat import Heartbeat
+from rlx.inference.endpoints import Endpoint
+from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.demonstrated import Demonstrated
+from rlx.roles.orchestrator import Orchestrator
+from rlx.rollout.teaching import Teaching
 from rlx.types import Task
+from rlx.waiting import first_failure
 
 HOW = Demonstrated("info.solution", "{prompt} as in {demonstration}")
 ROW = {"prompt": "", "info": {"solution": "a {prompt} b"}}
@@ -64,3 +77,38 @@ def test_a_row_without_a_demonstration_is_named(row: dict[str, Any], text: str):
         asyncio.run(episode.respond([{"role": "user", "content": "abc"}]))
     with pytest.raises(PolicyError, match="this conversation has none"):
         HOW.messages([{"role": "system", "content": "x"}], ROW)
+
+
+def test_a_run_of_self_distillation_sends_the_trainer_the_teachers_numbers_for_every_sampled_token(tmp_path: Path):
+    loss = {"_target_": "rlx.losses.aipo.sdft", "aggregate": "token_mean"}
+    config = config_of(loss=loss, teacher__demonstration="answer", teacher__template="{prompt} is {demonstration}")
+    config.advantage = {"_target_": "rlx.advantages.group.none"}
+    env = config.envs["e"]
+    envs: Any = {"e": load(env.id, timeout=60.0, sampling=sampling_of(config, env), name="e", **env.args)}
+    paths, servers, teacher = RunPaths(tmp_path), StandInServers(), TeacherStandIn()
+    teacher.version = 99
+    give_policy(envs, config, tiny_chat(), servers)
+
+    trainer = StandInTrainer(paths, config)
+
+    async def main() -> None:
+        async with served(teacher) as url:
+            own = [Endpoint(url, "key")]
+            async with Teaching.of(config, tiny_chat().tokenizer, lambda _: None, lambda: own, lambda: servers.version) as teaching:
+                everything: Any = servers
+                run = Orchestrator(config, paths, envs, everything, everything, Heartbeat(paths, "orchestrator"), None, teaching).run()
+                await asyncio.wait_for(first_failure(run, trainer.run()), 120)
+
+    asyncio.run(main())
+    tokenizer = tiny_chat().tokenizer
+    asked = [tokenizer.decode(ids) for body in teacher.asked for ids in body["prompt"] if isinstance(ids, list)]
+    assert len(asked) == 4 * 8
+    answers = {row["question"]: row["answer"] for row in envs["e"].rows}
+    for text in asked:
+        said = text.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        assert answers[said.partition(" is ")[0]] == said.partition(" is ")[2]
+    values = metrics(paths)
+    assert [(line["teacher/unscored"], line["teacher/unscored_tokens"]) for line in values] == [(0, 0)] * 4
+    for step in range(4):
+        for sample in trainer.samples(step):
+            assert np.allclose(sample.teacher_logprobs, np.where(sample.loss_mask, -sample.token_ids / 10, np.nan), equal_nan=True)
