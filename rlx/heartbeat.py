@@ -20,6 +20,7 @@ from typing import Any
 from rlx.paths import RunPaths, write_text
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
+ABSENT = 10.0  # seconds without a look after which the looker was stopped itself, and perhaps the others with it
 SILENT = 20.0  # seconds without a heartbeat after which a process no longer counts as at work
 WAITING_FOR_MODEL = "waiting for the initial model"
 EVALUATING = "evaluating"  # prefix of the orchestrator's phase when training waits for an evaluation
@@ -107,13 +108,20 @@ class AtWork:
 
 
 class Ages:
-    """How long ago the heartbeats of other processes changed, by this process's own clock: the clocks of two hosts may differ."""
+    """How long ago the heartbeats of other processes changed, by this process's own clock: the clocks of two hosts may differ.
+
+    Time in which this process was stopped itself does not count: a job that is suspended and goes on has no hung process.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}  # name -> time in the newest beat, and when it was first seen (monotonic seconds)
+        self._looked: float | None = None  # monotonic seconds
 
     def look(self, beats: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, float]:
         """Seconds since each process's newest beat was first seen. `now`: monotonic seconds."""
+        if self._looked is not None and (gap := now - self._looked) > ABSENT:
+            self._seen = {name: (newest, since + gap) for name, (newest, since) in self._seen.items()}
+        self._looked = now
         for name, beat in beats.items():
             if name not in self._seen or self._seen[name][0] != beat["time"]:
                 self._seen[name] = (beat["time"], now)

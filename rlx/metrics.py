@@ -96,7 +96,11 @@ METRICS: dict[str, str] = {
     "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
     "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
-    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB (0 on CPU)",
+    "perf/tflops": "10¹² floating-point operations of the model per second and rank, by the count of `perf/mfu`",
+    "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "
+    "whose peak is known",
+    "perf/mfu_causal": "the same with the causal half of attention alone",
+    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB; on CPU the largest resident memory of the process so far",
     "data/epoch": "passes over the data sets so far; with this step",
     "data/overlong": "samples of the step left out because they are longer than `seq_len`",
     "data/truncated": "samples of the step cut to `seq_len`; only with data.overflow=truncate",
@@ -120,14 +124,15 @@ METRICS: dict[str, str] = {
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
+    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
+    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
+    # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",
     "val/perplexity": "exp of that",
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "time/validation": "seconds of the validation",
-    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
-    "time/evaluation": "seconds of the evaluation, beside training",
-    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
 }
 
 

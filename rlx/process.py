@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import errno
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code of a process whose parent died before `die_with_parent`
@@ -153,6 +155,16 @@ def say_full_disk(main: Callable[[], int]) -> int:
                 print(str(error).partition("\n")[0], file=sys.stderr)  # which operation failed
             print(line, file=sys.stderr, flush=True)
         return 1
+
+
+def end_at_once(main: Callable[[], int]) -> NoReturn:
+    """Run a role's `main` (`say_full_disk`), then end the process without waiting for threads: a reward function may hang in one, and
+    vLLM's do not end by themselves."""
+    code = say_full_disk(main)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def keep_event_loop_free() -> None:

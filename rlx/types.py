@@ -275,7 +275,7 @@ class WeightVersion:
 
     version: int
     kind: Literal["files", "adapter", "memory"]
-    where: str  # for files: the folder
+    where: str  # the folder; of an adapter: in PEFT's format, for the model that the servers started with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

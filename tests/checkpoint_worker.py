@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 from trainer_examples import make_samples, step_batch
 
-from rlx.config.schema import LossTerms, SchedulerConfig
+from rlx.config.schema import LoraConfig, LossTerms, SchedulerConfig
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
@@ -37,10 +37,13 @@ class Job:
     save: str | None = None
     in_background: bool = False
     optimizer: str = "AdamW"
+    rank: int = 0  # of adapters
+    dropout: float = 0.0
 
 
-def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None) -> PolicyTrainer:
-    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32")
+def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0) -> PolicyTrainer:
+    lora = LoraConfig(rank=rank, dropout=dropout) if rank else None
+    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora)
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
@@ -53,7 +56,8 @@ def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None)
 
 
 def run(job: Job, mesh: Mesh) -> None:
-    trainer = make_trainer(job.model, job.optimizer, mesh)
+    torch.manual_seed(mesh.rank)
+    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout)
     step = 0
     if job.load is not None:
         step = load(Path(job.load), trainer).step

@@ -75,13 +75,13 @@ def cluster() -> Iterator[None]:
         bring_up(script)
     yield
     if not runs:
-        subprocess.run([script, "down"], check=True, capture_output=True, timeout=60)
+        subprocess.run([script, "down"], check=True, capture_output=True, timeout=600)
         assert daemons() <= before, "`down` stops every process that `up` started"
 
 
 def bring_up(script: Path) -> None:
     """Start the cluster. If it cannot start, skip the test, or fail it if RLX_REQUIRE_SLURM is set."""
-    done = subprocess.run([script, "up"], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([script, "up"], check=False, capture_output=True, text=True, timeout=600)
     if done.returncode == 3:
         reason = f"no SLURM here: {done.stderr.strip()}"
         if os.environ.get("RLX_REQUIRE_SLURM"):

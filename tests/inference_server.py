@@ -31,7 +31,7 @@ from rlx.weights.files import facts
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
 EOS = VOCABULARY.index("<|im_end|>")
-START = "from rlx.roles import inference; inference.run()"
+START = "from rlx.roles import inference; inference.end_at_once(inference.main)"
 
 
 def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -> Qwen3ForCausalLM:
@@ -116,7 +116,7 @@ class Run:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         return self.process
 
-    def ready(self, timeout: float = 240) -> list[Endpoint]:
+    def ready(self, timeout: float = 600) -> list[Endpoint]:
         """The endpoint of the server, when it serves."""
         assert self.process is not None
 
@@ -126,7 +126,7 @@ class Run:
 
         return read_endpoints(self.paths, 1, timeout, tick)
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 300) -> int:
         """Signal the server and return its exit code."""
         assert self.process is not None
         self.process.send_signal(number)
@@ -161,7 +161,7 @@ def same(one: Turn, other: Turn) -> bool:
     return np.array_equal(one.completion_ids, other.completion_ids) and one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no-untyped-def]
+def wait_until(done, what: str, timeout: float = 300) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + timeout
     while not done():
         assert time.monotonic() < deadline, what
@@ -170,6 +170,13 @@ def wait_until(done, what: str, timeout: float = 10) -> None:  # type: ignore[no
 
 async def sample(client: Servers, ids: list[int], seed: int, **sampling: Any) -> Turn:
     return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)
+
+
+async def running(client: Servers, number: int) -> None:
+    """Wait until the server works on that many requests or more."""
+    async with asyncio.timeout(300):
+        while (await client.fleet.stats())["perf/running"] < number:
+            await asyncio.sleep(0.02)
 
 
 async def under_load(client: Servers, ids: list[list[int]], change: Callable[[], Awaitable[None]]) -> list[Turn]:

@@ -46,11 +46,11 @@ class MainJob:
             start_new_session=True,
         )
 
-    def wait(self, timeout: float = 280) -> int:
+    def wait(self, timeout: float = 600) -> int:
         """Exit code of the launcher."""
         return self.process.wait(timeout)
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 120) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = 300) -> Any:
         """Wait for something to become true while the job lives; remembers the job's processes on the way."""
         deadline = time.monotonic() + timeout
         while not (found := probe()):
@@ -61,7 +61,7 @@ class MainJob:
         self.processes()
         return found
 
-    def until_step(self, step: int, timeout: float = 120) -> None:
+    def until_step(self, step: int, timeout: float = 300) -> None:
         self.until(lambda: any(r["step"] >= step for r in self.metrics("trainer")), f"step {step}", timeout)
 
     def until_started(self, role: str) -> int:
@@ -113,7 +113,7 @@ class MainJob:
                 continue
         return found
 
-    def wait_until_nothing_is_left(self, timeout: float) -> None:
+    def wait_until_nothing_is_left(self, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while self.left():
             assert time.monotonic() < deadline, f"still running after {timeout} s: {self.left()}"

@@ -84,7 +84,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    mesh = join(CPU, rank=rank, world_size=world_size, timeout=60)
+    mesh = join(CPU, rank=rank, world_size=world_size, timeout=300)
     folder = Path(sys.argv[1])
     results = train(folder, mesh)
     if rank == 0:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from trainer_examples import make_samples, step_batch
 
-from rlx.config.schema import LossTerms
+from rlx.config.schema import LoraConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
@@ -23,14 +23,14 @@ from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join
 from rlx.paths import RunPaths
 from rlx.train.step import PolicyTrainer
-from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
 
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
-    model = load_policy(str(folder / "model"), mesh, **settings["load"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
+    model = load_policy(str(folder / "model"), mesh, lora=lora, **settings["load"])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])
@@ -39,13 +39,14 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
+        if gradient is None:  # frozen
+            continue
         gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
     optimizer.zero_grad()
     metrics = [trainer.train_minibatch(mini_batch, step=2) for mini_batch in batch.mini_batches]
     out = folder / f"out_{world_size}"
     paths = RunPaths(out)
-    static = ModelFiles.read(str(folder / "model"), model.hf, "float32")
-    Publisher(model, mesh, paths, static, torch.float32).ensure(1)
+    Publisher.of(model, mesh, paths, source=str(folder / "model"), dtype=torch.float32, lora=lora).ensure(1)
     if rank == 0:
         torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
     if world_size > 1:
@@ -57,7 +58,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=60)
+    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300)
     for folder in map(Path, sys.argv[1:]):
         train(folder, mesh, json.loads((folder / "settings.json").read_text()))
     mesh.close()

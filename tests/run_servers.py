@@ -10,11 +10,8 @@ from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import LOOK, Fleet
 from rlx.inference.protocol import RESTART
 from rlx.inference.sampler import Sampler
-from rlx.types import Turn, WeightVersion
-
-
-def files(folder: Path, version: int) -> WeightVersion:
-    return WeightVersion(version=version, kind="files", where=str(folder))
+from rlx.types import Turn
+from rlx.weights.files import version_at
 
 
 class Servers:
@@ -46,5 +43,5 @@ class Servers:
         return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
 
     async def update(self, folder: Path, version: int, timeout: float = 600.0) -> None:
-        await self.fleet.update(files(folder, version), timeout)
+        await self.fleet.update(version_at(folder, version), timeout)
         self.sampler.version = version

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def slurm(*command: str) -> str:
     """The output of one of SLURM's commands."""
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
-def train(*overrides: str, cwd: Path, cache: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def train(*overrides: str, cwd: Path, cache: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run `python train.py` to its end."""
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *overrides],
@@ -59,21 +59,21 @@ class SlurmJob:
         ends = [f"--- {log.relative_to(self.run_dir)}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
         return "\n".join([json.dumps(self.status(), indent=1), self.state(), *ends])
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 400) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = 600) -> Any:
         deadline = time.monotonic() + timeout
         while not (found := probe()):
             assert time.monotonic() < deadline, f"no {what} after {timeout} s:\n{self.text()}"
             time.sleep(0.1)
         return found
 
-    def until_over(self, timeout: float = 400) -> str:
+    def until_over(self, timeout: float = 600) -> str:
         """Wait until the run has a final state and SLURM has the nodes back; the state."""
         final = ("completed", "failed", "interrupted")
         self.until(lambda: self.status()["state"] in final, "end of the run", timeout)
-        self.until(lambda: self.state() not in ("RUNNING", "COMPLETING", "PENDING"), "end of the job", timeout=20)
+        self.until(lambda: self.state() not in ("RUNNING", "COMPLETING", "PENDING"), "end of the job")
         return self.status()["state"]
 
-    def until_step(self, step: int, timeout: float = 400) -> None:
+    def until_step(self, step: int, timeout: float = 600) -> None:
         """Wait for the trainer's record of a step."""
         self.until(lambda: any(r["step"] >= step and r["source"] == "trainer" for r in self.metrics()), f"step {step}", timeout)
 

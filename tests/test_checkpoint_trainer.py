@@ -14,6 +14,7 @@ import pytest
 import torch
 import xxhash
 from checkpoint_worker import UPDATES, Job, make_trainer, run
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_examples import make_model
 from transformers.models.llama import LlamaConfig
 
@@ -44,7 +45,7 @@ def two_ranks(folder: Path, *jobs: Job) -> None:
         for rank in range(2)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors.decode()[-3000:]
 
 
@@ -86,10 +87,35 @@ def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None
     assert draw() == expected
 
 
+def test_adapters_go_on_from_a_checkpoint_that_holds_them_alone(model: str, tmp_path: Path) -> None:
+    job = {"model": model, "rank": 4, "dropout": 0.3}
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / "saved")), one_process("cpu"))
+    whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
+    assert half["records"] + rest["records"] == whole["records"]
+    same_weights(rest["weights"], whole["weights"])
+    stored = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    assert {name.rpartition(".")[2] for name in stored if name.startswith("model.")} == {"lora_A", "lora_B"}
+    assert not any("norm" in name or "weight" in name for name in stored if name.startswith("optimizer."))
+
+
+def test_adapters_of_another_model_are_refused(model: str, tmp_path: Path) -> None:
+    run(Job(model=model, rank=4, out=str(tmp_path / "out"), first=0, last=1, save=str(tmp_path / "saved")), one_process("cpu"))
+    make_model(seed=1, tie_word_embeddings=True).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"belong to another model: they were trained beside {model} .*, not {tmp_path / 'other'} "):
+        load(tmp_path / "saved", make_trainer(str(tmp_path / "other"), rank=4))
+    with pytest.raises(ValueError, match=r"does not fit this model .*lora\.\*"):
+        load(tmp_path / "saved", make_trainer(model, rank=8))
+    with pytest.raises(ValueError, match="does not fit this model"):
+        load(tmp_path / "saved", make_trainer(model))
+
+
 @pytest.mark.slow
-def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4], ids=["all", "adapters"])
+def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path, rank: int) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:
-        return Job(model=model, out=str(tmp_path / name), first=first, last=last, **keys)
+        return Job(model=model, out=str(tmp_path / name), first=first, last=last, rank=rank, **keys)
 
     run(job("one", 0, HALF, save=str(tmp_path / "from_one")), one_process("cpu"))
     two_ranks(

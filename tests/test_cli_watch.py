@@ -119,7 +119,7 @@ def _tmux(*arguments: str) -> str:
 
 
 def _until(pane: str, text: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while text not in (screen := _tmux("capture-pane", "-p", "-t", pane)):
         assert time.monotonic() < end, f"{text!r} is not in the pane:\n{screen}"
         time.sleep(0.1)
@@ -130,11 +130,12 @@ def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)
     command = [sys.executable, "-m", "rlx.cli", "watch", str(paths.root)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  (a shell starts its background jobs with SIGINT ignored)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run ")
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 0
     assert "the run goes on" in error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -74,11 +73,7 @@ def test_what_the_source_does_not_show_is_imported(package):
     assert kind_of("rlx_star") == "classic"
 
 
-def test_looking_takes_milliseconds_and_imports_no_verifiers():
-    began = time.monotonic()
-    for _ in range(20):
-        kind_of("rlx_reverse_text", importing=False)
-    assert time.monotonic() - began < 0.5
+def test_looking_imports_neither_verifiers_nor_the_environment():
     code = (
         "import sys; from rlx.envs.kinds import kind_of; kind_of('rlx-math', importing=False); "
         "assert not {'verifiers', 'rlx_math', 'torch', 'omegaconf'} & sys.modules.keys()"

@@ -127,7 +127,9 @@ def test_an_answer_that_arrives_after_the_trace_was_stopped_is_not_trained(monke
     async def both(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *more: Any, **others: Any) -> Any:
         async def ask(text: str) -> int:
             request = {"model": ctx.model, "messages": [{"role": "user", "content": text}]}
-            return (await self._post(self.server._handler_for(client.CHAT), secret, request))[0]
+            status = (await self._post(self.server._handler_for(client.CHAT), secret, request))[0]
+            stopped.set()
+            return status
 
         answered.append(await asyncio.gather(ask("now"), ask("later")))
         return client.ProgramResult(0, "", "")
@@ -135,10 +137,11 @@ def test_an_answer_that_arrives_after_the_trace_was_stopped_is_not_trained(monke
     class Late(Recorder):
         async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
             if "later" in self.chat.tokenizer.decode(prompt_ids):
-                await asyncio.sleep(0.2)
+                await stopped.wait()
             return await super().generate(prompt_ids, sampling, request_id, affinity)
 
     answered: list[list[int]] = []
+    stopped = asyncio.Event()
     monkeypatch.setattr(client.ChatLoop, "launch", both)
     (rollout,) = play(load(agents=("left",)), Late(lambda prompt: "STOP 1" if "now" in prompt else "5"))
     assert answered[-1] == [400, 400], "the stop refuses both"
@@ -160,13 +163,13 @@ def test_two_runs_are_equal():
     [
         ("RAISE", "error", "task_error", "TaskError: task GameTask scoring: KeyError: 'no digits'; at "),
         ("NAN", "error", "reward_not_finite", "the reward is nan"),
-        ("SLEEP", "timeout", "timeout", "no result after 1.5 s (rollout_timeout)"),
+        ("SLEEP", "timeout", "timeout", "no result after 0.5 s (rollout_timeout)"),
         ("STOP", "ok", "said_stop", None),
         ("BLOCK", "ok", "user_closed", None),
     ],
 )
 def test_what_ends_a_rollout(says: str, status: str, stop: str, error: str | None):
-    env = load(agents=("left",), timeout=1.5)
+    env = load(agents=("left",), timeout=0.5 if says == "SLEEP" else 60.0)
     (rollout,) = play(env, Recorder(lambda prompt: "host" if "HOST" in prompt else says))
     assert (rollout.status, rollout.stop) == (status, stop)
     assert (rollout.error or "").startswith(error or "") if error else rollout.error is None
@@ -220,7 +223,7 @@ def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monk
 
 
 def test_half_of_a_surrogate_pair_is_a_question_mark():
-    from rlx.envs.verifiers_v1_client import for_template
+    from rlx.envs.messages import for_template
 
     message = SimpleNamespace(role="tool", content="half \ud83d", tool_call_id="a", name="reverse")
     assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
@@ -229,10 +232,10 @@ def test_half_of_a_surrogate_pair_is_a_question_mark():
 def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_refused():
     from verifiers.v1.types import ToolMessage
 
-    from rlx.envs.verifiers_v1_client import for_template, recorded
+    from rlx.envs.messages import for_template, recorded
 
     message = ToolMessage(tool_call_id="a", content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
-    with pytest.raises(ValueError, match="has images"):
+    with pytest.raises(ValueError, match="parts of the type image_url"):
         for_template(message)
     assert (recorded(message)["role"], recorded(message)["content"][0]["type"]) == ("tool", "image_url")
 

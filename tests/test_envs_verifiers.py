@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import signal
-import time
 from typing import Any
 
 import msgspec
@@ -249,7 +248,7 @@ def test_a_reward_function_that_raises_scores_0_and_is_counted() -> None:
     ],
 )
 def test_what_goes_wrong_in_an_environment_becomes_a_status_with_its_cause(kind: str, status: str, stop: str) -> None:
-    env = load("rlx_test_trouble", kind=kind, timeout=0.3)
+    env = load("rlx_test_trouble", kind=kind, timeout=1.0 if status == "timeout" else 60.0)
     rollout = play(env, StandIn(tiny_chat()))
     assert (rollout.status, rollout.stop) == (status, stop)
     assert rollout.error
@@ -269,18 +268,14 @@ def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
 
 def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.envs.together.CLEANUP_GRACE", 0.2)
-    env = load("rlx_test_trouble", kind="sleepy", seconds=2.0, deaf=True, timeout=0.2)
-    took = []
+    env = load("rlx_test_trouble", kind="sleepy", deaf=True, timeout=0.2)
 
     async def main() -> Rollout:
-        began = time.monotonic()
         env.policy = policy_of(StandIn(tiny_chat()))
-        (rollout,) = await env.play(task_of(env), [0], 0)
-        took.append(time.monotonic() - began)
+        (rollout,) = await env.play(task_of(env), [0], 0)  # not for the hour that the environment sleeps
         return rollout
 
     assert asyncio.run(main()).status == "timeout"
-    assert took[0] < 1.5
 
 
 def test_loading_leaves_signal_handlers_and_log_handlers_as_they_were() -> None:

@@ -33,9 +33,10 @@ from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.rollout.play import Player, Records, jobs_of
-from rlx.rollout.results import Outcome
-from rlx.rollout.scored import PLAYED, NothingWorks, Scored
+from rlx.rollout.models import Origin
+from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
+from rlx.rollout.results import METADATA, Outcome
+from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task
@@ -88,6 +89,26 @@ def test_the_complete_steps_are_found_and_the_servers_start_from_the_runs_model(
     assert initial_model(resolve(cfg)) == "some/hub-name"
     with pytest.raises(ConfigError, match="needs the weights that it chooses from"):
         resolve(replace(whole, weights_dir=None, steps=[1]))
+
+
+def test_adapters_need_a_run_with_adapters_and_the_model_that_they_belong_to(trained: Path, tmp_path: Path) -> None:
+    def mistake(*overrides: str) -> str:
+        cfg = compose(["dry_run=true", f"weights_dir={trained}", "eval_base=false", *overrides], {}, EVAL).cfg
+        with pytest.raises(ConfigError) as caught:
+            resolve(cfg)
+        return str(caught.value)
+
+    assert "step_2 holds a whole model, but lora.rank=8 expects adapters" in mistake("lora.rank=8")
+    for step in (2, 4):
+        (trained / "weights" / f"step_{step}" / "adapter_config.json").write_text('{"r": 16}')
+    assert "step_2 holds adapters, but lora.rank is not set.\n  fix: lora.rank=16" in mistake()
+    config = trained / "config.yaml"
+    config.write_text(config.read_text().replace("rank: null", "rank: 16"))
+    assert "the initial model of" in mistake()
+    (tmp_path / "model").mkdir()
+    RunPaths(trained).initial_model.write_text(f"{tmp_path / 'model'}\n")
+    cfg = resolve(compose(["dry_run=true", f"weights_dir={trained}"], {}, EVAL).cfg)
+    assert (cfg.lora.rank, cfg.versions, initial_model(cfg)) == (16, [0, 2, 4], str(tmp_path / "model"))
 
 
 def test_the_plan_has_servers_only_for_models_that_need_some(trained: Path, tmp_path: Path) -> None:
@@ -250,7 +271,7 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
     again = scored(tmp_path, Env())
     assert again.player.finished == 0
     asyncio.run(again.play())
-    values = again.write(None)
+    values = again.write(Origin("m"))
     assert (values["eval/sums/avg@2"], values["eval/sums/error_frac"]) == (0.5, 0)
     folder = tmp_path / "eval" / "sums--tiny" / "step_0"
     assert len((folder / "results.jsonl").read_text().splitlines()) == 20
@@ -261,9 +282,11 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
 def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
     one = scored(tmp_path, Env(failing=1, only=3))
     asyncio.run(one.play())
-    values = one.write(None)
+    values = one.write(Origin("there", "there/step_3", 1.0))
     assert values["eval/sums/error_frac"] == pytest.approx(0.1)
-    assert values["eval/sums/avg@2"] == pytest.approx(0.45)
+    assert (values["eval/sums/avg@2"], values["eval/attested"]) == (pytest.approx(0.45), 1.0)
+    metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_0" / METADATA).read_text())
+    assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("there", "there/step_3", 1.0)
     assert len(one._records["sums"].read()) == 20
 
 
@@ -281,6 +304,7 @@ def test_the_table_has_every_score_with_its_interval() -> None:
     assert head == ["step", "env", "examples", "avg@2", "pass@1", "pass@2", "tokens", "errors", "truncated"]
     assert cells[0] == ["base", "a", "10", "0.500 [0.400, 0.600]", "0.500", "0.700", "5.0", "10.0%", "0.0%"]
     assert columns_of(rows())[:7] == ["step", "env", "avg@2", "avg@2_low", "avg@2_high", "pass@1", "pass@2"]
+    assert eval_table([rows()[0], rows()[2] | {"attested": 0.999}])[1][1][-1] == "99.9%"
 
 
 def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
@@ -324,7 +348,7 @@ class Command:
             process.suspend()
         for process in whole:
             process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(whole, timeout=20)
+        psutil.wait_procs(whole, timeout=300)
 
 
 @pytest.fixture
@@ -335,7 +359,7 @@ def api(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
     def begin(mode: str) -> list[str]:
         file = tmp_path / f"{mode}.url"
         started.append(subprocess.Popen([sys.executable, str(Path(__file__).parent / "api_stand_in.py"), str(file), mode]))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while not file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -353,13 +377,15 @@ KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rol
 @pytest.mark.slow
 def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
     flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))
-    assert flaky.process.wait(100) == 0, flaky.text
+    assert flaky.process.wait(600) == 0, flaky.text
     (row,) = rows_of(RunPaths(tmp_path / "flaky"), ["reverse_text"])
     assert (row["avg@2"], row["error_frac"], row["examples"]) == (1.0, 0.0, 12)
+    metadata = json.loads(next((tmp_path / "flaky").glob(f"eval/*/*/{METADATA}")).read_text())
+    assert (metadata["model"], metadata["served_model"]) == ("m", "m-2026"), "what was asked for, and what answered"
     assert "1.000 [" in flaky.text
     slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "orchestrator.max_concurrent=4")
-    assert slow.process.wait(100) == 0, slow.text
-    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA 0:0\d", slow.text), slow.text
+    assert slow.process.wait(600) == 0, slow.text
+    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
     holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
     assert holds == [], "no file has the key"
 
@@ -367,44 +393,43 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
 @pytest.mark.slow
 def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_continued(api, tmp_path: Path) -> None:
     wrong = Command(tmp_path / "wrong", *KEYS, *api("slow"), key="not-the-key")
-    assert wrong.process.wait(60) == 1
+    assert wrong.process.wait(600) == 1
     assert "Incorrect API key provided: <secret>; its key is $THE_KEY (client.api_key_var)" in wrong.text, wrong.text
     assert "Traceback" not in wrong.text
     keys = [*KEYS, "client.max_retries=0", "orchestrator.max_retries=0"]
     down = Command(tmp_path / "down", *keys, *api("down"))
-    assert down.process.wait(60) == 1
+    assert down.process.wait(600) == 1
     assert "rollouts of reverse_text in a row failed" in down.text
     assert "resume=latest" in down.text
 
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluations_also_after_a_kill(start, tmp_path: Path) -> None:
     training = start(
         "run", "max_steps=20", "weight_broadcast.keep_last=20", "eval.interval=10", "eval.num_examples=24", "ckpt.interval=null"
     )
-    assert training.wait(timeout=250) == 0, training.text()
+    assert training.wait() == 0, training.text()
     beside = {one["step"]: one["eval/reverse_text/avg@1"] for one in training.metrics("eval")}
     keys = [f"weights_dir={training.run_dir}", "steps=[10,20]", "num_examples=24"]
     whole = Command(tmp_path / "whole", *keys)
-    assert whole.process.wait(120) == 0, whole.text
+    assert whole.process.wait(600) == 0, whole.text
     records = {one["step"]: one for one in read_metrics(tmp_path / "whole")}
     assert {step: one["eval/reverse_text/avg@1"] for step, one in records.items()} == beside
     assert [records[step]["eval/attested"] for step in (10, 20)] == [1.0, 1.0]
+    said = [json.loads((tmp_path / "whole/eval/reverse_text--tiny" / f"step_{n}" / METADATA).read_text())["weights"] for n in (10, 20)]
+    assert said == [str(training.run_dir / "weights" / f"step_{step}") for step in (10, 20)]
     assert beside[20] > beside[0]
     killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
     file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED
-    deadline = time.monotonic() + 120
     while not (file.exists() and len(file.read_bytes().splitlines()) >= 8):
         assert killed.process.poll() is None, killed.text
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     killed.kill()
     assert not (tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_20" / PLAYED).exists()
-    for _ in range(10):  # the directory's lock is held until the reaper has ended the last process
+    for _ in range(100):  # the directory's lock is held until the reaper has ended the last process
         again = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1", "resume=latest")
-        if (code := again.process.wait(120)) != 2:
+        if (code := again.process.wait(600)) != 2:
             break
         time.sleep(1.0)
     assert code == 0, again.text

@@ -6,25 +6,17 @@ import asyncio
 import json
 import time
 import traceback
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from aiohttp import web
-from run_servers import Servers, files
+from run_servers import Servers
+from server_stand_in import Stand, play, until
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import (
-    Answer,
-    Asked,
-    Completion,
-    GenerateRequest,
     InferenceError,
-    PolicyState,
     RequestRefused,
     ServerUnreachable,
     StaleServer,
@@ -34,134 +26,6 @@ from rlx.inference.sampler import Sampler
 from rlx.types import WeightVersion
 
 SAMPLING = {"max_tokens": 3}
-
-
-class Stand:
-    """A server that answers every prompt with its reverse, as the version that it was updated to."""
-
-    def __init__(self, delay: float = 0.0) -> None:
-        self.delay = delay
-        self.version = 0
-        self.requests: list[GenerateRequest] = []
-        self.served: list[int] = []  # version of each answer
-        self.in_flight = self.aborted = self.messages = 0
-        self.refuse: str | None = None
-        self.fails = 0  # this many of the next requests and updates get a status of 500
-        self.hangs = False  # `/policy` is not answered
-        self.transports: list[asyncio.Transport] = []
-        self.runner: web.AppRunner | None = None
-        self.port = 0
-
-    async def __aenter__(self) -> Stand:
-        application = web.Application()
-        application.router.add_get("/generate", self.connection)
-        application.router.add_post("/update_weights", self.update)
-        application.router.add_post("/reload_weights", self.reload)
-        application.router.add_get("/policy", self.policy)
-        self.runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self.runner.addresses[0][1]
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        assert self.runner is not None
-        for transport in self.transports:
-            transport.abort()  # like a killed process
-        self.transports.clear()
-        await self.runner.cleanup()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(f"http://127.0.0.1:{self.port}", "key")
-
-    async def connection(self, request: web.Request) -> web.StreamResponse:
-        if request.headers["Authorization"] != "Bearer key":
-            return web.Response(status=403)
-        socket = web.WebSocketResponse(max_msg_size=0)
-        await socket.prepare(request)
-        assert request.transport is not None
-        self.transports.append(request.transport)
-        tasks: dict[int, asyncio.Task[None]] = {}
-        try:
-            async for message in socket:
-                self.messages += 1
-                asked = msgspec.msgpack.decode(message.data, type=Asked)
-                for number, one in asked.requests:
-                    tasks[number] = asyncio.ensure_future(self.generate(socket, number, one))
-                for number in asked.given_up:
-                    tasks[number].cancel()
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return socket
-
-    async def generate(self, socket: web.WebSocketResponse, number: int, asked: GenerateRequest) -> None:
-        if asked.version > self.version:
-            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
-            return
-        self.requests.append(asked)
-        if self.fails:
-            self.fails -= 1
-            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 500, error="out of luck")]))
-            return
-        self.in_flight += 1
-        try:
-            await asyncio.sleep(self.delay)
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-        finally:
-            self.in_flight -= 1
-        ids = np.frombuffer(asked.prompt_ids, np.int32)[::-1]
-        self.served.append(self.version)
-        completion = Completion(
-            ids.tobytes(),
-            (-ids / 7).astype(np.float32).tobytes(),
-            asked.sampling.temperature,
-            [(self.version, 1), (self.version + 1, len(ids) - 1)],
-            "stop",
-        )
-        await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
-
-    async def update(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        await asyncio.sleep(self.delay)
-        if self.refuse:
-            return web.json_response({"error": self.refuse}, status=422)
-        if self.fails:
-            self.fails -= 1
-            return web.Response(status=502, text="bad gateway")
-        assert asked["weight_dir"]
-        self.version = asked["version"]
-        return await self.policy(request)
-
-    async def reload(self, request: web.Request) -> web.Response:
-        self.version = 0
-        return await self.policy(request)
-
-    async def policy(self, request: web.Request) -> web.Response:
-        if self.hangs:
-            await asyncio.sleep(3600)
-        state = PolicyState(self.version, "model", 64, running=self.in_flight, waiting=2, kv_cache_usage=0.25, preemptions=3)
-        return web.Response(body=msgspec.json.encode(state))
-
-
-def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) -> None:
-    """Run a scene with running servers and a client of all of them."""
-
-    async def whole() -> None:
-        for stand in stands:
-            await stand.__aenter__()
-        try:
-            async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 10} | options)) as client:
-                await scene(client, *stands)
-        finally:
-            for stand in stands:
-                await stand.__aexit__()
-
-    asyncio.run(whole())
 
 
 def test_an_answer_becomes_a_turn_with_a_version_for_every_token():
@@ -189,15 +53,15 @@ def test_requests_go_to_the_least_loaded_server_and_equal_affinity_to_one():
 
 def test_an_update_reaches_all_servers_at_once_and_statistics_are_of_all():
     async def scene(client: Servers, *stands: Stand) -> None:
-        started = time.monotonic()
-        await client.update(Path("weights"), 3)
-        assert time.monotonic() - started < 0.35
+        updating = asyncio.ensure_future(client.update(Path("weights"), 3))
+        await until(lambda: all(stand.updating for stand in stands))
+        await updating
         assert client.fleet.version == 3
         assert await client.fleet.versions() == [3, 3]
         sums = {"perf/servers": 2, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6}
         assert await client.fleet.stats() == {"perf/kv_cache_usage": 0.25} | sums
 
-    play(scene, Stand(0.2), Stand(0.2))
+    play(scene, Stand(0.5), Stand(0.5))
 
 
 def test_an_update_that_one_server_refuses_is_an_error_and_no_new_version():
@@ -250,7 +114,7 @@ def test_a_server_that_starts_again_elsewhere_is_found_by_its_file(tmp_path: Pat
             file.write_text(json.dumps({"url": stand.endpoint.url, "api_key": "key"}))
 
         publish(first)
-        async with Servers([Endpoint(first.endpoint.url, "key", file)], request_timeout=10) as alone:
+        async with Servers([Endpoint(first.endpoint.url, "key", file)], request_timeout=60) as alone:
             await alone.generate([1], SAMPLING, "a")
             await first.__aexit__()
             publish(second)
@@ -278,7 +142,7 @@ def test_a_server_that_stays_away_is_an_error_in_bounded_time():
         started = time.monotonic()
         with pytest.raises(ServerUnreachable, match=f"{stand.port} does not answer"):
             await client.generate([1], SAMPLING, "a")
-        assert 0.4 < time.monotonic() - started < 3
+        assert 0.4 < time.monotonic() - started < 60
         with pytest.raises(ServerUnreachable, match=r"not ready after 0\.3 s"):
             await client.fleet.wait_ready(0.3)
         await stand.__aenter__()
@@ -290,8 +154,7 @@ def test_a_request_that_takes_too_long_names_the_key_and_is_aborted():
     async def scene(client: Servers, stand: Stand) -> None:
         with pytest.raises(ServerUnreachable, match=r"inference\.request_timeout"):
             await client.generate([1], SAMPLING, "a")
-        await asyncio.sleep(0.1)
-        assert (stand.in_flight, stand.aborted) == (0, 1)
+        await until(lambda: (stand.in_flight, stand.aborted) == (0, 1))
 
     play(scene, Stand(30), request_timeout=0.2)
 
@@ -299,7 +162,7 @@ def test_a_request_that_takes_too_long_names_the_key_and_is_aborted():
 def test_waiting_takes_servers_of_an_earlier_run_back_to_the_initial_model():
     async def scene(client: Servers, stand: Stand) -> None:
         stand.version = 17
-        await client.fleet.wait_ready(5)
+        await client.fleet.wait_ready(60)
         assert stand.version == 0
 
     play(scene, Stand())
@@ -323,7 +186,7 @@ def test_requests_of_one_moment_share_a_message_and_one_connection():
 
 def test_a_wrong_key_is_said_at_once():
     async def whole() -> None:
-        async with Stand() as stand, Servers([Endpoint(stand.endpoint.url, "guess")], request_timeout=10) as client:
+        async with Stand() as stand, Servers([Endpoint(stand.endpoint.url, "guess")], request_timeout=60) as client:
             with pytest.raises(RequestRefused, match="check the API key"):
                 await client.generate([1], SAMPLING, "a")
 
@@ -342,8 +205,8 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
 
         async with Stand() as first, Stand() as second:
             endpoint = publish(first)
-            async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=10) as elsewhere:
-                await fleet.update(files(Path("weights"), 5))
+            async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=60) as elsewhere:
+                await fleet.update(WeightVersion(version=5, kind="files", where="weights"))
                 elsewhere.version = 5
                 await first.__aexit__()
                 publish(second)
@@ -357,12 +220,12 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
 
 def test_a_sampler_whose_server_nobody_brings_up_to_date_says_so_in_bounded_time():
     async def whole() -> None:
-        async with Stand() as stand, Sampler([stand.endpoint], request_timeout=10, restart_timeout=0.5) as elsewhere:
+        async with Stand() as stand, Sampler([stand.endpoint], request_timeout=60, restart_timeout=0.5) as elsewhere:
             elsewhere.version = 2
             started = time.monotonic()
             with pytest.raises(StaleServer, match="older version than 2 and was not updated"):
                 await elsewhere.generate([1], SAMPLING, "a")
-            assert 0.4 < time.monotonic() - started < 3
+            assert 0.4 < time.monotonic() - started < 60
             assert stand.served == []
 
     asyncio.run(whole())
@@ -372,18 +235,18 @@ def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pyte
     async def scene(client: Servers, stand: Stand) -> None:
         await client.update(Path("weights"), 2)
         stand.version, stand.refuse = 0, "no such folder"
-        await asyncio.sleep(0.5)
+        await until(lambda: "no such folder" in caplog.text)
+        await asyncio.sleep(0.3)
         assert [record.getMessage().count("no such folder") for record in caplog.records].count(1) == 1, "logged once"
         stand.refuse = None
-        await asyncio.sleep(0.3)
-        assert stand.version == 2
+        await until(lambda: stand.version == 2)
 
     play(scene, Stand(), look=0.1)
 
 
 def test_weights_of_a_kind_that_servers_cannot_load_are_refused():
     async def scene(client: Servers, stand: Stand) -> None:
-        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files'"):
+        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files' and 'adapter'"):
             await client.fleet.update(WeightVersion(version=1, kind="memory", where="x"))
 
     play(scene, Stand())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from inference_server import EXACT, Run, prompts, same, sample, under_load, wait_until
+from inference_server import EXACT, Run, prompts, running, same, sample, under_load, wait_until
 from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint, endpoint_file
@@ -27,13 +27,14 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         run = Run(tmp_path, tied=True, port=port)
         process = run.start()
-        assert process.wait(60) == 1
+        assert process.wait(600) == 1
     said = run.log.read_text()
     assert f"127.0.0.1:{port}" in said
     assert "inference.port" in said
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
     """The second server has another port, another key and version 0. The client gets no token of version 0, and seeds still work."""
     run = Run(tmp_path, tied=True)
@@ -42,7 +43,7 @@ def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn], list[int]]:
         async with Servers(endpoints, request_timeout=280, restart_timeout=270) as client:
-            await client.fleet.wait_ready(60)
+            await client.fleet.wait_ready(300)
             await client.update(folder, 4)
             before = await asyncio.gather(*[sample(client, ids, seed) for seed, ids in enumerate(prompts(4))])
             caught = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
@@ -73,7 +74,7 @@ def half(folder):
             raise OSError("the disk is gone")
         yield entry
 worker.tensors = half
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 
@@ -86,7 +87,7 @@ def stale(folder):
         wrong = name == "model.layers.1.self_attn.k_proj.weight" and (folder / "COMPLETE").exists()
         yield name, 0.5 * tensor if wrong else tensor
 worker.tensors = stale
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 
@@ -104,8 +105,8 @@ def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_pat
     folder = run.version(1)
 
     async def conversation(endpoints: list[Endpoint]) -> None:
-        async with Servers(endpoints, request_timeout=20, restart_timeout=1) as client:
-            await client.fleet.wait_ready(60)
+        async with Servers(endpoints, request_timeout=120, restart_timeout=1) as client:
+            await client.fleet.wait_ready(300)
             work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(4))]
             await asyncio.sleep(0.1)
             with pytest.raises(RuntimeError, match=rf"failed midway.*{cause}"):
@@ -116,14 +117,14 @@ def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_pat
 
     asyncio.run(conversation(run.ready()))
     assert run.process is not None
-    assert run.process.wait(20) == UNFIT
+    assert run.process.wait(300) == UNFIT
     assert re.search(cause, run.log.read_text())
 
 
 SEPARATE = """
 from rlx.roles import inference
 inference.runs_in_process = lambda config: False
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 
@@ -135,10 +136,11 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], list[Turn]]:
         async with Servers(endpoints, request_timeout=120) as client:
-            await client.fleet.wait_ready(60)
+            await client.fleet.wait_ready(300)
 
             async def change() -> None:
                 for version, folder in folders.items():
+                    await running(client, 16)
                     await asyncio.sleep(0.3)
                     await client.update(folder, version)
 
@@ -164,7 +166,7 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
 
 def test_the_role_explains_a_directory_that_is_no_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode != 0
     assert "config.yaml" in done.stderr

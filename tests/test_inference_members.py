@@ -6,26 +6,20 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_servers import Servers
-from test_inference_clients import SAMPLING, Stand, play
+from server_stand_in import Stand, play, until
+from test_inference_clients import SAMPLING
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
-from rlx.inference.protocol import InferenceError, RequestRefused, ServerUnreachable
+from rlx.inference.protocol import HELD, InferenceError, RequestRefused, ServerUnreachable
 from rlx.paths import RunPaths
 
 
 def versions(stand: Stand) -> set[int]:
     return set(stand.served)
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def publish(paths: RunPaths, name: str, stand: Stand) -> Path:
@@ -47,16 +41,16 @@ def test_a_server_whose_file_appears_is_given_the_version_then_serves_and_leaves
         async with Stand(0.02) as first, Stand(0.02) as second:
             found = [Endpoint(first.endpoint.url, "key", publish(paths, "0", first))]
             second.version = 17  # it served another run
-            async with Servers(found, 10, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
+            async with Servers(found, 60, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
                 await client.update(Path("weights"), 3)
                 file = publish(paths, "extra", second)
                 await until(lambda: client.fleet.size == 2)
                 assert second.version == 3
                 await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
                 assert (len(first.served), len(second.served), versions(second)) == (4, 4, {3})
-                second.delay = 0.3
+                second.delay = 0.5
                 staying = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-                await asyncio.sleep(0.01)
+                await until(lambda: second.in_flight == 4)
                 file.unlink()
                 await until(lambda: client.fleet.size == 1)
                 await asyncio.gather(*staying)
@@ -75,7 +69,7 @@ def test_the_last_server_is_never_removed_and_a_file_that_cannot_be_read_is_skip
     async def whole() -> None:
         paths = RunPaths(tmp_path)
         find = lambda: present_servers(config_with(), paths)  # noqa: E731
-        async with Stand() as stand, Servers([stand.endpoint], 10, look=0.02, find=find) as client:
+        async with Stand() as stand, Servers([stand.endpoint], 60, look=0.02, find=find) as client:
             await asyncio.sleep(0.1)
             await client.generate([1], SAMPLING, "a")
         file = publish(paths, "0", stand)
@@ -91,13 +85,12 @@ def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_
 
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-        await asyncio.sleep(0.05)
-        died = time.monotonic()
+        await until(lambda: first.in_flight == 4)
         await first.__aexit__()
-        await asyncio.gather(*playing)
-        assert time.monotonic() - died < 0.24, "no pause before another server is asked"
-        await client.update(Path("weights"), 1)
-        assert time.monotonic() - died < 2
+        with monkeypatch.context() as patience:
+            patience.setattr("rlx.inference.sampler.PAUSE", 3600)  # there is no pause before another server is asked
+            await asyncio.wait_for(asyncio.gather(*playing), 60)
+        await asyncio.wait_for(client.update(Path("weights"), 1), 60)
         assert (client.fleet.version, second.version) == (1, 1)
         assert client.fleet.size == 1
         assert (await client.fleet.stats())["perf/servers"] == 1
@@ -108,7 +101,7 @@ def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_
         await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(20, 28)])
         assert versions(first) == {1}
 
-    play(scene, Stand(0.1), Stand(0.1), look=0.1)
+    play(scene, Stand(0.3), Stand(0.3), look=0.1)
 
 
 def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_it_answers() -> None:
@@ -116,7 +109,7 @@ def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
         await client.update(Path("weights"), 1)
         first.delay, first.hangs = 3600, True
         playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
-        await asyncio.wait_for(asyncio.gather(*playing), 5)
+        await asyncio.wait_for(asyncio.gather(*playing), 60)
         assert len(second.served) == 8
         await client.update(Path("weights"), 2)
         assert (client.fleet.size, second.version) == (1, 2)
@@ -146,7 +139,7 @@ def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None
         started = time.monotonic()
         with pytest.raises(InferenceError, match=r"\(500\): out of luck"):
             await client.generate([1], SAMPLING, "a")
-        assert 0.4 < time.monotonic() - started < 3
+        assert 0.4 < time.monotonic() - started < 60
         assert sum(len(stand.requests) for stand in stands) < 10, "with a pause between two attempts"
 
     play(scene, Stand(), Stand(), restart_timeout=0.5)
@@ -165,7 +158,7 @@ def test_a_server_that_cannot_load_the_version_is_left_to_the_others() -> None:
 def test_metrics_of_the_servers_do_not_wait_for_one_that_hangs() -> None:
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.hangs = True
-        assert (await asyncio.wait_for(client.fleet.stats(), 3))["perf/servers"] == 1
+        assert (await asyncio.wait_for(client.fleet.stats(), 60))["perf/servers"] == 1
 
     play(scene, Stand(), Stand(), look=60, hung=0.2)
 
@@ -175,7 +168,7 @@ def test_a_server_whose_address_is_nonsense_does_not_end_the_watch(tmp_path: Pat
         paths = RunPaths(tmp_path)
         async with Stand() as stand, Stand() as late:
             found = [Endpoint(stand.endpoint.url, "key", publish(paths, "0", stand))]
-            async with Servers(found, 10, look=0.02, find=lambda: present_servers(config_with(), paths)) as client:
+            async with Servers(found, 60, look=0.02, find=lambda: present_servers(config_with(), paths)) as client:
                 (paths.endpoints / "inference_bad.json").write_text('{"url": "localhost:8000", "api_key": "key"}')
                 await until(lambda: "does not answer" in caplog.text)
                 publish(paths, "late", late)
@@ -194,6 +187,7 @@ def test_a_parameter_that_cannot_be_sent_fails_its_own_request_alone() -> None:
     play(scene, Stand(0.05))
 
 
+@pytest.mark.slow
 def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limits_and_that_time_is_counted() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         await client.update(Path("weights"), 1)
@@ -202,10 +196,10 @@ def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limit
         await until(lambda: stand.in_flight)
         await stand.__aexit__()
         updating = asyncio.ensure_future(client.update(Path("weights"), 2, timeout=0.4))
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.5)
         assert not asked.done()
         assert not updating.done()
-        assert client.sampler.away > 0.8
+        assert client.sampler.away > 2
         stand.version, stand.delay = 0, 0.0
         await stand.__aenter__()
         await asyncio.gather(asked, updating)
@@ -215,20 +209,20 @@ def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limit
         await asyncio.sleep(0.1)
         assert client.sampler.away == away, "the outage is over"
 
-    play(scene, Stand(0.3), request_timeout=0.5, restart_timeout=30, look=60)
+    play(scene, Stand(0.3), request_timeout=2, restart_timeout=300, look=60)
 
 
 def test_the_time_in_which_a_server_worked_before_it_died_is_no_outage() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         await until(lambda: stand.in_flight)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.0)
         await stand.__aexit__()
         await until(lambda: client.sampler.away)
-        assert client.sampler.away < 0.2
+        assert client.sampler.away < 0.9
         asked.cancel()
 
-    play(scene, Stand(5.0), restart_timeout=30, look=60)
+    play(scene, Stand(60.0), restart_timeout=300, look=60)
 
 
 def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_start() -> None:
@@ -241,3 +235,54 @@ def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_t
         await stand.__aenter__()
 
     play(scene, Stand(), request_timeout=0.3, restart_timeout=0.7, look=60)
+
+
+def test_the_server_of_a_live_run_is_not_changed_by_another_run():
+    """Else both would play with weights that are not theirs, and would not notice if the numbers of the versions are equal."""
+
+    async def whole() -> None:
+        async with Stand() as stand:
+            async with Servers([stand.endpoint], run="/outputs/first") as first:
+                await first.fleet.wait_ready(60)
+                await first.update(Path("weights"), 5)
+                async with Servers([stand.endpoint], run="/outputs/second") as second:
+                    with pytest.raises(RequestRefused, match=r"belong to the run /outputs/first, .*inference\.base_url"):
+                        await second.fleet.wait_ready(60)
+                    with pytest.raises(RequestRefused, match="belong to the run /outputs/first"):
+                        await second.update(Path("others"), 5)
+                async with Servers([stand.endpoint]) as nameless:
+                    with pytest.raises(RequestRefused, match="belong to the run /outputs/first"):
+                        await nameless.fleet.wait_ready(60)  # it would take the server back to version 0
+                    await nameless.fleet.wait_ready(60, adopt=True)
+                    assert nameless.fleet.version == stand.version == 5
+            async with Servers([stand.endpoint], run="/outputs/second") as second:  # the first has left
+                await second.fleet.wait_ready(60)
+                assert stand.version == 0
+
+    asyncio.run(whole())
+
+
+def test_a_server_is_free_when_its_run_was_not_heard_from_for_a_while_and_a_run_goes_on_saying_that_it_is_there():
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.fleet.wait_ready(60)
+        stand.now += HELD / 2
+        assert stand.holder.claim("/outputs/second") is not None
+        stand.now += HELD
+        assert stand.holder.claim("/outputs/second", keep=False) is None, "free"
+        while stand.holder.claim("/outputs/second", keep=False) is None:  # until the next check of the first run's fleet
+            await asyncio.sleep(0.02)
+        assert stand.holder.run == "/outputs/first"
+
+    play(scene, Stand(), run="/outputs/first", look=0.1)
+
+
+def test_a_fleet_that_adopted_servers_never_changes_them(caplog: pytest.LogCaptureFixture):
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.version = second.version = 3
+        await client.fleet.wait_ready(60, adopt=True)
+        second.version = 4  # its owner goes on
+        while "has version 4 now, and version 3 is played" not in caplog.text:
+            await asyncio.sleep(0.02)
+        assert (first.version, second.version) == (3, 4)
+
+    play(scene, Stand(), Stand(), look=0.05)

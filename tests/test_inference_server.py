@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import aiohttp
 import numpy as np
 import pytest
-from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, seal, under_load
+from inference_server import CONTEXT, EXACT, Run, prompts, running, same, sample, seal, under_load
 from run_servers import Servers
 from safetensors.torch import load_file, save_file
 
@@ -44,7 +44,7 @@ def talk(run: Run, conversation: Callable[[Servers], Awaitable[T]]) -> T:
 
     async def whole() -> T:
         async with Servers(run.ready(), request_timeout=120) as client:
-            await client.fleet.wait_ready(60)
+            await client.fleet.wait_ready(300)
             return await conversation(client)
 
     return asyncio.run(whole())
@@ -84,8 +84,8 @@ def test_updates_in_flight_are_exact(run: Run) -> None:
     async def conversation(client: Servers) -> tuple[list[Turn], list[Turn]]:
         async def change() -> None:
             for version, folder in folders.items():
+                await running(client, 16)
                 await asyncio.sleep(0.3)
-                assert (await client.fleet.stats())["perf/running"] >= 16
                 await client.update(folder, version)
 
         flying = await under_load(client, ids, change)
@@ -107,16 +107,16 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
     ids = prompts(12, seed=3)
 
     async def conversation(client: Servers) -> list[list[Turn]]:
-        async with Servers(run.ready(), request_timeout=120, drain_tokens=60) as draining:
-            flying = [asyncio.create_task(sample(client, one, seed, min_tokens=40)) for seed, one in enumerate(ids)]
-            await asyncio.sleep(0.1)
+        async with Servers(run.ready(), request_timeout=120, drain_tokens=100) as draining:
+            flying = [asyncio.create_task(sample(client, one, seed, max_tokens=100, min_tokens=95)) for seed, one in enumerate(ids)]
+            await running(client, len(ids))
             update = asyncio.create_task(draining.update(folder, 1))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)  # the update arrives first
             late = await asyncio.gather(*[sample(client, one, seed) for seed, one in enumerate(ids)])
             await update
-            await client.fleet.wait_ready(60)  # back to version 0
+            await client.fleet.wait_ready(300)  # back to version 0
             long = [asyncio.create_task(sample(client, one, seed, max_tokens=200, min_tokens=190)) for seed, one in enumerate(ids)]
-            await asyncio.sleep(0.2)
+            await running(client, len(ids))
             await draining.update(folder, 1)
             return [await asyncio.gather(*flying), late, await asyncio.gather(*long)]
 
@@ -270,7 +270,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(run: Run
         cut = await asyncio.gather(
             *[sample(client, ids, seed, max_tokens=200, stop=["never said", wanted[seed]]) for seed, ids in enumerate(prompts(8))]
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while (await client.fleet.stats())["perf/running"]:  # the engine has ended them, too
                 await asyncio.sleep(0.05)
         return whole, cut, wanted
@@ -300,17 +300,14 @@ def test_penalties_and_biases_reach_the_engine_and_the_turn_says_its_temperature
 
 
 def test_a_request_that_is_given_up_leaves_the_engine(run: Run) -> None:
-    async def running(client: Servers, number: int) -> None:
-        async with asyncio.timeout(20):
-            while (await client.fleet.stats())["perf/running"] != number:
-                await asyncio.sleep(0.02)
-
     async def conversation(client: Servers) -> None:
         work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200, min_tokens=200)) for seed, ids in enumerate(prompts(8))]
         await running(client, 8)
         for task in work[1:]:
             task.cancel()
-        await running(client, 1)
+        async with asyncio.timeout(300):
+            while (await client.fleet.stats())["perf/running"] != 1:
+                await asyncio.sleep(0.02)
         assert len((await work[0]).completion_ids) == 200
 
     talk(run, conversation)

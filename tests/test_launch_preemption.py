@@ -29,11 +29,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield from starting(tmp_path)
 
 
+@pytest.mark.slow
 def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=60)
+    status = run.wait()
     assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)
     assert "checkpoint written" in run.log("orchestrator")
     run.assert_nothing_left()
@@ -45,7 +46,7 @@ def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_wi
     run = start([toy("trainer", leaves, arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    assert run.wait(timeout=10).state == "preempted"
+    assert run.wait().state == "preempted"
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> N
     run.until_started()
     run.until(lambda: len(run.status().processes) == 2)  # by now the supervisor has deleted the file of an earlier attempt
     run.paths.preempt.touch()
-    status = run.wait(timeout=10)
+    status = run.wait()
     assert (status.state, status.exit_code, status.cause) == ("preempted", 75, None)
 
 
@@ -63,7 +64,7 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
     run = start([toy("trainer", LEAVES.replace("sys.exit(75)", "sys.exit(3)"), arguments=(RUN_DIR,))])
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=60)
+    status = run.wait()
     assert (status.state, status.exit_code) == ("failed", 1)
     assert status.cause is not None
     assert status.cause.returncode == 3
@@ -72,7 +73,7 @@ def test_a_role_that_fails_while_it_leaves_is_a_failure(start: Callable[..., Run
 @pytest.mark.slow
 def test_a_role_that_leaves_without_being_asked_is_a_failure(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", "import sys; sys.exit(75)")])
-    assert run.wait(timeout=60).state == "failed"
+    assert run.wait().state == "failed"
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_roles_that_do_not_leave_are_stopped_when_their_time_is_up(start: Callab
     run = start([toy("trainer", f"{BEGINS}\n    time.sleep(600)", arguments=(RUN_DIR,))], preempt_grace=0.5)
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=60)
+    status = run.wait()
     assert status.state == "preempted"
     assert "trainer did not leave in 0.5 s" in run.log("launcher")
     run.assert_nothing_left()
@@ -91,6 +92,6 @@ def test_a_run_that_has_begun_no_step_has_nothing_to_wait_for(start: Callable[..
     run = start([toy("trainer", FOREVER)], preempt_grace=600)
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    status = run.wait(timeout=10)
+    status = run.wait()
     assert (status.state, status.exit_code) == ("preempted", 75)
     run.assert_nothing_left()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -138,12 +137,12 @@ LEAVES_CHILDREN = """\
 import getpass, json, os, subprocess, sys, time
 request = json.load(sys.stdin)
 print(json.dumps({{"loading": "0"}}), flush=True)
-pids = [subprocess.Popen(["sleep", "20"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid]
+pids = [subprocess.Popen(["sleep", "3600"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid]
 for own_session in (False, True):
     if not (pid := os.fork()):
         if own_session:
             os.setsid()
-        time.sleep(20)
+        time.sleep(3600)
         os._exit(0)
     pids.append(pid)
 try:
@@ -161,9 +160,7 @@ def test_what_an_environment_started_ends_with_the_check(tmp_path):
     python = tmp_path / "python"
     python.write_text(LEAVES_CHILDREN.format(python=sys.executable))
     python.chmod(0o755)
-    began = time.monotonic()
-    answers, loading, ending = probes._run(str(python), [{"key": "0", "name": "mine"}])
-    assert time.monotonic() - began < 10
+    answers, loading, ending = probes._run(str(python), [{"key": "0", "name": "mine"}])  # not for the hour that the children sleep
     assert (loading, ending) == (None, "exit code 0")
     assert not answers["0"]["terminal"], "nothing waits for a password"
     assert [start_time(pid) for pid in answers["0"]["pids"]] == [None] * 3
@@ -198,15 +195,13 @@ def test_a_fork_that_lives_on_does_not_hold_up_the_check(package, cache):
 
         def load_environment():
             if not os.fork():
-                time.sleep(60)
+                time.sleep(3600)
                 os._exit(0)
             return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "hi", "answer": "ho"}]), rubric=vf.Rubric(funcs=[len]))
         """,
     )
-    began = time.monotonic()
-    (found,) = probes.environments_of([config("env.id=fork-env")])
+    (found,) = probes.environments_of([config("env.id=fork-env")])  # not for the hour that the fork sleeps
     assert next(iter(found.values())).examples == 1
-    assert time.monotonic() - began < 50
 
 
 @pytest.mark.slow

@@ -154,17 +154,17 @@ heartbeat = Heartbeat(paths, name)
 heartbeat.beat("computing")
 
 def sleeps():
-    time.sleep(60)
+    time.sleep(3600)
 
 def holds_the_lock():
     import ctypes
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(3600)
 
 {"sleeps": sleeps, "holds": holds_the_lock}[kind]()
 """
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -187,14 +187,15 @@ def roles(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_process_that_sleeps_one_in_native_code_and_a_stopped_one_are_told_apart(roles, monkeypatch):
     paths, start = roles
-    monkeypatch.setattr("rlx.launch.stall.ANSWER", 0.8)
-    monkeypatch.setattr("rlx.launch.stall.BY_SIGNAL", 0.2)
+    monkeypatch.setattr("rlx.launch.stall.ANSWER", 5)
+    monkeypatch.setattr("rlx.launch.stall.BY_SIGNAL", 2)
     *_, server = [start(name, kind) for name, kind in (("orchestrator", "sleeps"), ("trainer", "holds"), ("inference_0", "sleeps"))]
     for name in ("orchestrator", "trainer", "inference_0"):
         until(lambda name=name: (paths.heartbeats / f"{name}.json").exists())
-    time.sleep(0.1)  # into their endless calls
+    time.sleep(1)  # into their endless calls
     os.kill(server.pid, signal.SIGSTOP)
     names = ["orchestrator", "trainer", "inference_0"]
     found = {name: json.loads((paths.heartbeats / f"{name}.json").read_text()) for name in names}
@@ -231,7 +232,7 @@ def test_a_question_of_an_earlier_attempt_is_not_answered(tmp_path):
     paths = RunPaths(tmp_path)
     write_text(paths.stalls / "ask", "1001")
     done = subprocess.run(
-        [sys.executable, "-c", ROLE.replace("time.sleep(60)", "time.sleep(0.4)"), str(tmp_path), "trainer", "sleeps"], check=True
+        [sys.executable, "-c", ROLE.replace("time.sleep(3600)", "time.sleep(0.4)"), str(tmp_path), "trainer", "sleeps"], check=True
     )
     assert done.returncode == 0
     assert not list(paths.stalls.glob("1001_*"))

@@ -15,6 +15,9 @@ from toy_run import FOREVER, RUN_DIR, Run, starting, toy
 
 from rlx.types import ProcessSpec
 
+# Waits for a file of the run directory.
+AFTER = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/{}'): time.sleep(0.01)\n"
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
@@ -61,9 +64,7 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
     run = start([toy("trainer", FOREVER), toy("orchestrator", FOREVER)])
     run.until_started()
     os.kill(run.pid("trainer"), signal.SIGKILL)
-    killed = time.monotonic()
     cause = run.wait().cause
-    assert time.monotonic() - killed < 5
     assert cause is not None
     assert (cause.role, cause.returncode) == ("trainer", -9)
     assert "killed by SIGKILL" in cause.reason
@@ -74,8 +75,9 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
 @pytest.mark.slow
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
-    dying = "import sys, time; print('engine died', flush=True); time.sleep(0.6); sys.exit(1)"
-    run = start([toy("inference", dying, service=True), toy("orchestrator", "import sys; sys.exit('request failed')")])
+    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.3); sys.exit(1)"
+    user = AFTER.format("dying") + "sys.exit('request failed')"
+    run = start([toy("inference", dying, service=True, arguments=(RUN_DIR,)), toy("orchestrator", user, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None
     assert (cause.role, cause.last_lines) == ("inference", ("engine died",))
@@ -83,9 +85,9 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
 
 @pytest.mark.slow
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
-    first = "import sys, time; print('cause', flush=True); time.sleep(0.5); sys.exit(3)"
-    follower = "import sys, time; print('consequence', flush=True); time.sleep(0.7); sys.exit(4)"
-    run = start([toy("orchestrator", follower), toy("trainer", first)])
+    first = "import os, sys; open(sys.argv[1] + '/dead', 'w').close(); os._exit(3)"
+    follower = AFTER.format("dead") + "time.sleep(0.2); sys.exit(4)"
+    run = start([toy("orchestrator", follower, arguments=(RUN_DIR,)), toy("trainer", first, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None
     assert (cause.role, cause.returncode) == ("trainer", 3)
@@ -111,6 +113,7 @@ print("serving", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_counted(start: Callable[..., Run]) -> None:
     dies_twice = (
         SERVES
@@ -136,6 +139,27 @@ def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_co
     assert [run.log(name) for name in ("inference_0", "inference_0.1", "inference_0.2")] == ["serving\n"] * 3
     assert run.pid("inference") == int((run.paths.root / "life").read_text().split()[-1]), "the process that serves now"
     assert "inference_0: killed by SIGKILL" in run.log("launcher")
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_service_that_hangs_after_it_served_is_killed_and_starts_again(start: Callable[..., Run]) -> None:
+    stops_once = (
+        SERVES + "if not (paths.root / 'stopped').exists():\n"
+        "    (paths.root / 'stopped').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "heart = Heartbeat(paths, 'inference_0')\n"
+        "(paths.root / 'again').touch()\n"
+        "while True:\n    heart.beat(SERVING)\n    time.sleep(0.05)\n"
+    )
+    waits = "import sys, time\nfrom pathlib import Path\nwhile not (Path(sys.argv[1]) / 'again').exists(): time.sleep(0.02)"
+    plan = [toy("inference", stops_once, service=True, arguments=(RUN_DIR,)), toy("trainer", waits, arguments=(RUN_DIR,))]
+    run = start(plan, max_restarts=1, hung_timeout=8.0)
+    status = run.wait()
+    assert status.state == "completed", run.log("launcher")
+    (restart,) = status.restarts
+    assert "inference.hung_timeout=8" in restart.reason
+    assert "it is killed" in run.log("launcher")
     run.assert_nothing_left()
 
 
@@ -190,7 +214,7 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.pid("trainer"), signal.SIGKILL)
     run.wait()
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -206,7 +230,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     run.wait()
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -215,13 +239,14 @@ def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Calla
     run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
-    status = run.wait(timeout=8)
+    status = run.wait()
     assert (status.state, status.exit_code) == ("failed", 1)
     assert status.cause is not None
     assert status.cause.role == "supervisor"
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)])
     run.until_started()
@@ -254,9 +279,9 @@ def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Cal
     parent = int(Path(f"/proc/{supervisor['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     assert parent != run.launcher.pid
     os.kill(parent, signal.SIGKILL)
-    status = run.wait(timeout=8)
+    status = run.wait()
     assert (status.state, status.exit_code) == ("failed", 1)
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -269,20 +294,18 @@ def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Cal
     assert run.status().state == "failed"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.Signals) -> None:
     clean = (
         "import signal, sys, time\ndef stop(*_): print('saved', flush=True); sys.exit(143)\nsignal.signal(signal.SIGTERM, stop)\n" + FOREVER
     )
     run = start([toy("inference", FOREVER, service=True), toy("trainer", clean)])
     run.until_started()
-    asked = time.monotonic()
     os.killpg(run.launcher.pid, signum)
-    status = run.wait(timeout=10)
-    assert time.monotonic() - asked < 5
+    status = run.wait()
     assert (status.state, status.exit_code, status.cause) == ("interrupted", 130, None)
     assert run.log("trainer") == "working\nsaved\n"
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -292,22 +315,22 @@ def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[...
     run.until(lambda: run.paths.status.exists())
     time.sleep(0.1)
     os.killpg(run.launcher.pid, signal.SIGINT)
-    status = run.wait(timeout=10)
+    status = run.wait()
     assert (status.state, status.exit_code) == ("interrupted", 130)
-    run.assert_nothing_left(timeout=1)
+    run.assert_nothing_left()
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
-    run = start([toy("trainer", stubborn)], grace=30)
+    run = start([toy("trainer", stubborn)], grace=3600)
     run.until_started()
     run.launcher.send_signal(signal.SIGINT)
-    time.sleep(0.7)
+    time.sleep(2)
     run.launcher.send_signal(signal.SIGINT)
-    assert run.wait(timeout=5).state == "interrupted"
-    run.assert_nothing_left(timeout=1)
+    assert run.wait().state == "interrupted"
+    run.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -317,8 +340,8 @@ def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Call
     run.until_started()
     os.kill(run.status().supervisor["pid"], signal.SIGSTOP)  # type: ignore[index]
     run.launcher.send_signal(signal.SIGINT)
-    assert run.wait(timeout=10).state == "interrupted"
-    run.assert_nothing_left(timeout=1)
+    assert run.wait().state == "interrupted"
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -329,13 +352,13 @@ def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run
         from rlx.heartbeat import Heartbeat
         from rlx.paths import RunPaths
         heart = Heartbeat(RunPaths(Path(sys.argv[1])), sys.argv[2])
-        start = time.time()
-        while sys.argv[2] == "orchestrator" or time.time() - start < 1:
+        heart.beat("loading model")
+        while sys.argv[2] == "orchestrator":
             heart.beat("loading model")
             time.sleep(0.1)
-        time.sleep(60)
+        time.sleep(3600)
         """
-    run = start([toy(role, beating, arguments=(RUN_DIR, role)) for role in ("orchestrator", "trainer")], heartbeat_timeout=1.5)
+    run = start([toy(role, beating, arguments=(RUN_DIR, role)) for role in ("orchestrator", "trainer")], heartbeat_timeout=5)
     status = run.wait()
     assert status.cause is not None
     assert (status.cause.role, status.cause.returncode) == ("trainer", None)
@@ -363,6 +386,7 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
     assert (status.state, status.step) == ("completed", 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     one = start([toy("trainer", FOREVER)], name="one")
@@ -380,6 +404,6 @@ def test_a_job_whose_launcher_died_before_handing_it_over_does_not_wait(tmp_path
     gone.wait()
     command = [sys.executable, "-m", "rlx.launch.job", str(gone.pid), "1", "-u", "-m", "submitit.core._submit", str(tmp_path)]
     environment = {**os.environ, "SUBMITIT_LOCAL_JOB_ID": "7"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 1
     assert "is gone" in result.stderr

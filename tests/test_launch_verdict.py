@@ -60,6 +60,8 @@ CASES = [
     ("yes: the job is requeued", seen(0, 0), {"remote": True, "waited": 1.0, "sigterm": "preempted"}, PREEMPTED),
     ("the launcher is gone", seen(), {"gone": "submitit"}, failed("launcher", None, "submitit was killed or died")),
     ("a process is silent", seen(), {"hung": ("trainer", "sent no heartbeat")}, failed("trainer", None, "sent no heartbeat")),
+    ("a server that may start again hangs", seen(spare=1), {"hung": ("inference_0", "hangs")}, Verdict(kill="inference_0", reason="hangs")),
+    ("hangs, and may not start again", seen(), {"hung": ("inference_0", "hangs")}, failed("inference_0", None, "hangs")),
     ("silent, but already done", seen(0, 0), {"hung": ("trainer", "sent no heartbeat")}, COMPLETED),
     # a failure, and who is blamed
     ("an exit code: did a server die?", seen(7), {}, SETTLING),
@@ -130,6 +132,7 @@ def test_every_case(case: str, view: View, more: dict, verdict: Verdict) -> None
 @pytest.mark.parametrize(
     ("silent", "beats", "said"),
     [
+        (3.0, {"trainer": {"phase": "serving"}}, "for 3 s (inference.hung_timeout=2); last reported phase: serving"),
         (15.0, {}, "for 15 s (launcher.heartbeat_timeout=10)"),
         (3.0, {"trainer": {"phase": "loading"}}, None),
         (11.0, {"trainer": {"phase": "loading"}}, "for 11 s (launcher.heartbeat_timeout=10); last reported phase: loading"),
@@ -137,7 +140,7 @@ def test_every_case(case: str, view: View, more: dict, verdict: Verdict) -> None
 )
 def test_silence(silent: float, beats: dict, said: str | None) -> None:
     hung = None if said is None else ("trainer", f"sent no heartbeat {said}")
-    assert find_hung({"trainer": silent}, beats, timeout=10.0) == hung
+    assert find_hung({"trainer": silent}, beats, timeout=10.0, serving=2.0) == hung
 
 
 def test_heartbeats_have_the_age_that_our_own_clock_says_though_their_writers_clock_is_wrong() -> None:
@@ -146,3 +149,11 @@ def test_heartbeats_have_the_age_that_our_own_clock_says_though_their_writers_cl
     assert ages.look({"trainer": beat}, now=104.0) == {"trainer": 4.0}
     assert in_phase(beat, 4.0) == 11.0
     assert ages.look({"trainer": {**beat, "time": -3.0}}, now=105.0) == {"trainer": 0.0}
+
+
+def test_time_in_which_the_looker_was_stopped_itself_makes_no_process_silent() -> None:
+    ages, beat = Ages(), {"time": 1.0}
+    ages.look({"inference_0": beat}, now=100.0)
+    assert ages.look({"inference_0": beat}, now=103.0) == {"inference_0": 3.0}
+    assert ages.look({"inference_0": beat}, now=5000.0) == {"inference_0": 3.0}, "the whole job was suspended"
+    assert ages.look({"inference_0": beat}, now=5004.0) == {"inference_0": 7.0}

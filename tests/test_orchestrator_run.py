@@ -43,7 +43,7 @@ def config_of(**overrides: Any) -> Config:
     config.sampling.max_tokens = 12
     config.orchestrator.batch_size = 8
     config.orchestrator.rollouts_per_example = 4
-    config.orchestrator.rollout_timeout = 10.0
+    config.orchestrator.rollout_timeout = 60.0
     config.hardware.name, config.hardware.device = "cpu", "cpu"
     config.model.name = "tiny"
     for name, value in overrides.items():
@@ -130,7 +130,7 @@ def play(
 
     async def main() -> None:
         orchestrator = Orchestrator(config, paths, envs, served, served, heartbeat)
-        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
+        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 300)
 
     asyncio.run(main())
     return paths, trainer
@@ -294,7 +294,7 @@ def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) 
 
 
 def test_slow_rollouts_time_out_and_the_run_goes_on(tmp_path: Path) -> None:
-    envs = {"s": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=0.2)}
+    envs = {"s": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=1.0)}
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
     assert metrics(paths)[-1]["rollouts/dropped_timeout"] > 0
 
@@ -351,20 +351,19 @@ def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:
             while not self.paths.batch_of(0).exists():
                 seen.add(read_heartbeats(self.paths).get("orchestrator", {}).get("phase"))
                 await asyncio.sleep(0.05)
-            await asyncio.sleep(1.0)
-            seen.add(read_heartbeats(self.paths)["orchestrator"]["phase"])
+            while read_heartbeats(self.paths)["orchestrator"]["phase"] != "waiting for weights 1":
+                await asyncio.sleep(0.05)
             await super().run()
 
     config = config_of(max_steps=2)
     paths = RunPaths(tmp_path)
     envs = {"e": load("rlx_reverse_text", sampling={"max_tokens": 12, "temperature": 1.0})}
-    served: Any = StandInServers(delay=0.8)
+    served: Any = StandInServers(delay=0.5)
     give_policy(envs, config, tiny_chat(), served)
     orchestrator_of = lambda: Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))  # noqa: E731
 
     async def main() -> None:
-        await asyncio.wait_for(first_failure(orchestrator_of().run(), Slow(paths, config).run()), 30)
+        await asyncio.wait_for(first_failure(orchestrator_of().run(), Slow(paths, config).run()), 120)
 
     asyncio.run(main())
     assert "rollouts 0/8" in seen
-    assert "waiting for weights 1" in seen

@@ -16,7 +16,7 @@ from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
-from rlx.rollout.evaluate import describe
+from rlx.rollout.evaluate import score_metrics
 from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
@@ -58,7 +58,7 @@ def play(endpoint: Endpoint, scene: Callable[[OpenAIPolicy], Awaitable[Any]], **
         application = web.Application()
         application.router.add_post("/v1/chat/completions", endpoint.answer)
         application.router.add_post("/v1/completions", endpoint.answer)
-        runner = web.AppRunner(application, shutdown_timeout=0)
+        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         policy = OpenAIPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "key", "m", **keys)
@@ -153,12 +153,12 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:
         ((400, {"error": {"message": "temperature is wrong"}}), PolicyError, "temperature is wrong"),
         ((200, "<html>hello</html>"), PolicyError, "not a chat completion: <html>hello"),
         ((200, {"id": "c1", "choices": []}), PolicyError, "not a chat completion"),
-        (5.0, PolicyError, r"did not answer in 0\.2 s, tried 2 times"),
+        (3600.0, PolicyError, r"did not answer in 0\.2 s, tried 2 times"),
     ],
 )
 def test_what_an_endpoint_does_not_answer_is_an_error_that_names_it(answer: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as raised:
-        ask(Endpoint(answer, answer), max_retries=1, timeout=0.2 if answer == 5.0 else 10)
+        ask(Endpoint(answer, answer), max_retries=1, timeout=0.2 if answer == 3600.0 else 60)
     assert type(raised.value) is error
 
 
@@ -183,7 +183,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
     outcome = outcome_of(good)
     assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
-    described = describe("e", [[outcome]], 0.5)
+    described = score_metrics("e", [[outcome]], 0.5)
     assert "eval/e/completion_mean" not in described
     row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}
     assert eval_table([row])[1][0][-3] == "-"

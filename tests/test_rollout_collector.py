@@ -86,9 +86,15 @@ def indices(batch: list[list[Rollout]]) -> list[int]:
     return [rollouts[0].task.index for rollouts in batch]
 
 
+async def settled() -> None:
+    """Let everything run that waits for no clock."""
+    for _ in range(300):
+        await asyncio.sleep(0)
+
+
 def run(main: Callable[[], Any]) -> Any:
     async def limited() -> Any:
-        return await asyncio.wait_for(main(), 20)
+        return await asyncio.wait_for(main(), 120)
 
     return asyncio.run(limited())
 
@@ -185,7 +191,7 @@ def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
 
     async def main() -> None:
         await groups.collect()
-        await asyncio.sleep(0.01)  # the groups of batch 1 finish under version 0
+        await settled()  # the groups of batch 1 finish under version 0
         groups.taken = 2  # as if batch 1 had been made of other groups
         env.version = 2
         groups.set_version(2)
@@ -215,10 +221,10 @@ def test_nothing_is_started_while_everything_is_given_up(whole: bool) -> None:
 
     async def main() -> None:
         groups.set_version(0)
-        await asyncio.sleep(0.01)
+        await settled()
         assert len(env.started) == 4
         await groups.close()
-        await asyncio.sleep(0.01)
+        await settled()
         assert len(env.started) == 4
         assert env.in_flight == 0
 
@@ -232,7 +238,7 @@ def test_nothing_is_started_beyond_the_last_step() -> None:
     async def main() -> None:
         await groups.collect()
         await groups.collect()
-        await asyncio.sleep(0.01)
+        await settled()
         assert len(env.started) == 16
 
     run(main)
@@ -393,26 +399,6 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
         assert asyncio.all_tasks() == before
 
     run(main)
-
-
-def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:
-    away = 0.0
-
-    def behave(task: Task, member: int, attempt: int) -> Any:
-        nonlocal away
-        late = len(env.started) <= 3
-        away += late  # the outage grows during these
-        return "timeout" if late else 0.0
-
-    env = FakeEnv(behave)
-    groups = collector(env, num_groups=1)
-    groups.away = lambda: away
-    (rollouts,) = run(groups.collect)
-    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
-    assert {attempt for _, _, attempt in env.started} == {0}
-    assert len(env.started) > 3
-    assert not groups.tally.failed
-    assert not groups.tally.dropped
 
 
 def test_before_the_first_batch_no_version_below_zero_is_waited_for() -> None:

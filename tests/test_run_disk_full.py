@@ -51,7 +51,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         run.until(lambda: folders.steps(paths), "first checkpoint")
         # A version's weights fit into the remaining space, a checkpoint of 10 MB does not.
         fill(disk, leave=8 * MIB)
-        assert run.wait(timeout=120) == 1
+        assert run.wait() == 1
         # Any process that meets the full disk reports it, and the output ends with that line, not with a traceback.
         said = [line for line in run.text().splitlines() if f"the disk is full: {disk}" in line]
         assert said, run.text()
@@ -65,7 +65,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         if cause["role"] == "trainer" and "checkpoint of step" in shown:
             assert f"the last complete checkpoint is {good.checkpoint}" in shown
         assert list(folders.being_written(paths)) == []
-        run.wait_until_nothing_is_left(timeout=2)
+        run.wait_until_nothing_is_left()
 
         (disk / "full").unlink()
         run = MainJob(disk / "run", *keys, f"max_steps={good.step + 4}", "resume=latest", env=env)

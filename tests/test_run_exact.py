@@ -15,7 +15,7 @@ from rlx import codec
 from rlx.paths import RunPaths
 from rlx.types import StepBatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMES = ("sampling", "beside", "rewrite", "nested")
 
 

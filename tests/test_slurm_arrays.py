@@ -26,7 +26,7 @@ from rlx.runs.claim import create, settle
 from rlx.runs.status import Status, read_status
 from rlx.types import ProcessSpec
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 TOY = """
     import os, sys, time
     from pathlib import Path
@@ -67,7 +67,7 @@ class Array:
         path = self.paths[i].log(attempt, name)
         return path.read_text() if path.exists() else ""
 
-    def until(self, probe: Callable[[], Any], timeout: float = 120) -> None:
+    def until(self, probe: Callable[[], Any], timeout: float = 600) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
             logs = "\n".join(self.log(i, 0, "launcher") + self.log(i, 1, "launcher") for i in range(3))
@@ -79,7 +79,7 @@ class Array:
         (self.folder / "go").touch()
         for paths, job in zip(self.paths, self.ids, strict=True):
             follow(paths, job)
-        self.until(lambda: slurm("squeue", "-h", "-j", self.ids[0].split("_")[0]) == "", timeout=60)
+        self.until(lambda: slurm("squeue", "-h", "-j", self.ids[0].split("_")[0]) == "")
         return [(self.status(i).state, self.status(i).attempt) for i in range(3)]
 
 

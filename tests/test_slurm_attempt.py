@@ -25,7 +25,15 @@ COMMANDS = {
     "squeue": "echo 12_1.0 toy; echo 12_1.batch batch",
     "scontrol": "echo Restarts=0",
 }
-WAITS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+# Each in one line, because the fake commands write down what they were called with.
+WAITS = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "pathlib.Path(sys.argv[1], 'waits').touch(); time.sleep(3600)"
+)
+FAILS_BESIDE_IT = (
+    "import pathlib, sys, time; beside = pathlib.Path(sys.argv[1], 'waits'); "
+    "[time.sleep(0.05) for _ in iter(beside.exists, True)]; sys.exit(3)"
+)
 LEAVES = "import sys; sys.exit(75)"
 
 
@@ -57,7 +65,7 @@ class Job:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
-        done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=40, check=False)
+        done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=600, check=False)
         return done.returncode
 
     def asked(self) -> list[str]:
@@ -80,7 +88,7 @@ LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # the last task
 
 @pytest.mark.slow
 def test_the_last_of_an_array_names_itself_and_never_the_array(job):
-    ends = job("import time; time.sleep(0.5); raise SystemExit(3)", WAITS)
+    ends = job(FAILS_BESIDE_IT, WAITS)
     assert ends.run(**LAST) == 1
     assert "scancel --signal=INT 12_1" in ends.asked()
     assert "squeue --noheader --steps --jobs=12_1 --format=%i %j" in ends.asked()
@@ -96,6 +104,7 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
     assert [line for line in leaves.asked() if "12_1" not in line] == []
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     leaves = job(LEAVES)
     leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
@@ -107,7 +116,7 @@ def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
 
 @pytest.mark.slow
 def test_a_job_of_its_own_is_named_by_its_number(job):
-    ends = job("raise SystemExit(3)", WAITS)
+    ends = job(FAILS_BESIDE_IT, WAITS)
     assert ends.run() == 1
     assert "scancel --signal=INT 12" in ends.asked()
 
@@ -129,6 +138,7 @@ def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatc
         jobs.queue()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
     done = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
     note_job(done.paths, "13")

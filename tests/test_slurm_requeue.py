@@ -14,7 +14,7 @@ import pytest
 from main_job import reproducible_lines
 from slurm_job import SlurmJob, slurm, train
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm]
 STEPS = 8
 SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}", "model.warm_start.steps=150")
 RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
@@ -79,7 +79,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     job = submit("run", *RUN)
     job.until_step(4)
     disturb(job)
-    job.until(lambda: (job.run_dir / "logs" / "attempt_1" / "trainer.log").exists(), "second attempt", timeout=200)
+    job.until(lambda: (job.run_dir / "logs" / "attempt_1" / "trainer.log").exists(), "second attempt")
     assert job.until_over() == "completed", job.text()
     status = job.status()
     assert (status["attempt"], status["exit_code"], status["step"], status["job"]) == (1, 0, STEPS, job.id)

@@ -22,7 +22,7 @@ from rlx.runs.jobs import queue
 from rlx.runs.status import Status, read_status
 from rlx.types import ProcessSpec
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 LEAVES = """
     import os, sys, time
     from pathlib import Path
@@ -35,10 +35,17 @@ LEAVES = """
     sys.exit(75)
 """
 STUBBORN = """
-    import signal, time
+    import signal, sys, time
+    from pathlib import Path
     for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
-    print("here", flush=True)
+    (Path(sys.argv[1]) / "stubborn").touch()
     while True: time.sleep(0.05)
+"""
+FAILS_BESIDE_IT = """
+    import sys, time
+    from pathlib import Path
+    while not (Path(sys.argv[1]) / "stubborn").exists(): time.sleep(0.05)
+    sys.exit(3)
 """
 
 
@@ -73,7 +80,7 @@ class Toys:
         path = self.paths.log(attempt, name)
         return path.read_text() if path.exists() else ""
 
-    def until(self, probe: Callable[[], Any], timeout: float = 90) -> None:
+    def until(self, probe: Callable[[], Any], timeout: float = 600) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
             assert time.monotonic() < deadline, f"{self.status()}\n{self.log(0)}\n{self.log(1)}"
@@ -111,7 +118,7 @@ def second_attempt(toys: Toys) -> None:
 def test_a_job_leaves_before_its_time_limit_and_comes_back(job):
     limit = {"time_minutes": 1, "signal_seconds": 35}
     toys = job(LEAVES, LEAVES, grace=2.0, preempt_grace=20.0, slurm=limit)
-    toys.until(lambda: "received SIGUSR2" in toys.log(0), timeout=150)
+    toys.until(lambda: "received SIGUSR2" in toys.log(0))
     second_attempt(toys)
     assert "toy_1 has left" in toys.log(0)
     assert "back in the queue" in toys.log(0)
@@ -138,7 +145,8 @@ TAKES_NOTICE = LEAVES.replace(
 )
 
 
-@pytest.mark.parametrize("code", [TAKES_NOTICE, pytest.param(LEAVES, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
 def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     """As in preemption without a user signal in a partition with a GraceTime: SLURM signals the steps, not the batch script."""
     toys = job(code, code)
@@ -181,13 +189,13 @@ def test_a_job_whose_node_fails_comes_back(job):
 
 @pytest.mark.long
 def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
-    toys = job("import time; time.sleep(2); raise SystemExit(3)", STUBBORN, grace=1.0)
+    toys = job(FAILS_BESIDE_IT, STUBBORN, grace=1.0)
     assert follow(toys.paths, toys.id) == 1
     assert "killing toy_1: still running 1 s after SIGTERM" in toys.log(0)
     cause = toys.status().cause
     assert cause is not None
     assert (cause.replica, cause.returncode) == (0, 3)
-    toys.until(lambda: queue()[toys.id] == "FAILED", timeout=30)
+    toys.until(lambda: queue()[toys.id] == "FAILED")
 
 
 @pytest.mark.long
@@ -207,6 +215,6 @@ def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
     toys = job(LEAVES, max_requeues=0)
     toys.until_started()
     slurm("scontrol", "requeue", toys.id)
-    toys.until(lambda: toys.status().state == "failed", timeout=120)
+    toys.until(lambda: toys.status().state == "failed")
     assert "requeued 1 times, more than launcher.max_requeues=0" in str(toys.status().cause)
     assert RunPaths(toys.paths.root).log(1, "toy").exists() is False

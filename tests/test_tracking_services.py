@@ -128,18 +128,18 @@ def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: P
     def slow(*arguments: Any) -> None:
         remember(*arguments)
         in_it.set()
-        go_on.wait(5)
+        go_on.wait(60)
 
     sink.scalars = slow  # type: ignore[method-assign]
     left = threading.Thread(target=tracker.forward)
     left.start()
-    assert in_it.wait(5)
+    assert in_it.wait(60)
     end = threading.Thread(target=tracker.close)
     end.start()
     time.sleep(0.2)
     go_on.set()
-    left.join(5)
-    end.join(5)
+    left.join(60)
+    end.join(60)
     assert len(sink.seen) == 4
     assert sink.closed
 
@@ -228,6 +228,7 @@ def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: 
     assert "assistant: &lt;b&gt;cba&lt;/b&gt;" in text
 
 
+@pytest.mark.slow
 def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rlx.roles.trainer import Trainer
 from rlx.train import build, checkpoint
 from rlx.train.checkpoint import Progress, Saver
 from rlx.train.watch import Watch
+from rlx.waiting import wait_for
 
 
 class Stop(Exception):
@@ -62,8 +62,7 @@ def test_a_model_that_takes_long_to_load_gives_signs_of_life(tmp_path: Path, mon
 
     def load(*_: Any, **__: Any) -> None:
         for _ in range(3):
-            beats.append(read_heartbeats(paths)["trainer"])
-            time.sleep(0.2)
+            beats.append(wait_for(lambda: (now := read_heartbeats(paths)["trainer"]) not in beats and now, "another beat", 60))
         raise Stop
 
     monkeypatch.setattr(build, "load_policy", load)

@@ -39,7 +39,7 @@ def drive(root: Path, play: Callable[[ViewApp, Pilot], Awaitable[None]], size: t
     asyncio.run(run())
 
 
-async def until(pilot: Pilot, met: Callable[[], object], timeout: float = 10.0) -> None:
+async def until(pilot: Pilot, met: Callable[[], object], timeout: float = 120.0) -> None:
     end = time.monotonic() + timeout
     while not met():
         assert time.monotonic() < end, "the screen did not become what was expected"
@@ -182,7 +182,7 @@ def terminal(paths: RunPaths) -> Iterator[Callable[..., str]]:
     def show(*keys: str, see: str) -> str:
         for key in keys:
             subprocess.run([*tmux, "send-keys", "-t", "v", key], check=True)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while see not in (
             screen := subprocess.run([*tmux, "capture-pane", "-p", "-t", "v"], capture_output=True, text=True, check=True).stdout
         ):

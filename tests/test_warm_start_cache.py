@@ -51,7 +51,7 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
     runs = [run_directory(tmp_path / name, config) for name in ("a", "b")]
     cache = tmp_path / "cache"
     processes = [start(paths, cache) for paths in runs]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert sum(f"warm start {STEPS}/{STEPS} loss" in output for output in outputs) == 1, outputs
     folder = model_of(runs[0])
@@ -68,7 +68,7 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
         "import sys; from rlx.roles.prepare import main; sys.argv[1:] = ['--run-dir', sys.argv[1]]; code = main()\n"
         "print([name for name in ('torch', 'verifiers', 'transformers') if name in sys.modules]); sys.exit(code)"
     )
-    found = subprocess.run([sys.executable, "-c", script, str(third.root)], env=environ, capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", script, str(third.root)], env=environ, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "[]\n"
     assert model_of(third) == folder
@@ -114,7 +114,7 @@ def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path
     try:
         wait_for(lambda: "warm start" in read_heartbeats(paths).get("prepare", {}).get("phase", ""), "the first step", 100)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM

@@ -29,7 +29,7 @@ from rlx.paths import RunPaths
 paths = RunPaths(Path(sys.argv[1]))
 lock = RunLock(paths)
 assert lock.share(timeout=0)
-grace, heartbeat_timeout, preempt_grace = map(float, sys.argv[2:5])
+grace, heartbeat_timeout, preempt_grace, hung_timeout = map(float, (*sys.argv[2:5], sys.argv[6]))
 limits = Limits(
     grace=grace,
     heartbeat_timeout=heartbeat_timeout,
@@ -37,6 +37,7 @@ limits = Limits(
     max_steps=3,
     preempt_grace=preempt_grace,
     max_restarts=int(sys.argv[5]),
+    hung_timeout=hung_timeout,
 )
 sys.exit(launch(paths, limits, lock))
 """
@@ -60,10 +61,11 @@ class Run:
         root: Path,
         plan: list[ProcessSpec],
         *,
-        grace: float = 2.0,
+        grace: float = 20.0,
         heartbeat_timeout: float = 60.0,
         preempt_grace: float = 60.0,
         max_restarts: int = 0,
+        hung_timeout: float = 60.0,
     ) -> None:
         self.paths = RunPaths(root)
         root.mkdir(exist_ok=True)
@@ -71,7 +73,7 @@ class Run:
         write_plan(self.paths.plan, self.plan)
         self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
         self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(root), str(grace), str(heartbeat_timeout), str(preempt_grace), str(max_restarts)],
+            [sys.executable, "-c", LAUNCHER, str(root), *map(str, (grace, heartbeat_timeout, preempt_grace, max_restarts, hung_timeout))],
             env={**os.environ, "RLX_TEST_MARK": self.mark},
             start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
             stderr=subprocess.PIPE,
@@ -84,14 +86,14 @@ class Run:
         assert status is not None
         return status
 
-    def wait(self, timeout: float = 60.0) -> Status:
+    def wait(self, timeout: float = 300.0) -> Status:
         """The launcher's end."""
         self.launcher.wait(timeout)
         status = self.status()
         assert status.exit_code == self.launcher.returncode
         return status
 
-    def until(self, probe: Callable[[], object], timeout: float = 60.0) -> None:
+    def until(self, probe: Callable[[], object], timeout: float = 300.0) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
             assert time.monotonic() < deadline, f"not in {timeout} s; log:\n{self.log('launcher')}"
@@ -121,7 +123,7 @@ class Run:
                 continue
         return found
 
-    def assert_nothing_left(self, timeout: float = 5.0) -> None:
+    def assert_nothing_left(self, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.05)

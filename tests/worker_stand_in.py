@@ -40,14 +40,14 @@ class StandInEnvironment:
             os._exit(7)
         if args["trouble"] == "fork":  # the child has the link, too, and outlives this process
             if os.fork() == 0:
-                time.sleep(60)
+                time.sleep(3600)
             os._exit(7)
         if args["trouble"] == "slow":
-            time.sleep(60)
+            time.sleep(3600)
         if args["trouble"] in ("first", "first_slow"):  # only the first process of the pool can load it
             if os.path.exists(args["bad"][0]):
                 if args["trouble"] == "first_slow":
-                    time.sleep(60)
+                    time.sleep(3600)
                 raise RuntimeError("the second process cannot load")
             open(args["bad"][0], "w").close()
         self.name, self.args, self.timeout = name, args, settings.timeout
@@ -107,7 +107,7 @@ class StandInEnvironment:
                 ready, started = os.pipe()
                 if (child := os.fork()) == 0:
                     os.write(started, b"x")
-                    time.sleep(60)
+                    time.sleep(3600)
                     os._exit(0)
                 os.read(ready, 1)
                 os.kill(child, signal.SIGTERM)

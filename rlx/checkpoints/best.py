@@ -1,6 +1,7 @@
-"""The checkpoint that is best by a metric of an evaluation. `metrics.jsonl` decides, so a resumed run goes on with what it knew.
+"""The checkpoint that is best by a metric of an evaluation, and the versions that wait for theirs. `metrics.jsonl` decides.
 
-No file of its own: a rewind removes the records of later steps, and with them what was best then.
+
+A resumed run goes on with what it knew: a rewind removes the records of later steps, and with them what was best then.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlx.checkpoints import folders
+from rlx.config.evaluated import is_due
+from rlx.config.schema import SftRoot, TrainingRoot
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
@@ -18,15 +21,23 @@ def best_of(paths: RunPaths, metric: str) -> tuple[float, int] | None:
     return max(((value, step) for step, value in _values(paths, metric).items() if step in there), default=None)
 
 
-def kept(paths: RunPaths, metric: str, is_due: Callable[[int], bool]) -> set[int]:
+def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
     """The steps whose checkpoints must stay: the best one, and those whose evaluation has no record yet, with or without the metric.
 
-    `is_due`: whether the version of a step is evaluated.
+    `due`: whether the version of a step is evaluated.
     """
     records = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
     best, done = best_of(paths, metric), max(records, default=-1)
-    waiting = {step for step in folders.steps(paths) if step > done and is_due(step)}
+    waiting = {step for step in folders.steps(paths) if step > done and due(step)}
     return waiting if best is None else {*waiting, best[1]}
+
+
+def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
+    """The versions up to `newest` whose evaluation is due and has no record. Evaluations of `rlx sft` may be behind by any number."""
+    if not isinstance(cfg, SftRoot) or not cfg.plays:
+        return set()  # an orchestrator holds back the trainer: `versions_kept`
+    done = {record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
+    return {version for version in range(1, newest + 1) if is_due(cfg, version)} - done
 
 
 def _values(paths: RunPaths, metric: str) -> dict[int, float]:

@@ -135,7 +135,7 @@ class Checkpoints:
         self._pruning = self._pruner.submit(self._prune)
 
     def _prune(self) -> list[int]:
-        best = self.config.keep_best if self.with_orchestrator else None  # a replay has no evaluations
+        best = self.config.keep_best if self.is_evaluated(self.last) else None  # a replay has no evaluations
         protect = kept(self.paths, best, self.is_evaluated) if best is not None else ()
         return folders.prune(self.paths, self.config.keep_last, self.config.keep_interval, protect)
 

@@ -11,7 +11,7 @@ from typing import Any
 from rlx.checkpoints.best import best_of
 from rlx.checkpoints.folders import steps as checkpoints
 from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as, tell
-from rlx.config.schema import Config
+from rlx.config.schema import EvaluatedRun
 from rlx.rollout.failures import in_words
 
 STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
@@ -33,7 +33,7 @@ STAGES = {  # source -> metric -> displayed name
 class Console(Display):
     """Displays a run of `rlx train`."""
 
-    cfg: Config
+    cfg: EvaluatedRun
 
     # live, on a terminal
 
@@ -65,9 +65,7 @@ class Console(Display):
             text = f"reward {reward:.3f}"
             curve = sparkline(h.series("reward/mean", "orchestrator")) if markup else ""
             parts.append(f"[bold]{text}[/] [green]{curve}[/]" if markup else text)
-        for name, values in h.scores(h.first).items():
-            step = max(values)
-            parts.append(f"eval {name} {values[step]:.3f} (step {step})")
+        parts += self._scores()
         lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
         if lag is not None and lag_max is not None:
             parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
@@ -78,6 +76,11 @@ class Console(Display):
         if trained is not None:
             parts.append(f"{count(trained)} tok/s trained")
         return "   ".join(parts)
+
+    def _scores(self) -> list[str]:
+        """The newest evaluation of each environment in this attempt."""
+        found = self.history.scores(self.history.first).items()
+        return [f"eval {name} {values[step]:.3f} (step {step})" for name, values in found for step in [max(values)]]
 
     def _stages(self) -> str:
         """Mean seconds of each stage over the last steps; they show which role waits for the other."""

@@ -25,7 +25,7 @@ LEFT_OUT = {
 class SftConsole(Console):
     """Displays a run of `rlx sft`."""
 
-    cfg: SftRoot  # type: ignore[assignment]
+    cfg: SftRoot
 
     def _numbers(self, markup: bool = False) -> str:
         """Loss and speed of the last steps, and the newest validation."""
@@ -33,9 +33,10 @@ class SftConsole(Console):
         if (loss := h.last(LOSS, "trainer")) is not None:
             text = f"loss {loss:.3f}"
             parts.append(f"[bold]{text}[/] [green]{sparkline(h.series(LOSS, 'trainer'))}[/]" if markup else text)
-        if validated := {step: record[VAL] for step, record in h.records["eval"].items() if VAL in record and step >= h.first}:
+        if validated := {step: record[VAL] for step, record in h.records["val"].items() if step >= h.first}:
             step = max(validated)
             parts.append(f"val {validated[step]:.3f} (step {step})")
+        parts += self._scores()
         if (epoch := h.last("data/epoch", "trainer")) is not None:
             parts.append(f"epoch {epoch:.2f}")
         if (trained := h.last("perf/tokens_per_second", "trainer", over=5)) is not None:
@@ -56,11 +57,12 @@ class SftConsole(Console):
             lines.append(
                 f"  loss      {start:.3f} → {end:.3f}  {sparkline(losses)}  (nats a token; means of the first and last {len(last)} steps)"
             )
-        if validated := {step: record[VAL] for step, record in h.records["eval"].items() if VAL in record}:
+        if validated := {step: record[VAL] for step, record in h.records["val"].items()}:
             best = min(validated, key=lambda step: (validated[step], step))
             start, end = validated[min(validated)], validated[max(validated)]
             curve = sparkline([validated[step] for step in sorted(validated)])
             lines.append(f"  val       {start:.3f} → {end:.3f}  {curve}  (lowest {validated[best]:.3f}, at step {best})")
+        lines += self._evaluations()
         if total := sum(h.series("time/step", "trainer")):
             shares = [(sum(h.series(name, "trainer")) / total, label) for name, label in STAGES["trainer"].items()]
             shown = " · ".join(f"{label} {share:.0%}" for share, label in sorted(shares, reverse=True) if share >= 0.005)
@@ -81,20 +83,22 @@ class SftConsole(Console):
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
         choice = next((part for part in kept if part.startswith("model=")), "model=tiny")
         choice = "model=tiny_trained" if choice == "model=tiny" else choice  # its weights come from a folder
+        learn = (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result")
         suggestions = [
-            (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result"),
+            *([] if self.cfg.lora.on else [learn]),  # adapters are no model to start from
             (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
     def _env(self) -> str:
-        """The environments that `rlx synthesize` played for the data, if they are shipped options; otherwise a gap to fill."""
+        """The environments that the run evaluates on, or that `rlx synthesize` played for the data, if they are shipped options; otherwise
+        a gap to fill."""
         metadata = Path(self.cfg.data.name).expanduser().with_name(METADATA) if self.cfg.data.name else None
-        if metadata is None or not metadata.is_file():
-            return "env=…"
         options = {path.stem for path in shipped_groups()["env"].glob("*.yaml")} - {"custom"}
-        envs = list(json.loads(metadata.read_text()).get("environments", ()))
+        envs = list(self.cfg.envs)
+        if not envs and metadata is not None and metadata.is_file():
+            envs = list(json.loads(metadata.read_text()).get("environments", ()))
         if not envs or not options.issuperset(envs):
             return "env=…"
         return f"env={envs[0]}" if len(envs) == 1 else shlex.quote(f"env=[{','.join(envs)}]")

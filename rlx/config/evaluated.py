@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from rlx.config.schema import CommandConfig, Config, EvalEnvConfig, EvalSampling, PlayRoot, ScoredEnvConfig, TrainingRoot
+from rlx.config.schema import (
+    CommandConfig,
+    Config,
+    EvalEnvConfig,
+    EvalSampling,
+    EvaluatedRun,
+    PlayRoot,
+    ScoredEnvConfig,
+    TrainingRoot,
+)
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_rollout import EnvConfig
 
@@ -15,7 +24,7 @@ PREFIX = "eval_"
 """An environment is evaluated under its name with this prefix, so that its seeds and requests differ from those of training."""
 
 
-def evaluated(cfg: Config | EvalRoot) -> dict[str, ScoredEnvConfig]:
+def evaluated(cfg: EvaluatedRun | EvalRoot) -> dict[str, ScoredEnvConfig]:
     """The environments to evaluate on, by name; empty if there are no evaluations.
 
     An entry without `id` takes what it does not set from `envs`. Sampling parameters come from the entry, `eval.sampling`, the environment
@@ -31,10 +40,11 @@ def evaluated(cfg: Config | EvalRoot) -> dict[str, ScoredEnvConfig]:
 def environments(cfg: CommandConfig) -> dict[str, EnvConfig]:
     """All environments that a command loads; empty for one that plays none.
 
-    In training: those of the mix, and those to evaluate on under their names with the prefix.
+    In training: those of the mix, and those to evaluate on under their names with the prefix. `rlx sft` has no mix.
     """
-    if isinstance(cfg, Config):
-        return {**cfg.envs, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
+    if isinstance(cfg, EvaluatedRun):
+        mix = cfg.envs if isinstance(cfg, Config) else {}
+        return {**mix, **{PREFIX + name: env for name, env in evaluated(cfg).items()}}
     if isinstance(cfg, EvalRoot):
         return dict(evaluated(cfg))
     return dict(cfg.envs) if isinstance(cfg, PlayRoot) else {}
@@ -57,9 +67,7 @@ def section_of(name: str) -> str:
 
 def is_due(cfg: TrainingRoot, version: int) -> bool:
     """Whether a policy version is evaluated: 0 with `eval.eval_base`, multiples of `eval.interval`, and the last version."""
-    if not isinstance(cfg, Config) or cfg.eval.interval is None:
-        return False
-    return cfg.eval.eval_base if version == 0 else version % cfg.eval.interval == 0 or version == cfg.max_steps
+    return isinstance(cfg, EvaluatedRun) and cfg.plays and cfg.eval.is_due(version, cfg.max_steps)
 
 
 def _completed(cfg: EvalRoot, env: ScoredEnvConfig) -> ScoredEnvConfig:
@@ -74,7 +82,7 @@ def _completed(cfg: EvalRoot, env: ScoredEnvConfig) -> ScoredEnvConfig:
     )
 
 
-def _filled(cfg: Config, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:
+def _filled(cfg: EvaluatedRun, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
     own = None
     if entry.id is None:

@@ -14,7 +14,7 @@ import yaml
 
 from rlx.config.errors import ConfigError
 
-OF_THE_RUN = ("seed", "seq_len", "model", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
+OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
 """What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen."""
 OF_ENV = ("id", "args", "num_tasks", "rollout_timeout", "workers", "python", "sampling")  # not its split, weight and group size
 ENDPOINT = ("base_url", "api_key_var", "model")  # keys of an entry in a file of endpoints

@@ -12,6 +12,7 @@ from rlx.config.signatures import declared_by
 Show = Callable[[str], str]
 Rule = Callable[[Any, Show], Iterator[str]]  # the configuration of any root that has the keys
 UNKNOWN = Declared(uses_ratio=False)  # violates no rule
+OWN_LOSS = "envs.*.loss"  # a rule that reads it is about environments that are trained on
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 

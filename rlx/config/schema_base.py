@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.schema_launch import LauncherConfig, SlurmConfig
-from rlx.config.schema_model import HardwareConfig, InferenceConfig, ModelConfig, RunConfig, UpdateConfig
+from rlx.config.schema_model import HardwareConfig, InferenceConfig, LoraConfig, ModelConfig, RunConfig, UpdateConfig
 from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
 
 
@@ -31,6 +31,7 @@ class CommandConfig:
     resume: str | None = key(None, "`latest`: continue the run in its own directory")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
+    lora: LoraConfig = section(LoraConfig)
     hardware: HardwareConfig = section(HardwareConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     slurm: SlurmConfig = section(SlurmConfig)
@@ -66,6 +67,11 @@ class CommandConfig:
         return 0
 
     @property
+    def hung_timeout(self) -> float | None:
+        """Seconds without a heartbeat after which a service that has served counts as hung; None: as for every role."""
+        return None
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
@@ -85,6 +91,11 @@ class PlayRoot(CommandConfig):
     weight_broadcast: UpdateConfig = section(UpdateConfig)
 
     @property
+    def plays(self) -> bool:
+        """Whether this run plays environments at all."""
+        return True
+
+    @property
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
@@ -93,6 +104,11 @@ class PlayRoot(CommandConfig):
     def max_restarts(self) -> int:
         """How often each server may be started again."""
         return self.inference.max_restarts
+
+    @property
+    def hung_timeout(self) -> float | None:
+        """Seconds without a heartbeat after which a server that has served counts as hung."""
+        return self.inference.hung_timeout
 
     @property
     def concurrency(self) -> int:

@@ -1,8 +1,9 @@
-"""The configuration keys of a run's name, its model, its servers and its hardware. `schema.py` has the others."""
+"""The configuration keys of a run's name, its model and adapters, its servers and its hardware. `schema.py` has the others."""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,12 @@ class WarmStartConfig:
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in proportion to their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher gives a wrong answer: a copy of the question", low=0, high=1)
+    tool_calls: str = key(
+        "hermes",
+        'how the model writes a call: `hermes`, `<tool_call>{"name": …, "arguments": …}</tool_call>`, or `pythonic`, `[name(x="…")]`, a '
+        "quarter as long (each character is a token)",
+        choices=("hermes", "pythonic"),
+    )
     seed: int = key(0, "seed of initial weights, order and teacher; separate from the run's seed, so that all runs start from one model")
     hidden_size: int = key(128, "model width", low=1)
     intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
@@ -35,7 +42,8 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start` or `gguf`, a label for the model that rlx makes")
+    gguf: str | None = key(None, "GGUF file with the weights; rlx keeps a plain model folder of it in its cache. null: they are in `name`")
     dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
     num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
@@ -88,6 +96,36 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
     warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the prepare role makes the initial model's folder."""
+        return self.warm_start is not None or self.gguf is not None
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained and published instead."""
+
+    rank: int | None = key(None, "rank r of the adapters; null or 0: train all parameters of the model", low=0, high=512)
+    alpha: float = key(32.0, "adapters are multiplied by alpha / rank", above=0)
+    dropout: float = key(0.0, "share of an adapter's inputs that are set to 0 in training; an engine has none", low=0, high=1)
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "which linear layers get adapters, by the last parts of their names (`q_proj`, `self_attn.q_proj`); `all-linear`: all but the head",
+    )
+    rslora: bool = key(False, "multiply by alpha / √rank instead (arXiv 2312.03732), for high ranks")
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return bool(self.rank)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' product."""
+        assert self.rank, "there are no adapters"
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
 
 @dataclass
 class InferenceConfig:
@@ -119,6 +157,12 @@ class InferenceConfig:
         "how often each server that the run started is started again if it dies after it has served, in one attempt; it serves again once "
         "it has the run's version. 0: its death ends the run",
         low=0,
+    )
+    hung_timeout: float = key(
+        60.0,
+        "seconds without a heartbeat after which a server that the run started and that has served is killed, and started again like one "
+        "that died (`max_restarts`)",
+        above=0,
     )
     request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
     vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")

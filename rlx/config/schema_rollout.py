@@ -133,6 +133,12 @@ class EvalConfig(EvalTerms):
         high=1,
     )
 
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether a policy version is evaluated: 0 with `eval_base`, multiples of `interval`, and the `last` version."""
+        if self.interval is None:
+            return False
+        return self.eval_base if version == 0 else version % self.interval == 0 or version == last
+
 
 @dataclass
 class RewardConfig:

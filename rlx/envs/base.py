@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from rlx.config.schema import EnvConfig, PlayRoot
-from rlx.policy.base import Policy
-from rlx.types import Rollout, Task
+from rlx.policy.base import Episode, Policy
+from rlx.types import Rollout, Status, Task
 
 
 class Environment(Protocol):
@@ -42,6 +42,24 @@ class Local(Environment, Protocol):
     """An environment of this process."""
 
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
+
+
+def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: Mapping[str, float]) -> Rollout:
+    """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
+    return Rollout(
+        task=task,
+        member=member,
+        turns=() if episode is None else episode.turns,
+        prompt=task.row.get("prompt"),
+        completion=[] if episode is None else list(episode.replies),
+        reward=0.0,
+        rewards={},
+        metrics={},
+        status=status,
+        stop=stop,
+        error=error,
+        timing=dict(timing),
+    )
 
 
 def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:

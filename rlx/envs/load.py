@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     """Load `config.id` in this process as the environment `name`. Call it on the main thread.
 
-    Raises ValueError or RuntimeError with a sentence for people, or what the environment's own `load_environment` raises.
+    Imports verifiers. Raises ValueError or RuntimeError with a sentence for people, or what the environment's own
+    `load_environment` raises.
     """
-    from rlx.envs.kinds import loader_of
+    from rlx.envs.kinds import kind_of
 
-    return loader_of(config.id)(name, config, settings.sampling, settings.timeout, settings.concurrency)
+    load: Callable[..., Local]
+    if kind_of(config.id) == "v1":
+        from rlx.envs.verifiers_v1 import load_environment as load
+    else:
+        from rlx.envs.verifiers_v0 import load_environment as load
+    return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
 
 
 def workers_of(config: PlayRoot, env: EnvConfig) -> int:

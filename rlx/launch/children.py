@@ -31,6 +31,7 @@ class Child:
     started: float = field(default_factory=time.monotonic)
     look: int = 0  # number of the look that first saw its exit; 0: still running
     starts: int = 0  # how often it was started again
+    killed: str = ""  # why the supervisor killed it
 
     @property
     def running(self) -> bool:
@@ -105,8 +106,10 @@ class Children:
         self._tell_reaper(f"+{process.pid}")
         return Child(spec, process, os.pidfd_open(process.pid), log)
 
-    def look(self, spare: Callable[[Child], int] = lambda child: 0) -> tuple[Process, ...]:
-        """The current state of all processes. `spare`: how often a process that has ended may be started again."""
+    def look(self, spare: Callable[[Child], int] = lambda child: 0, hung: str | None = None) -> tuple[Process, ...]:
+        """The current state of all processes. `spare`: how often a process that has ended, or that hangs, may be started again.
+
+        `hung`: the name of one that hangs."""
         self._looks += 1
         seen = []
         for child in self.all:
@@ -114,11 +117,18 @@ class Children:
             if not child.running:
                 child.look = child.look or self._looks
                 code = self.starter.returncode(child.process.returncode)
-            left = 0 if code is None else spare(child)
+            left = spare(child) if code is not None or child.spec.name == hung else 0
             seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look, spare=left))
         return tuple(seen)
 
     # -- stopping
+
+    def kill(self, name: str, reason: str) -> None:
+        """Kill a process with all that it started."""
+        child = next(child for child in self.all if child.spec.name == name)
+        child.killed = reason
+        self.starter.kill([name])
+        kill_all([child.process.pid], token=None)
 
     def forget(self, child: Child) -> None:
         """Stop tracking a finished child, because its pid may be reused. Kills any process that it left running."""

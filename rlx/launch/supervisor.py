@@ -3,7 +3,8 @@
 The supervisor owns every process of the run. It reads their `ProcessSpec`s from `plan.yaml`; the `Starter` decides on which host they
 run. This module observes and acts; `verdict.decide` decides what an observation means for the run. Exit codes arrive through pidfds,
 so the process that dies first is seen first and blamed. If the supervisor itself is killed, the reaper kills the remaining processes.
-A service (an inference server) that dies after it has served is started again in its place, up to `max_restarts` times.
+A service (an inference server) that dies after it has served is started again in its place, up to `max_restarts` times. One that hangs
+after it has served is killed first.
 
 SIGTERM and SIGINT end the run. SIGUSR2 announces that the machine will be taken away: the supervisor creates the file `preempt`, and
 the roles write a checkpoint and exit with `LEFT`. It stops them after `preempt_grace` seconds, or at once if no step has begun. The
@@ -51,12 +52,13 @@ class Limits:
     preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
     stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
     max_restarts: int = 0  # how often each service may be started again
+    hung_timeout: float | None = None  # seconds without a heartbeat after which a service that has served is killed and started again
 
     @classmethod
     def of(cls, cfg: CommandConfig) -> Limits:
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
-        return cls(max_steps=cfg.total_steps, counted=cfg.counted, max_restarts=cfg.max_restarts, **values)
+        return cls(max_steps=cfg.total_steps, counted=cfg.counted, max_restarts=cfg.max_restarts, hung_timeout=cfg.hung_timeout, **values)
 
 
 class Supervisor:
@@ -190,10 +192,10 @@ class Supervisor:
         return Verdict(state="failed", blamed=name, reason=full_disk(error, self.paths.root) or f"could not be started: {error}")
 
     def _start_again(self, name: str) -> Verdict | None:
-        """Start a service that has died in its place. Returns a verdict only if it cannot be started."""
+        """Start a service that has died or was killed in its place. Returns a verdict only if it cannot be started."""
         place, old = next((place, child) for place, child in enumerate(self.children.all) if child.spec.name == name)
         code = self.starter.returncode(old.process.returncode)
-        reason, number = describe_returncode(code, service=True), old.starts + 1
+        reason, number = old.killed or describe_returncode(code, service=True), old.starts + 1
         self._say(f"{name}: {reason}; it starts again ({number} of {self.limits.max_restarts} times)")
         log = self.paths.log(self.status.attempt, f"{name}.{number}")
         self.status.restarts.append(Restart(name=name, reason=reason, log=str(old.log.relative_to(self.paths.root)), time=time.time()))
@@ -209,7 +211,7 @@ class Supervisor:
         return None
 
     def _spare(self, child: Child) -> int:
-        """How often a process that has ended may be started again: never if it did not come to serve."""
+        """How often a process that has ended or hangs may be started again: never if it did not come to serve."""
         if not child.spec.service or child.starts >= self.limits.max_restarts:
             return 0
         has_served = read_heartbeats(self.paths).get(child.spec.name, {}).get("phase") == SERVING
@@ -234,6 +236,9 @@ class Supervisor:
                 self._forget_done(view)
             if verdict.state is not None:
                 return verdict
+            if verdict.kill is not None:
+                self._say(f"{verdict.kill}: {verdict.reason}; it is killed")
+                self.children.kill(verdict.kill, verdict.reason)
             for name in verdict.again:
                 if (refused := self._start_again(name)) is not None:
                     return refused
@@ -249,7 +254,7 @@ class Supervisor:
             self.looked = time.monotonic()
             hung = self._refresh()
         return View(
-            processes=self.children.look(self._spare),
+            processes=self.children.look(self._spare, None if hung is None else hung[0]),
             remote=self.starter.remote,
             begun=self.status.state != "starting",
             sigterm=self.meaning_of_sigterm() if self.interrupted else None,
@@ -304,7 +309,7 @@ class Supervisor:
         ages = self.ages.look(beats, now)
         silent = {child.spec.name: ages.get(child.spec.name, now - child.started) for child in self.children.all if child.running}
         self.stalls.look(beats, ages, self.metrics_offset, list(silent))
-        return find_hung(silent, beats, self.limits.heartbeat_timeout)
+        return find_hung(silent, beats, self.limits.heartbeat_timeout, self.limits.hung_timeout)
 
     def _read_step(self) -> None:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.heartbeat import SERVING
 from rlx.runs.status import describe_returncode
 from rlx.waiting import LEFT, UNFIT
 
@@ -28,7 +29,7 @@ class Process:
     service: bool  # it must serve until the run ends
     code: int | None = None  # return code, negative for the signal that killed it; None: it is running
     look: int = 0  # number of the look that first saw its exit; smaller means earlier
-    spare: int = 0  # how often it may be started again; 0 also if it has not served since its last start
+    spare: int = 0  # how often it may be started again; 0 also if it has not served since its last start, or runs and does not hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class Verdict:
     say: str = ""  # a line for the log
     settle: bool = False  # look again soon and decide then
     again: tuple[str, ...] = ()  # names of the services to start again
+    kill: str | None = None  # name of a service that hangs, for `reason`; once it is dead, it is started again
     give_way: bool = False  # tell the roles that they have `preempt_grace` seconds for a checkpoint
     comes_back: bool = False  # record that the job has been requeued
 
@@ -129,7 +131,10 @@ def decide(view: View) -> Verdict:
         # `srun` also returns 0 if the step's node has failed; SLURM then ends the job.
         return SETTLING if view.remote and view.waited < SIGTERM_SPREADS else Verdict(state="completed")
     if view.hung is not None:
-        return Verdict(state="failed", blamed=view.hung[0], reason=view.hung[1])
+        name, reason = view.hung
+        if any(process.name == name and process.spare > 0 for process in view.processes):
+            return Verdict(kill=name, reason=reason)
+        return Verdict(state="failed", blamed=name, reason=reason)
     return GO_ON
 
 
@@ -156,14 +161,20 @@ def _on_failure(failed: list[Process], view: View) -> Verdict:
     return Verdict(state="failed", blamed=first.name, returncode=code, reason=describe_returncode(code, first.service))
 
 
-def find_hung(silent: Mapping[str, float], beats: Mapping[str, Mapping[str, Any]], timeout: float) -> tuple[str, str] | None:
+def find_hung(
+    silent: Mapping[str, float], beats: Mapping[str, Mapping[str, Any]], timeout: float, serving: float | None = None
+) -> tuple[str, str] | None:
     """Name of the first process without a heartbeat for `timeout` seconds, and the reason as text; `None` if there is none.
 
     `silent`: name → seconds since its newest heartbeat, or since its start if it has sent none; of the running processes.
-    `beats`: name → heartbeat (`rlx.heartbeat`).
+    `beats`: name → heartbeat (`rlx.heartbeat`). `serving`: the seconds for a server that serves, if they are fewer.
     """
     for name, seconds in silent.items():
-        if seconds > timeout:
-            doing = f"; last reported phase: {beats[name]['phase']}" if name in beats else ""
-            return name, f"sent no heartbeat for {seconds:.0f} s (launcher.heartbeat_timeout={timeout:g}){doing}"
+        phase = beats[name]["phase"] if name in beats else None
+        limits = {"launcher.heartbeat_timeout": timeout}
+        if phase == SERVING and serving is not None:
+            limits["inference.hung_timeout"] = serving
+        limit, key = min((value, key) for key, value in limits.items())
+        if seconds > limit:
+            return name, f"sent no heartbeat for {seconds:.0f} s ({key}={limit:g})" + (f"; last reported phase: {phase}" if phase else "")
     return None

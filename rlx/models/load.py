@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlx.config.schema import LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
+from rlx.models.lora import add_adapters, digest
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations, compile_layers, shard
 from rlx.parallel.mesh import Mesh
@@ -40,12 +42,15 @@ def load_policy(
     cpu_offload: bool = False,
     compile: bool = False,
     trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
+    With `lora`, only adapters are trained, drawn from `seed`; they have the dtype `optimization_dtype`, the frozen parameters `dtype`.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
-    Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, or for a model whose packed forward
-    differs from its own.
+    Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model
+    does not have, or for a model whose packed forward differs from its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -67,18 +72,27 @@ def load_policy(
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(model.hf, liger, device)  # after the first check, which runs on the CPU
-        checkpoint_activations(model, ac_freq)
+        checkpoint_activations(model, ac_freq, random=lora is not None and lora.dropout > 0)
         if compile:
             compile_layers(model)
         return model
 
+    frozen = master if lora is None else compute  # the dtype of what is read; frozen parameters never collect small changes
+
+    def with_adapters(hf: Any) -> Any:
+        if lora is not None:
+            add_adapters(hf, lora, seed, master)
+        return hf
+
     full = None
     untied = False
     if mesh.first:
-        hf = AutoModelForCausalLM.from_pretrained(source, dtype=master, trust_remote_code=trust_remote_code)
+        hf = AutoModelForCausalLM.from_pretrained(source, dtype=frozen, trust_remote_code=trust_remote_code)
         untied = _untied_by_checkpoint(hf)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
+        full.base = {"name": source, "digest": digest(hf)} if lora is not None else {}
+        with_adapters(hf)  # after the check: unsharded, they may have another dtype than the rest
         if not sharded:
             model = finished(full).to(device)
             if device.type != "cpu":
@@ -89,8 +103,10 @@ def load_policy(
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if untied:
             _say_untied(config)
-        empty = AutoModelForCausalLM.from_config(config, dtype=master, trust_remote_code=trust_remote_code)
+        empty = with_adapters(AutoModelForCausalLM.from_config(config, dtype=frozen, trust_remote_code=trust_remote_code))
     model = finished(PolicyModel(empty, attention=attention))
+    if lora is not None:
+        model.base = {"name": source, "digest": mesh.read(lambda: full.base["digest"].encode() if full else b"").decode()}
     shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"

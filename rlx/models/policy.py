@@ -16,6 +16,7 @@ from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
 from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.layout import Kind, Layout
+from rlx.models.lora import adapted
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
@@ -39,6 +40,7 @@ class PolicyModel(nn.Module):
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
+        self.base: dict[str, str] = {}  # of a model with adapters: `name` and `digest` of the frozen model
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
@@ -86,10 +88,19 @@ class PolicyModel(nn.Module):
         lists = [module for module in self.hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
         return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return any(True for _ in adapted(self.hf))
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by their Hugging Face names, tied ones once, sharded ones as DTensors."""
+        """What training changes, by its names in `hf`: the adapters if there are any, otherwise parameters and persistent buffers.
+
+        Tied ones come once, sharded ones as DTensors.
+        """
         seen: set[int] = set()
+        adapts = self.adapts
         for name, tensor in self.hf.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
+            if id(tensor) not in seen and (tensor.requires_grad or not adapts):
                 seen.add(id(tensor))
                 yield name, tensor.detach()

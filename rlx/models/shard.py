@@ -16,20 +16,23 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
 
-def checkpoint_activations(model: PolicyModel, freq: int) -> None:
-    """Recompute every `freq`-th decoder layer in backward instead of storing its activations; 0 is off."""
+def checkpoint_activations(model: PolicyModel, freq: int, *, random: bool = False) -> None:
+    """Recompute every `freq`-th decoder layer in backward instead of storing its activations; 0 is off.
+
+    `random`: the layers draw numbers (dropout), which must be the same when they are recomputed.
+    """
     if freq < 1:
         return
     for i, layer in enumerate(model.layers):
         if i % freq == 0:
-            layer.forward = _recomputed(layer.forward)
+            layer.forward = _recomputed(layer.forward, random)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], random: bool) -> Callable[..., Any]:
     """A plain function around `checkpoint`: torch.compile does not look into a functools.partial, so it would compile nothing."""
 
     def forward_again(*args: Any, **keys: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keys)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **keys)
 
     return forward_again
 

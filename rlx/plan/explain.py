@@ -11,12 +11,16 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.rows import why
-from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
+from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.memory import TrainerMemory, engine_memory, trainer_memory
+from rlx.plan.memory import TrainerMemory, engine_memory, trained_parameters, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
+
+TRAINING, SAMPLING = 100e9, 25e9
+"""Floating-point operations per second of one CPU thread in float32, measured with SmolLM2-135M on a server's cores. Others differ by a
+factor of 3."""
 
 
 def explain(
@@ -68,8 +72,10 @@ def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
 
 
 def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
+    if spec.role == "prepare" and cfg.model.gguf is not None:
+        return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
-        return f"{'supervised warm start of' if isinstance(cfg, PlayRoot) else 'makes'} the model, unless it is in the cache"
+        return f"{'makes' if isinstance(cfg, SftRoot) else 'supervised warm start of'} the model, unless it is in the cache"
     if spec.role == "trainer":
         return f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
@@ -77,7 +83,7 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
     if spec.role == "inference":
         tensor_parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
         return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{tensor_parallel}"
-    return f"environments {', '.join(cfg.envs)}; {_in_flight(cfg)}"
+    return f"environments {', '.join(evaluated(cfg) if isinstance(cfg, SftRoot) else cfg.envs)}; {_in_flight(cfg)}"
 
 
 def _in_flight(cfg: PlayRoot) -> str:
@@ -121,6 +127,7 @@ def _batch(cfg: Config) -> list[str]:
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
+            *([["time on CPU", _time_on_cpu(cfg, trained)]] if cfg.hardware.device == "cpu" else []),
             ["staleness", stale],
             *([["evaluations", _evaluations(cfg)]] if cfg.eval.interval is not None else []),
             *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
@@ -147,11 +154,29 @@ def _batch_of_rows(cfg: SftRoot) -> list[str]:
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"],
             ["validation", val],
+            *([["evaluations", _evaluations(cfg)]] if cfg.plays else []),
         ],
     )[1:]
 
 
-def _evaluations(cfg: Config) -> str:
+def _time_on_cpu(cfg: Config, trained: int) -> str:
+    """What a step of full length costs, from the operations of the matrix products."""
+    model, threads = cfg.model, cfg.hardware.cpu_threads
+    shared = cfg.trainer_ranks * threads
+    train = 6 * model.num_parameters * trained * cfg.trainer.num_iterations / (TRAINING * shared)
+    sampled = cfg.orchestrator.batch_size * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
+    sample = 2 * model.num_parameters * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas)
+    return (
+        f"at most about {_duration(train)} to train and {_duration(sample)} to sample, with {threads} thread{'s' * (threads > 1)} a role "
+        "and every sequence at full length"
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:,.0f} s" if seconds >= 1 else "1 s"
+
+
+def _evaluations(cfg: EvaluatedRun) -> str:
     """How often, and how many rollouts each."""
     envs = evaluated(cfg).items()
     sizes = ", ".join(f"{name} {env.num_examples or 'all'} × {env.rollouts_per_example}" for name, env in envs)
@@ -195,6 +220,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
+    if cfg.lora.on:
+        numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}"
     where = "in host memory, " if memory.on_host else ""
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
     peak = max(memory.moments, key=lambda name: memory.moments[name])
@@ -259,13 +286,10 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
 Sections = list[tuple[str, list[str]]]
 
 
-def _of_training(cfg: Config, plan: Sequence[ProcessSpec]) -> Sections:
-    memory = [*_memory(cfg), *of_servers(cfg, plan, trainer_memory(cfg).device)]
-    return [("one step", _batch(cfg)), ("memory (estimates)", memory)]
-
-
-def _of_sft(cfg: SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
-    return [("one step", _batch_of_rows(cfg)), ("memory (estimates)", _memory(cfg))]
+def _of_training(cfg: Config | SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
+    servers = of_servers(cfg, plan, trainer_memory(cfg).device) if cfg.plays else []
+    batch = _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
+    return [("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
 
 
 def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
@@ -300,7 +324,7 @@ def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
 
 SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here
     Config: _of_training,
-    SftRoot: _of_sft,
+    SftRoot: _of_training,
     EvalRoot: _of_eval,
     SynthesizeRoot: _of_synthesis,
 }

@@ -75,34 +75,51 @@ class EngineMemory:
     kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
 
 
+def trained_parameters(cfg: TrainingRoot) -> float:
+    """Parameters that are trained: the model's, or those of adapters beside all linear layers of a dense model (a sum's upper bound)."""
+    model = cfg.model
+    if not cfg.lora.rank:
+        return model.num_parameters
+    width, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
+    queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+    layer = (model.num_parameters - model.vocab_size * width) / model.num_layers
+    inner = max(0.0, layer - 2 * width * (queries + keys)) / (3 * width)  # of a gated feed-forward layer
+    sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + inner)
+    return cfg.lora.rank * sides * model.num_layers
+
+
 def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     model, ranks, cuda = cfg.model, cfg.trainer_ranks, cfg.hardware.device == "cuda"
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
-    shard = model.num_parameters / ranks
+    trained = trained_parameters(cfg)
+    frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
+    shard = trained / ranks
+    share = trained / model.num_parameters  # of a layer that gets gradients
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
     tables = 2 * table  # the configuration does not say whether the head is tied: assume the larger
     layer = max(0.0, model.num_parameters - table) / model.num_layers
     # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
     sharded = ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
+    copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
     return TrainerMemory(
-        parameters=shard * master,
+        parameters=shard * master + frozen * compute,
         gradients=shard * master,
         optimizer=shard * master * states,
-        reference=shard * (compute if cfg.ref.sync_interval is None else master) if cfg.uses_reference else 0.0,
+        reference=model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master) if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
         layers=2 * layer * compute if sharded else 0.0,
         root=tables * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
         head=4.0 * (TILES * tile_rows * tile_columns + row * model.hidden_size + tile_columns * model.hidden_size),
-        head_gradient=table * compute if sharded else 0.0,
-        layer_gradients=layer * (compute + reduced) if sharded else 0.0,
-        root_gradients=tables * (compute + reduced) if sharded else 0.0,
+        head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
+        layer_gradients=layer * share * (compute + reduced) if sharded else 0.0,
+        root_gradients=tables * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
-        published=model.num_parameters * compute,
+        published=trained * compute,
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from rlx.config.sampling import biases
 from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text
-from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
 from rlx.policy.demonstrated import Demonstrated
 from rlx.types import Int, Task, Turn
@@ -50,27 +50,18 @@ class TokenPolicy:
         return TokenEpisode(self, task, member, attempt)
 
 
-class TokenEpisode:
+class TokenEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_call_ids", "_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
+        super().__init__()
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
-        self.replies: list[Message] = []
         self._num_requests = 0
         self._call_ids: set[str] = set()
-        self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn, list[dict] | None]] = []  # prompt and answer as messages, their tokens, the tools
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number][1] for number in sorted(self._turns))
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        wanted = set(request_ids)
-        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,

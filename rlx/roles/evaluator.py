@@ -1,5 +1,7 @@
 """The evaluator role: plays environments with one model, or with several versions of it, and scores them (`rlx eval`).
 
+Beside supervised training it evaluates the versions that are due, as they appear (`rlx.rollout.beside`). The main loop of `rlx eval`:
+
     for version in versions:                 0 is the initial model; an endpoint has one version
         bring the version to the servers, which compare its checksums
         play every rollout that has no record yet, and append its record
@@ -12,38 +14,31 @@ evaluations beside training.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from pathlib import Path
-
-import uvloop
 
 from rlx.config.evaluated import PREFIX
-from rlx.config.load import load_run
-from rlx.config.roots import EVAL
+from rlx.config.load import load_play
+from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Local
-from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_loaded
 from rlx.heartbeat import EVALUATING, INTERVAL, Heartbeat
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
-from rlx.rollout.models import Model, Served, connect_endpoint, connect_servers
+from rlx.rollout.beside import evaluate_beside
+from rlx.rollout.models import Model, connected
+from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import keep_digests
-from rlx.stacks import answer, explain_with
-from rlx.waiting import LEFT, Preempted, first_failure
+from rlx.rollout.tasks import keep_digests
+from rlx.stacks import explain_with
+from rlx.waiting import Preempted, first_failure
 
 log = logging.getLogger("rlx.evaluator")
 
@@ -73,17 +68,17 @@ class Evaluator:
         for version in await self.model.versions(self.config.versions):
             if version not in done:
                 self.phase = f"loading version {version} into the servers"
-                attested = await self.model.reach(version)
-                await self._evaluate(version, attested)
+                await self.model.reach(version)
+                await self._evaluate(version)
             await asyncio.to_thread(self._summarize)
 
-    async def _evaluate(self, version: int, attested: float | None) -> None:
+    async def _evaluate(self, version: int) -> None:
         """Evaluate the version that the model has now, and write its record."""
         self.now = now = Scored(self.config, self.paths, self.envs, version, self.model)
         if now.player.finished:
             log.info("version %d: %d rollouts are done already", version, now.player.finished)
         await now.play()
-        values = await asyncio.to_thread(now.write, attested)
+        values = await asyncio.to_thread(now.write, await self.model.origin())
         self.metrics.write(version, values)
         now.forget()
 
@@ -113,14 +108,13 @@ class Evaluator:
             await asyncio.sleep(INTERVAL)
 
 
-async def evaluate(config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
+async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
     """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
-    async with AsyncExitStack() as stack:
-        model: Served | Model
-        if chat is None:
-            model = await connect_endpoint(stack, config, envs, heartbeat.beat)
-        else:
-            model = await connect_servers(stack, config, paths, envs, chat, heartbeat.beat)
+    if isinstance(config, SftRoot):
+        assert chat is not None
+        await evaluate_beside(config, paths, envs, chat, heartbeat)
+        return
+    async with connected(config, paths, envs, chat, heartbeat.beat) as model:
         await Evaluator(config, paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, model, heartbeat).run()
 
 
@@ -133,68 +127,20 @@ def has_finished(paths: RunPaths) -> bool:
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for name in ("httpx", "httpx2"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line for every request
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run_dir = parser.parse_args().run_dir
-    config, paths = load_run(run_dir, EVAL), RunPaths(run_dir)
-    set_cpu_threads(config.hardware.cpu_threads)
-    heartbeat = Heartbeat(paths, "evaluator")
-    answer(paths, "evaluator")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
-    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
-    chat = None if config.client.base_url else load_tokenizer(config, paths, heartbeat.beat)
-    wait_loaded(envs, heartbeat.beat)
-    if chat is not None:
-        check_chat(envs, config, chat)
+    config, paths, heartbeat = begin("evaluator", __doc__, load_play)
+    assert isinstance(config, EvalRoot | SftRoot), f"{paths.root} evaluates nothing in this role"
+    envs, chat = load(config, paths, heartbeat, endpoint=isinstance(config, EvalRoot) and bool(config.client.base_url))
     if empty := [name.removeprefix(PREFIX) for name, env in envs.items() if not len(env.rows)]:
         print(f"there is nothing to evaluate: no examples in {', '.join(empty)}", file=sys.stderr)
         return 1
     try:
-        keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
+        if isinstance(config, EvalRoot):  # the digests of a run of `rlx sft` are those of what it trains on
+            keep_digests(paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, kept=has_finished(paths))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    keep_event_loop_free()
-    stopped: list[int] = []
-
-    async def stoppable() -> None:
-        running = asyncio.ensure_future(evaluate(config, paths, envs, chat, heartbeat))
-
-        def stop(number: int) -> None:
-            if number == signal.SIGTERM and sigterm_is_a_notice():
-                paths.ask_to_give_way()
-            else:
-                stopped.append(number)
-                running.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await running
-
-    try:
-        uvloop.run(stoppable())
-    except asyncio.CancelledError:
-        return 128 + stopped[0] if stopped else 1
-    except Preempted:
-        return LEFT
-    except Exception as error:
-        if full_disk(error, paths.root):
-            raise
-        if not isinstance(error, PolicyError):  # an endpoint's own sentence says it all
-            log.exception("the evaluator failed")
-        print(f"{type(error).__name__}: {error}" if not isinstance(error, PolicyError) else error, file=sys.stderr)
-        return 1
-    return 0
+    return run_until_stopped(evaluate(config, paths, envs, chat, heartbeat), paths)
 
 
 if __name__ == "__main__":
-    code = say_full_disk(main)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a reward function that hangs in a thread must not keep the process alive
+    end(main, "evaluator", plain=(PolicyError,))  # an endpoint's own sentence says it all

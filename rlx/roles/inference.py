@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
@@ -25,7 +25,7 @@ from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths
-from rlx.process import die_with_parent, say_full_disk
+from rlx.process import die_with_parent, end_at_once
 from rlx.stacks import answer
 from rlx.waiting import UNFIT, wait_for
 from rlx.weights.hub import fetch
@@ -137,17 +137,8 @@ async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asy
             return 1
 
 
-def run() -> NoReturn:
-    """Run `main`, then end the process at once: vLLM's threads do not end by themselves, and its clean-up takes seconds."""
-    code = say_full_disk(main)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    run()
+    end_at_once(main)
 elif __name__ == "__mp_main__":  # an engine process that vLLM spawned because it could not fork
     from rlx.inference.server.rendezvous import leave_no_files
 

@@ -11,17 +11,9 @@ It is one asyncio loop. Longer computations (encoding, compressing) run in a thr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
-import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-import uvloop
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
@@ -31,34 +23,33 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.load import check_chat, give_policy, load_environments, load_tokenizer, wait_loaded
 from rlx.envs.pool import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
-from rlx.process import die_with_parent, full_disk, keep_event_loop_free, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop, rules_of
 from rlx.rollout.groups import compared
+from rlx.rollout.models import connect_servers
 from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.tasks import check_rows, keep_digests
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
-from rlx.stacks import answer, explain_with
+from rlx.stacks import explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import LEFT, Preempted, at_most, first_failure
+from rlx.waiting import at_most, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -96,7 +87,9 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, lambda: self.collector.in_flight, lambda: sampler.away)
+        oldest = self.first_step - config.max_async_level - 1  # the trainer may have been so far ahead of an evaluation
+        at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -167,7 +160,7 @@ class Orchestrator:
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
             batch, taught = await self.teaching.score(batch, rollouts)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values = step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
@@ -224,76 +217,25 @@ class Orchestrator:
 
 async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
     """Connect to the run's servers and run to the end."""
-    tick = lambda: heartbeat.beat("waiting for inference servers")  # noqa: E731
-    endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
-    tracker = await asyncio.to_thread(open_tracker, config, paths)
-    patience, drain = config.inference.startup_timeout, config.weight_broadcast.drain_tokens
-    fleet = Fleet(endpoints, patience, drain, find=lambda: present_servers(config, paths))
-    async with fleet, Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler:
-        fleet.on_change = sampler.use
-        give_policy(envs, config, chat, sampler)
-        await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
-        async with Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching:
-            await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
+    drain = config.weight_broadcast.drain_tokens
+    async with (
+        connect_servers(config, paths, envs, chat, heartbeat.beat, drain_tokens=drain) as (fleet, sampler),
+        Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
+    ):
+        tracker = await asyncio.to_thread(open_tracker, config, paths)
+        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
 
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
-    die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    run_dir = parser.parse_args().run_dir
-    config, paths = load_run(run_dir), RunPaths(run_dir)
-    set_cpu_threads(config.hardware.cpu_threads)
-    heartbeat = Heartbeat(paths, "orchestrator")
-    answer(paths, "orchestrator")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))  # before the loop runs there is nothing to clean up
-    envs = load_environments(config, heartbeat.beat, paths.latest_logs)
-    chat = load_tokenizer(config, paths, heartbeat.beat)
-    wait_loaded(envs, heartbeat.beat)
-    check_chat(envs, config, chat)
-    heartbeat.beat("reading the data sets")
+    config, paths, heartbeat = begin("orchestrator", __doc__, load_run)
+    envs, chat = load(config, paths, heartbeat)
+    assert chat is not None
     for name in config.envs:
         check_rows(name, envs[name].rows)
-    write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
-    keep_event_loop_free()
-
-    stopped: list[int] = []
-
-    async def stoppable() -> None:
-        running = asyncio.ensure_future(orchestrate(config, paths, envs, chat, heartbeat))
-
-        def stop(number: int) -> None:
-            if number == signal.SIGTERM and sigterm_is_a_notice():
-                paths.ask_to_give_way()
-            else:
-                stopped.append(number)
-                running.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await running
-
-    try:
-        uvloop.run(stoppable())
-    except asyncio.CancelledError:
-        return 128 + stopped[0] if stopped else 1
-    except Preempted:
-        return LEFT
-    except Exception as error:
-        if full_disk(error, paths.root):
-            raise
-        log.exception("the orchestrator failed")
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # last, so that the log ends with the error in one line
-        return 1
-    return 0
+    keep_digests(paths, envs)
+    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat), paths)
 
 
 if __name__ == "__main__":
-    code = say_full_disk(main)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a reward function that hangs in a thread must not keep the process alive
+    end(main, "orchestrator")

@@ -20,11 +20,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from rlx.checkpoints.best import not_evaluated
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_training
-from rlx.config.schema import Config, TrainingRoot
+from rlx.config.schema import EvaluatedRun, TrainingRoot
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
@@ -49,12 +51,13 @@ class Trainer:
         from rlx.parallel.mesh import build_mesh
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
+        from rlx.train.flops import Meter
         from rlx.train.scores import ScoreKeeper
         from rlx.train.validation import Validation
         from rlx.weights.publish import Publisher
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
-        if isinstance(cfg, Config):
+        if isinstance(cfg, EvaluatedRun):
             wait_for_servers(cfg, paths, watch)
         self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         name = self.initial_model()
@@ -64,7 +67,7 @@ class Trainer:
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
         if self.mesh.first:
             write_text(paths.kernels, json.dumps(self.summary) + "\n")
-        self.source = source_of(cfg, paths, self.mesh, name)
+        self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
         self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
@@ -74,10 +77,11 @@ class Trainer:
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
             chat_template=cfg.model.chat_template,
+            lora=cfg.lora if cfg.lora.on else None,
         )
         watch.checks.append(self.publisher.check)
         self.checkpoints = Checkpoints(
-            *(paths, cfg.ckpt, self.step_trainer),
+            *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, self.step_trainer),
             last=cfg.max_steps,
             facts={"ranks": self.mesh.world_size, "model": cfg.model.name},
             with_orchestrator=cfg.has_orchestrator,
@@ -86,6 +90,7 @@ class Trainer:
         )
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
+        self.meter = Meter(self.model, self.mesh)
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
@@ -172,11 +177,7 @@ class Trainer:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
             write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
-        seconds = values["time/forward_backward"] + values["time/optimizer"]
-        return values | {
-            "perf/tokens_per_second": iterations * batch.num_tokens / seconds,
-            "perf/peak_memory_gb": self.mesh.peak_memory(),
-        }
+        return values | self.meter.measure(step_batch, values["time/forward_backward"] + values["time/optimizer"], iterations)
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then announce the version and delete old ones.
@@ -197,7 +198,8 @@ class Trainer:
         times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
         self.metrics.write(step, values | times | {"perf/compute_frac": share})
         if wanted:
-            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
+            protect = {*self.checkpoints.protected(), *not_evaluated(self.cfg, self.paths, version)}
+            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=protect)
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
 
     def validate(self, version: int) -> None:
@@ -243,10 +245,10 @@ class Trainer:
             self.watch.give_up_with(self.mesh)
 
 
-def wait_for_servers(cfg: Config, paths: RunPaths, watch: Watch) -> None:
+def wait_for_servers(cfg: EvaluatedRun, paths: RunPaths, watch: Watch) -> None:
     """Wait until every server on our GPU has published its endpoint. While an engine starts, it measures the GPU's free memory, so the
     trainer must not take any. Raises WaitTimeout after `inference.startup_timeout`."""
-    if cfg.hardware.device != "cuda" or not cfg.hardware.shared or cfg.replay is not None or not cfg.num_servers:
+    if cfg.hardware.device != "cuda" or not cfg.hardware.shared or not cfg.plays or not cfg.num_servers:
         return
     from rlx.inference.endpoints import read_endpoints
 

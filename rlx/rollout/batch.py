@@ -77,7 +77,7 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     return StepBatch(step=step, mini_batches=tuple(mini_batches))
 
 
-def describe(
+def step_metrics(
     groups: Sequence[Group],
     batch: StepBatch,
     tally: Tally,

@@ -1,7 +1,6 @@
-"""The model that a command plays with and does not train: rlx's servers, with any version of the weights, or an endpoint of others.
+"""The model that a command plays with: rlx's servers (`connect_servers`), or also an endpoint of others (`connected`).
 
-connect_servers(…) → Served        a fleet; `reach(version)` loads weights and says how much of them was attested
-connect_endpoint(…) → Endpoint     one version; refuses at once what the endpoint refuses
+A command that does not train sees a `Model`: `Served` has any version of the weights, `ApiModel` has one version.
 """
 
 from __future__ import annotations
@@ -9,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from rlx.config.evaluated import played
+from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy
@@ -27,13 +28,23 @@ from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.endpoint import UNKNOWN_VERSION, check
-from rlx.policy.openai import OpenAIPolicy
-from rlx.types import Rollout, WeightVersion
+from rlx.policy.endpoint import check
+from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
+from rlx.types import Rollout
+from rlx.weights.files import version_at
 
 log = logging.getLogger(__name__)
 
 NO_KEY = "none"  # sent to endpoints that ask for no key
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What answered, in its own words."""
+
+    model: str | None = None  # the servers' model (a folder, several joined with commas), or the endpoint's name for what it served
+    weights: str | None = None  # the folder of the served version; None: an endpoint
+    attested: float | None = None  # share of the weights that the servers compared with the trainer's; None: version 0, or an endpoint
 
 
 class Model(Protocol):
@@ -43,8 +54,12 @@ class Model(Protocol):
         """The versions to play, of those wanted. A model that cannot be changed has one version, whatever was wanted."""
         ...
 
-    async def reach(self, version: int) -> float | None:
-        """Play this version from now on. Returns the share of its weights that the servers compared; None if that is not known."""
+    async def reach(self, version: int) -> None:
+        """Play this version from now on."""
+        ...
+
+    async def origin(self) -> Origin:
+        """What has played this version. Ask when the version has been played: an endpoint says it with its answers."""
         ...
 
     def away(self) -> float:
@@ -68,19 +83,22 @@ class Served:
             return wanted
         return [self.fleet.version]  # of servers that somebody else updates
 
-    async def reach(self, version: int) -> float | None:
-        attested = None
+    async def reach(self, version: int) -> None:
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
-            where = str(Path(self.config.weights_dir) / f"step_{version}")
-            await self.fleet.update(WeightVersion(version=version, kind="files", where=where), self.config.weight_broadcast.timeout)
-            states = await self.fleet.states()
-            attested = min(state.attested for state in states)
-            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * attested, where)
-            if any(state.version != version for state in states):
-                raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {version}")
+            where = Path(self.config.weights_dir) / f"step_{version}"
+            await self.fleet.update(version_at(where, version), self.config.weight_broadcast.timeout)
+            origin = await self.origin()
+            assert origin.attested is not None
+            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, where)
         self.version = self.sampler.version = version
-        return attested
+
+    async def origin(self) -> Origin:
+        states = await self.fleet.states()
+        if any(state.version != self.fleet.version for state in states):
+            raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {self.fleet.version}")
+        model, weights = (", ".join(sorted({getattr(state, name) for state in states})) for name in ("model", "weights"))
+        return Origin(model, weights, min(state.attested for state in states) if self.fleet.version else None)
 
     def away(self) -> float:
         return self.sampler.away
@@ -98,8 +116,11 @@ class ApiModel:
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
         return [0]
 
-    async def reach(self, version: int) -> float | None:
-        return None
+    async def reach(self, version: int) -> None:
+        pass
+
+    async def origin(self) -> Origin:
+        return Origin(", ".join(sorted(self.policies[0].standing.models)) or None)
 
     def away(self) -> float:
         return 0.0
@@ -110,25 +131,48 @@ class ApiModel:
                 raise PolicyError(policy.refused)
 
 
+@asynccontextmanager
+async def connected(
+    config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, beat: Callable[[str], None]
+) -> AsyncIterator[Model]:
+    """The model of a command, with which the environments play. `chat`: None for an endpoint, which has its own."""
+    if chat is None:
+        async with AsyncExitStack() as stack:
+            yield await connect_endpoint(stack, config, envs, beat)
+        return
+    others = bool(config.inference.base_url) and config.weights_dir is None
+    async with connect_servers(config, paths, envs, chat, beat, adopt=others) as (fleet, sampler):
+        if config.inference.base_url:
+            check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
+        yield Served(config, fleet, sampler)
+
+
+@asynccontextmanager
 async def connect_servers(
-    stack: AsyncExitStack, config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, beat: Callable[[str], None]
-) -> Served:
-    """Wait for the servers and let the environments play on them. `stack` closes the connections."""
+    config: PlayRoot,
+    paths: RunPaths,
+    envs: Mapping[str, Local],
+    chat: Chat,
+    beat: Callable[[str], None],
+    drain_tokens: int = 0,
+    adopt: bool = False,
+) -> AsyncIterator[tuple[Fleet, Sampler]]:
+    """Wait for the servers and let the environments play on them. `drain_tokens`: see `Fleet`; `adopt`: see `Fleet.wait_ready`."""
 
     def tick() -> None:
         beat("waiting for inference servers")
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     patience = config.inference.startup_timeout
-    fleet = await stack.enter_async_context(Fleet(endpoints, patience, find=lambda: present_servers(config, paths)))
-    sampler = await stack.enter_async_context(Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore))
-    fleet.on_change = sampler.use
-    give_policy(envs, config, chat, sampler)
-    others = bool(config.inference.base_url) and config.weights_dir is None
-    await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=others)
-    if config.inference.base_url:
-        check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
-    return Served(config, fleet, sampler)
+    run = "" if adopt else str(paths.root)
+    async with (
+        Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths), run=run) as fleet,
+        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler,
+    ):
+        fleet.on_change = sampler.use
+        give_policy(envs, config, chat, sampler)
+        await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
+        yield fleet, sampler
 
 
 async def connect_endpoint(

@@ -120,7 +120,7 @@ def _metrics(a: Run, b: Run) -> Section:
     return Section("metrics", lines)
 
 
-SOURCES = ("orchestrator", "trainer", "inference", "eval")
+SOURCES = ("orchestrator", "trainer", "inference", "eval", "val")
 
 
 def _records(run: Run) -> list[dict[str, Any]]:

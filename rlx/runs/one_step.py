@@ -180,12 +180,12 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     gone = initial is None or (Path(initial).is_absolute() and not Path(initial).is_dir())
     if gone and any(each.uses_reference and each.ref.name is None for each in (cfg, other)):
         raise ConfigError(f"the reference is the initial model, and that is gone: {initial}.\n  fix: name a copy of it with ref.name=")
-    if not follows and step in here:
+    if not follows and step in here and not cfg.lora.on:  # the version holds adapters alone
         return Policy(model=str(paths.weights_of(step).absolute()), step=step, checkpoint=None, initial=initial)
     if gone and initial is not None and (step == 0 or not here):
         raise ConfigError(f"the initial model {initial} is gone.\n  fix: name a step whose weights are there: {_listed(here)}")
     # A checkpoint is loaded over a model of the same shape: the initial one, or any version.
-    shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here else None
+    shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here and not cfg.lora.on else None
     for at in sorted([each for each in folders.steps(paths) if each <= step], reverse=True):
         if shape is not None and set(range(at, step)) <= set(recorded):
             return Policy(model=shape, step=at, checkpoint=(paths.checkpoint_of(at) / folders.TRAINER).absolute(), initial=initial)

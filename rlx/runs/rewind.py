@@ -17,7 +17,7 @@ from rlx.checkpoints.folders import NoCheckpoint, Start
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
-from rlx.config.schema import Config
+from rlx.config.schema import CommandConfig, EvaluatedRun
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.weights.files import WeightsError, verify, versions
@@ -122,10 +122,11 @@ def check_room(start: Start | None, max_steps: int | None) -> None:
         )
 
 
-def lacks_last_evaluation(paths: RunPaths, cfg: Config) -> bool:
+def lacks_last_evaluation(paths: RunPaths, cfg: CommandConfig) -> bool:
     """Whether the last version is to be evaluated and has no record: the run was killed then, so something is left to do."""
-    done = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
-    return is_due(cfg, cfg.max_steps) and cfg.max_steps not in done
+    if not isinstance(cfg, EvaluatedRun) or not is_due(cfg, cfg.max_steps):
+        return False
+    return cfg.max_steps not in (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
 
 
 def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +13,7 @@ from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import COMPLETE, RunPaths
+from rlx.weights.files import ADAPTER_CONFIG
 
 P = TypeVar("P", bound=PlayWithModel)
 
@@ -36,7 +39,8 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
     cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
     if not cfg.versions:
         raise ConfigError(f"{folder} has no complete step_N, and eval_base=false.\n  fix: name another weights_dir, or eval_base=true")
-    if 0 in cfg.versions and run is not None and not _is_there(RunPaths(run).initial_model):
+    _check_kind(cfg, folder, cfg.versions)
+    if 0 in cfg.versions and run is not None and not cfg.lora.on and not _is_there(RunPaths(run).initial_model):
         raise ConfigError(
             f"the initial model of {run} is gone, so version 0 cannot be evaluated.\n  fix: eval_base=false evaluates the steps without it"
         )
@@ -64,7 +68,23 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
         )
     if cfg.step == 0 and (run is None or not _is_there(RunPaths(run).initial_model)):
         raise ConfigError(f"the initial model of {run or folder} is gone, so step=0 cannot be played.\n  fix: name a step of its weights")
-    return replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
+    cfg = replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
+    _check_kind(cfg, folder, [cfg.step] if cfg.step else [])
+    return cfg
+
+
+def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:
+    """Raise ConfigError unless the steps hold what `lora` says: adapters for the initial model, or whole models."""
+    for step in filter(None, steps):
+        file = folder / f"step_{step}" / ADAPTER_CONFIG
+        if file.is_file() and not cfg.lora.on:
+            rank = json.loads(file.read_text()).get("r")
+            raise ConfigError(f"{file.parent} holds adapters, but lora.rank is not set.\n  fix: lora.rank={rank}, with their model")
+        if not file.is_file() and cfg.lora.on:
+            raise ConfigError(f"{file.parent} holds a whole model, but lora.rank={cfg.lora.rank} expects adapters.\n  fix: lora.rank=null")
+    run = find_weights(str(folder))[1]
+    if cfg.lora.on and run is not None and not _is_there(RunPaths(run).initial_model):
+        raise ConfigError(f"the initial model of {run} is gone, and its weights are adapters for it.\n  fix: restore that model's folder")
 
 
 def complete(folder: Path) -> list[int]:

@@ -35,11 +35,15 @@ def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], A
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
+    lora = cfg.lora if cfg.lora.on else None
     with working("loading the model"):
-        model = load_policy(source, mesh, optimization_dtype=cfg.trainer.optimization_dtype, ac_freq=cfg.trainer.ac.freq, **loading)
+        master = cfg.trainer.optimization_dtype
+        model = load_policy(source, mesh, optimization_dtype=master, ac_freq=cfg.trainer.ac.freq, lora=lora, seed=cfg.seed, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
-    if cfg.uses_reference:
+    if cfg.uses_reference and lora is not None and cfg.ref.name is None:
+        reference = Reference(model, adapters=False)
+    elif cfg.uses_reference:
         # A frozen reference needs only its compute dtype. One that follows the policy would lose small changes in that dtype.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
         with working("loading the reference model"):

@@ -1,7 +1,8 @@
 """The trainer's state on disk: weights, optimizer state, progress and random states, by torch.distributed.checkpoint (DCP).
 
 Every rank writes its shards; any number of ranks can read them. Weights and optimizer state keep their own precision, so a resumed run
-computes the same bits. Learning rates are not stored: they follow from the configuration and the number of updates.
+computes the same bits. If adapters are trained, the weights are these alone, with name and digest of their model.
+Learning rates are not stored: they follow from the configuration and the number of updates.
 This module handles tensors in one folder. `rlx.checkpoints` coordinates the roles.
 """
 
@@ -159,12 +160,18 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
             dcp.load(state, storage_reader=reader, no_dist=not mesh.grouped)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the checkpoint {folder} does not fit this model and optimizer: {error}. Resume with the model.* and optim._target_ it has"
+            f"the checkpoint {folder} does not fit this model and optimizer: {error}. "
+            "Resume with the model.*, lora.* and optim._target_ that it has"
         ) from error
     for packed in state["random"].values():
         _set_random_state(packed)
     progress = Progress(**state["progress"])
     trainer.updates = progress.updates
+    if state["base"] != trainer.model.base and state["base"]["digest"] != trainer.model.base["digest"]:
+        raise ValueError(
+            f"the adapters in {folder} belong to another model: they were trained beside {state['base']['name']} (digest "
+            f"{state['base']['digest']}), not {trainer.model.base['name']} ({trainer.model.base['digest']}). Resume with the same model.*"
+        )
     if trainer.losses.adapts:  # otherwise beta comes from the configuration
         trainer.losses.load_state_dict(state["objective"])
     return progress
@@ -176,6 +183,7 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
     moving = trainer.reference is not None and trainer.reference.sync_interval is not None
     return {
         "model": dict(trainer.model.named_weights()),
+        "base": dict(trainer.model.base),
         "optimizer": optimizer,
         "reference": dict(trainer.reference.model.named_weights()) if trainer.reference is not None and moving else {},
         "objective": trainer.losses.state_dict(),

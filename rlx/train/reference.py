@@ -1,26 +1,37 @@
 """The model that a KL term or a distillation compares with: the frozen initial policy, or a teacher.
 
-It scores the same micro-batches as the policy and is sharded like it.
+It scores the same micro-batches as the policy and is sharded like it. If adapters are trained, the initial policy is no second model.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
+from rlx.models.lora import without_adapters
 from rlx.models.policy import PolicyModel
 
 
 class Reference:
     """A frozen model. With a sync interval it follows the policy every so many steps."""
 
-    def __init__(self, model: PolicyModel, *, sync_interval: int | None = None, alpha: float = 1.0, teacher: bool = False) -> None:
+    def __init__(
+        self, model: PolicyModel, *, sync_interval: int | None = None, alpha: float = 1.0, teacher: bool = False, adapters: bool = True
+    ) -> None:
         """`sync_interval` is in steps (None: never). `alpha` is the policy's weight in the mix; 1 copies the policy.
 
-        `teacher` marks a model given by ref.name, not the initial policy.
+        `teacher` marks a model given by ref.name, not the initial policy. `adapters=False`: `model` is the policy itself, and the reference
+        is what it computes without its adapters.
         """
-        self.model, self.sync_interval, self.alpha, self.teacher = model, sync_interval, alpha, teacher
-        model.requires_grad_(False)
+        self.model, self.sync_interval, self.alpha, self.teacher, self.adapters = model, sync_interval, alpha, teacher, adapters
+        if adapters:
+            model.requires_grad_(False)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """To be entered around every forward of `model` as the reference."""
+        return nullcontext() if self.adapters else without_adapters(self.model)
 
     def check_vocabulary(self, policy: PolicyModel) -> None:
         """Raise ValueError if this model lacks some of the policy's token ids."""

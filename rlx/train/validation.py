@@ -1,7 +1,7 @@
 """The loss of the policy on rows that are not trained on.
 
-Every rank scores its share of the packed rows, without gradient; the sums are reduced over the ranks. Rank 0 writes a record whose step is
-the policy version, as evaluations do.
+Every rank scores its share of the packed rows, without gradient; the sums are reduced over the ranks. Rank 0 writes a record of
+source `val` whose step is the policy version, as evaluations do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Validation:
         mesh = trainer.mesh
         self.trainer, self.watch = trainer, watch
         (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens).mini_batches
-        self.metrics = MetricsWriter(paths.metrics, "eval") if mesh.first else None
+        self.metrics = MetricsWriter(paths.metrics, "val") if mesh.first else None
 
     def record(self, version: int) -> None:
         """Measure the loss of the present weights, which are policy version `version`, and write it."""

@@ -2,7 +2,8 @@
 
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and, written last, `COMPLETE`:
 `{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads Hugging Face
-models can load it.
+models can load it. If adapters are trained, it is a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, which names
+the model that they belong to.
 
 Each tensor has one checksum, its sum (`sums.py`), because all three users can compute it. The trainer sums its memory, which also catches
 write errors. A server sums the files before it pauses. Its engine sums the parameters that it serves, on their own device.
@@ -12,6 +13,7 @@ Reading, checking and pruning need no torch; writing imports it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -26,12 +28,14 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rlx.paths import COMPLETE, RunPaths
+from rlx.types import WeightVersion
 from rlx.weights.sums import sum_of_bytes, sum_of_file
 
 if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 5 * 2**30  # largest safetensors file, unless a single tensor is larger
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
 CHUNK = 1 << 20  # bytes read at a time when checking
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
@@ -130,6 +134,11 @@ def _verify_tensors(file: Path, expected: Mapping[str, Any], tensors: Mapping[st
                 raise WeightsError(f"{file}: expected checksum {tensors[name]['sum']}, found {found}; the tensor {name} is damaged")
 
 
+def version_at(folder: Path, version: int) -> WeightVersion:
+    """What servers load: a model's folder, or adapters for the model that they started with."""
+    return WeightVersion(version=version, kind="adapter" if (folder / ADAPTER_CONFIG).is_file() else "files", where=str(folder))
+
+
 def versions(paths: RunPaths) -> list[int]:
     """Complete policy versions on disk, oldest first."""
     found = []
@@ -155,8 +164,9 @@ def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> lis
     for version in gone:
         path = paths.weights_of(version)
         doomed = path.with_name(f".{path.name}.deleted.{os.getpid()}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        with contextlib.suppress(FileNotFoundError):  # another process prunes, too
+            path.rename(doomed)
+            shutil.rmtree(doomed)
     return gone
 
 
@@ -199,6 +209,11 @@ class ModelFiles:
             config.save_pretrained(folder)
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 
+    @classmethod
+    def of_adapters(cls, config: Mapping[str, Any]) -> ModelFiles:
+        """The one file beside the adapters of a PEFT folder."""
+        return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()})
+
     def with_chat_template(self, path: str) -> ModelFiles:
         """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
         return ModelFiles({**self.files, "chat_template.jinja": Path(path).read_bytes()})
@@ -208,12 +223,19 @@ Tensors = dict[str, "torch.Tensor"]
 
 
 def write(
-    paths: RunPaths, version: int, tensors: Tensors, static: ModelFiles, export: Callable[[Tensors], Tensors], *, together: bool = False
+    paths: RunPaths,
+    version: int,
+    tensors: Tensors,
+    static: ModelFiles,
+    export: Callable[[Tensors], Tensors],
+    *,
+    together: bool = False,
+    single: str = "model.safetensors",
 ) -> None:
     """Write a version under a hidden name; `publish` makes it visible. Raises OSError if the disk is full.
 
     `tensors` lie in host memory, in the dtype to serve. `export` gives them the names and shapes of published checkpoints: all of them
-    `together` into one file, or file by file with at most `SHARD_BYTES` each.
+    `together` into one file, named `single`, or file by file with at most `SHARD_BYTES` each.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -227,7 +249,7 @@ def write(
     shards = [tensors] if together else _shards(tensors)
     try:
         for number, shard in enumerate(shards):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            name = single if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             exported = {key: tensor.contiguous() for key, tensor in export(shard).items()}
             trained |= {key: facts(tensor) for key, tensor in exported.items()}
             index |= dict.fromkeys(exported, name)

@@ -4,7 +4,8 @@
     orchestrator   latest  →  a `WeightVersion` that servers load
 
 `gather` copies the current weights to rank 0's host memory. A thread computes checksums, writes files and deletes old versions.
-Only one version is written at a time: `gather` waits for the previous one. This is the kind `files`: folders that appear under `weights/`.
+Only one version is written at a time: `gather` waits for the previous one. Versions are folders that appear under `weights/`: of the kind
+`files` with a whole model, of the kind `adapter` with adapters alone, if these are trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rlx.weights.files import ModelFiles, Tensors
 if TYPE_CHECKING:
     import torch
 
+    from rlx.config.schema import LoraConfig
     from rlx.models.policy import PolicyModel
     from rlx.parallel.mesh import Mesh
 
@@ -56,13 +58,19 @@ class Publisher:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         chat_template: str | None = None,
+        lora: LoraConfig | None = None,
     ) -> Publisher:
         """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
 
-        `chat_template`: a file; the published folders have this template instead of the model's own.
+        `chat_template`: a file; the published folders have this template instead of the model's own. `lora`: that of the model's adapters;
+        then these are published without a tokenizer.
         """
         static = ModelFiles({})
-        if mesh.first:
+        if mesh.first and lora is not None:
+            from rlx.models.lora import peft_config
+
+            static = ModelFiles.of_adapters(peft_config(model.hf, lora, source))
+        elif mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
             if chat_template is not None:
                 static = static.with_chat_template(chat_template)
@@ -125,7 +133,8 @@ class Publisher:
         began = time.perf_counter()
         try:
             export, together = self._export
-            files.write(self.paths, version, self._copies, self.static, export, together=together)
+            single = files.ADAPTER if self.model.adapts else "model.safetensors"
+            files.write(self.paths, version, self._copies, self.static, export, together=together, single=single)
         except Exception as error:
             files.abandon(self.paths, version)
             raise _failed(version, error) from error
@@ -144,6 +153,10 @@ class Publisher:
     def _export(self) -> tuple[Callable[[Tensors], Tensors], bool]:
         """The function that gives tensors the names and shapes of published checkpoints (transformers fuses some models' experts), and
         whether it needs all tensors at once."""
+        if self.model.adapts:
+            from rlx.models.lora import exported
+
+            return exported, True
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -164,7 +177,7 @@ class Subscriber:
 
     def at(self, version: int) -> WeightVersion:
         """A version that appeared. The trainer keeps those after the servers' version."""
-        return WeightVersion(version=version, kind="files", where=str(self.paths.weights_of(version)))
+        return files.version_at(self.paths.weights_of(version), version)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

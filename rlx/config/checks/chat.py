@@ -91,7 +91,12 @@ def parsers_are_used(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("model.strips_thinking", "model.name", "model.renderer", "model.chat_template", "orchestrator.trajectory_strategy")
 def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.model.strips_thinking or cfg.orchestrator.trajectory_strategy != "interleaved" or cfg.model.chat_template is not None:
+    if (
+        not cfg.plays
+        or not cfg.model.strips_thinking
+        or cfg.orchestrator.trajectory_strategy != "interleaved"
+        or cfg.model.chat_template is not None
+    ):
         return
     if family_of(cfg.model) is None:  # a renderer keeps all reasoning (rlx.policy.chat)
         unknown = f"does not know {of('model.name')}" if cfg.model.renderer == "auto" else f"is not used: {of('model.renderer')}"

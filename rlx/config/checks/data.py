@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import Config, SftRoot
 from rlx.config.signatures import is_installed, module_of
 
 # environments
@@ -15,6 +15,8 @@ from rlx.config.signatures import is_installed, module_of
 @rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
+        if isinstance(cfg, SftRoot):  # it may have no evaluation, or its own environments in `eval.envs`
+            return
         yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
         weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
@@ -117,7 +119,7 @@ def pools(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("sampling.max_tokens", "seq_len")
 def room_for_prompt(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.sampling.max_tokens >= cfg.seq_len:
+    if cfg.plays and cfg.sampling.max_tokens >= cfg.seq_len:
         yield (
             f"a completion leaves no room for its prompt: {of('sampling.max_tokens')} >= {of('seq_len')}.\n"
             "seq_len counts prompt and completion. Lower sampling.max_tokens or raise seq_len."

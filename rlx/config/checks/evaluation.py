@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from rlx.config.checks.data import module_problems
 from rlx.config.evaluated import PREFIX, evaluated
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import EvaluatedRun, SftRoot
 
 LOWER_IS_BETTER = ("error_frac", "truncated_frac")
 FACTS = ("examples", *LOWER_IS_BETTER, "completion_mean")  # metrics of every evaluation, beside its scores
 
 
 @rule("eval", "envs", "launcher")
-def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
+def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     for name, entry in cfg.eval.envs.items():
         if entry.id is not None:
             yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs and entry.python is None, of)
         elif name not in cfg.envs:
-            known = ", ".join(cfg.envs)
+            known = ", ".join(cfg.envs) or "none"
             yield (
                 f"eval.envs.{name} has no id, and the run has no environment of this name to evaluate (it has {known}).\n"
                 f"Set eval.envs.{name}.id=MODULE, choose an option with env@eval.envs.{name}=OPTION, or correct the name."
@@ -30,8 +30,19 @@ def evaluated_environments(cfg: Config, of: Show) -> Iterator[str]:
             yield f"the evaluation of {name} and the environment envs.{PREFIX}{name} would have one name. Rename one of the two."
 
 
+@rule("data", "eval", "envs")
+def something_is_evaluated(cfg: SftRoot, of: Show) -> Iterator[str]:
+    if cfg.eval.interval is not None and not cfg.envs and not cfg.eval.envs:
+        yield f"there is no environment to evaluate on: {of('eval.interval')}.\nChoose some: env=reverse_text, env=[sums,reverse_text]."
+    if cfg.eval.interval is None and cfg.envs:
+        yield (
+            f"supervised training plays no environment, and there is no evaluation: {of('eval.interval')}, envs has "
+            f"{', '.join(cfg.envs)}.\nSet eval.interval, or remove env=."
+        )
+
+
 @rule("eval.envs")
-def keys_of_training_alone(cfg: Config, of: Show) -> Iterator[str]:
+def keys_of_training_alone(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     for name, entry in cfg.eval.envs.items():
         set_ = [key for key, untouched in (("weight", 1.0), ("curriculum", None)) if getattr(entry, key) != untouched]
         for key in set_:
@@ -40,7 +51,7 @@ def keys_of_training_alone(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("eval", "envs", "sampling.max_tokens", "seq_len", "inference.max_model_len")
-def room_for_prompt_of_evaluation(cfg: Config, of: Show) -> Iterator[str]:
+def room_for_prompt_of_evaluation(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     if any(entry.id is None and name not in cfg.envs for name, entry in cfg.eval.envs.items()):
         return  # reported above
     for name, env in evaluated(cfg).items():
@@ -55,7 +66,7 @@ def room_for_prompt_of_evaluation(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("eval.sampling", "eval.envs")
-def top_k_of_evaluation(cfg: Config, of: Show) -> Iterator[str]:
+def top_k_of_evaluation(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     for key, sampling in [
         ("eval.sampling", cfg.eval.sampling),
         *((f"eval.envs.{name}.sampling", env.sampling) for name, env in cfg.eval.envs.items()),
@@ -65,7 +76,7 @@ def top_k_of_evaluation(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("ckpt", "eval", "envs")
-def best_checkpoint(cfg: Config, of: Show) -> Iterator[str]:
+def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     if cfg.ckpt.keep_best is None:
         return
     if cfg.eval.interval is None:

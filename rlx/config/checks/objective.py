@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.objectives import Node, advantages_of, kl_of, loss_of, losses_of, scored_by, trained_by
-from rlx.config.rules import Show, declared, rule, target_name
+from rlx.config.rules import OWN_LOSS, Show, declared, rule, target_name
 from rlx.config.sampling import biases
 from rlx.config.schema import Config
 from rlx.config.signatures import declared_by
@@ -27,7 +27,7 @@ def loss_rule(*more: str) -> Callable[[LossRule], LossRule]:
         def of_the_run(cfg: Config, of: Show) -> Iterator[str]:
             yield from function(cfg, of, "loss", cfg.loss)
 
-        @rule("loss", "envs", *more)
+        @rule("loss", "envs", OWN_LOSS, *more)
         def of_environments(cfg: Config, of: Show) -> Iterator[str]:
             for key, node in losses_of(cfg).items():
                 if key != "loss" and node != cfg.loss:  # an equal one has the same problems
@@ -78,7 +78,7 @@ def needs_exact_sampling(cfg: Config, name: str, sampling: Mapping[str, Any]) ->
     return not accepted and (weighs_tokens(loss) or declared_by(str(loss.get("_target_", ""))) is None)
 
 
-@rule("sampling", "envs", "loss")
+@rule("sampling", "envs", OWN_LOSS, "loss")
 def truncated_sampling(cfg: Config, of: Show) -> Iterator[str]:
     s = cfg.sampling
     for loss, envs in trained_by(cfg):
@@ -205,7 +205,7 @@ def degrees_of_freedom(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("envs", "loss")
+@rule("envs", OWN_LOSS, "loss")
 def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
     for name, env in cfg.envs.items():
         key = f"envs.{name}.learn"
@@ -222,7 +222,7 @@ def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("envs", "loss")
+@rule("envs", OWN_LOSS, "loss")
 def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
     for place, loss in losses_of(cfg).items():
         envs = [name for name in cfg.envs if loss_of(cfg, name) == loss]
@@ -249,7 +249,7 @@ def kl_target(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
         yield f"a KL target needs a KL weight to start from: {keys}. Set {key}.kl.beta=0.01 or so."
 
 
-@rule("loss", "envs")
+@rule("loss", "envs", OWN_LOSS)
 def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
     targets = [key for key, loss in losses_of(cfg).items() if kl_of(loss).get("target_kl") is not None]
     if targets and len(trained_by(cfg)) > 1:
@@ -260,7 +260,7 @@ def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("loss", "ref", "envs")
+@rule("loss", "ref", "envs", OWN_LOSS)
 def reference(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlx.config.evaluated import environments, section_of
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import Config, SftRoot
 from rlx.config.signatures import is_installed, module_of
 
 
@@ -32,7 +32,7 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("envs", "model.warm_start")
 def warm_start_in_another_python(cfg: Config, of: Show) -> Iterator[str]:
-    for name, env in cfg.envs.items():
+    for name, env in ({} if isinstance(cfg, SftRoot) else cfg.envs).items():
         if cfg.model.warm_start is not None and env.python is not None and env.weight > 0 and not is_installed(module_of(env.id)):
             yield (
                 f"the warm start reads the examples of its environments in the run's own Python, and {of(f'envs.{name}.id')} is not "

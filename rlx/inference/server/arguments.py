@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rlx.config.schema import PlayRoot
+from rlx.config.schema import LoraConfig, PlayRoot
+from rlx.inference.server.policy_files import linear_layers, tensor_shapes
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 CPU_BLOCK = 32  # tokens of a cache block. Rollouts cannot share prompts shorter than a block, and vLLM's CPU default is 128.
 
 
@@ -36,6 +39,18 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
     if runs_in_process(config):
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is called directly, too
     return {name: value for name, value in wanted.items() if name not in present}
+
+
+def adapter_arguments(lora: LoraConfig, model: Path) -> dict[str, Any]:
+    """Arguments for an engine that serves one adapter. It has room only for adapters of the trained layers."""
+    named = lora.target_modules != ["all-linear"]
+    targets = {name.rpartition(".")[2] for name in lora.target_modules} if named else linear_layers(tensor_shapes(model))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= (lora.rank or 1)),
+        "lora_target_modules": sorted(targets),
+    }
 
 
 def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, Any]:
@@ -70,6 +85,8 @@ def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, An
         }
     else:
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
+    if config.lora.on:
+        arguments |= adapter_arguments(config.lora, Path(model))
     arguments |= inference.vllm
     if config.model.dtype != "float32":  # logits rounded to 16 bit are off by about 0.03 nats a token; the trainer's are float32
         arguments["hf_overrides"] = {"head_dtype": "float32"} | inference.vllm.get("hf_overrides", {})

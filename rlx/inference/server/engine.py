@@ -25,9 +25,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
+from rlx.inference.server.adapter import POLICY
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
-from rlx.inference.server.policy_files import Shapes, check_policy, tensor_shapes, twin_of_head
+from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, tensor_shapes, twin_of_head
 from rlx.inference.server.rendezvous import leave_no_files
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,10 @@ class PolicyEngine:
         self.llm = llm
         assert isinstance(llm.engine_core, SeparateCore | InProcessCore)
         self.core = llm.engine_core
-        self.model = model
+        self.model = self.weights = model
         self.served = served
+        lora = llm.vllm_config.lora_config
+        self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
         self.attested = 0.0
         self._answered = 0  # tokens of the requests that have ended
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
@@ -94,6 +97,9 @@ class PolicyEngine:
         engine = cls(llm, Path(arguments["model"]), served)
         engine._tasks = await llm.get_supported_tasks()
         llm._run_output_handler()
+        if engine.rank:
+            await llm.collective_rpc("load_adapter", None, (None,))
+            every_request_with_adapter(llm.input_processor)
         return engine
 
     def shutdown(self) -> None:
@@ -171,10 +177,11 @@ class PolicyEngine:
             waiting=core.waiting,
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
+            weights=str(self.weights),
         )
 
-    async def update_weights(self, folder: Path, version: int, drain_tokens: int = 0) -> None:
-        """Serve `version` from a Hugging Face folder with a `COMPLETE` marker.
+    async def update_weights(self, folder: Path, version: int, kind: str = "files", drain_tokens: int = 0) -> None:
+        """Serve `version` from a folder with a `COMPLETE` marker: a Hugging Face model, or with the kind `adapter` adapters for version 0.
 
         If every request in flight has at most `drain_tokens` tokens left, they finish under the old version first, and new ones wait.
         Raises BadWeights if nothing was changed, Broken if loading failed midway.
@@ -182,7 +189,14 @@ class PolicyEngine:
         async with self._updating:
             started = time.perf_counter()
             try:
-                await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
+                if (kind == "adapter") != bool(self.rank):
+                    raise ValueError(
+                        f"{folder} holds {_what(kind == 'adapter')}, but this server was started to serve {_what(bool(self.rank))}"
+                    )
+                if self.rank:
+                    await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank)
+                else:
+                    await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             try:
@@ -219,10 +233,11 @@ class PolicyEngine:
             await self.core.pause_scheduler_async("keep", True)  # True: drop all keys and values
             await self.core.settle()
             self.core.interrupt()
-            shares: list[float] = await self.core.collective_rpc_async("load_policy", None, (str(folder),))  # of each worker
+            method, what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy", str(folder))
+            shares: list[float] = await self.core.collective_rpc_async(method, None, (what,))  # of each worker
             compared = min(shares)
             self.core.version = version
-            self.attested = compared
+            self.attested, self.weights = compared, folder
             await self.core.resume_scheduler_async()
         except Exception as error:
             message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"
@@ -232,9 +247,23 @@ class PolicyEngine:
             raise Broken(message) from error
         ended = time.perf_counter()
         log.info(
-            "version %d: checked in %.0f ms, paused for %.0f ms; compared %.1f %% of the served weights with the trained ones",
-            version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared,
+            "version %d: checked in %.0f ms, paused for %.0f ms; compared %.1f %% of the served %s with the trained ones",
+            version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared, "adapters" if self.rank else "weights",
         )  # fmt: skip
+
+
+def every_request_with_adapter(processor: Any) -> None:
+    """Have the engine answer every request with the policy's adapter, also those of vLLM's own routes."""
+    process = processor.process_inputs
+
+    def with_adapter(*args: Any, **keys: Any) -> Any:
+        return process(*args, **keys | {"lora_request": POLICY})
+
+    processor.process_inputs = with_adapter
+
+
+def _what(adapter: bool) -> str:
+    return "adapters (lora.rank)" if adapter else "whole models (lora.rank=null)"
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

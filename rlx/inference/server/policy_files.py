@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlx.weights.files import header, verify, weight_files
+from rlx.weights.files import ADAPTER, ADAPTER_CONFIG, header, verify, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
 CHUNK = 2**24  # bytes compared at a time
 SHOWN = 5  # names listed in a message
+TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "wpe")  # matrices that are no layers to adapt
+OF_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names: the layer, and which of the two matrices
 
 
 def tensor_shapes(folder: Path) -> Shapes:
@@ -84,6 +88,36 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     problems = [f"{what}: {_list(names)}" for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if names]
     if problems:
         raise ValueError(f"{folder} is not this model; " + "; ".join(problems))
+
+
+def linear_layers(shapes: Shapes) -> list[str]:
+    """The last parts of the names of a model's linear layers, as far as its files show them: matrices other than embeddings."""
+    matrices = (name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2)
+    return sorted({name.rpartition(".")[2] for name in matrices} - set(TABLES))
+
+
+def check_adapter(folder: Path, version: int, served: Shapes, rank: int) -> None:
+    """Raise ValueError unless the folder holds complete, undamaged adapters of this version for layers of the served model.
+
+    `rank`: the largest that the engine can serve.
+    """
+    manifest = verify(folder)
+    if manifest.get("version") != version:
+        raise ValueError(f"{folder} holds version {manifest.get('version')}, not {version}")
+    has = json.loads((folder / ADAPTER_CONFIG).read_text())["r"]
+    if has > rank:
+        raise ValueError(f"{folder} has adapters of rank {has}, but this server was started for rank {rank} (lora.rank)")
+    given = {name: tuple(entry["shape"]) for name, entry in header(folder / ADAPTER)[0].items()}
+    wrong = []
+    for name, shape in given.items():
+        found = OF_ADAPTER.fullmatch(name)
+        whole = served.get(f"{found[1]}.weight") if found else None
+        if found is None or whole is None or len(whole) != 2 or shape != ((has, whole[1]) if found[2] == "A" else (whole[0], has)):
+            wrong.append(f"{name} {list(shape)}")
+        elif name.replace(f".lora_{found[2]}.", f".lora_{'BA'['AB'.index(found[2])]}.") not in given:
+            wrong.append(f"{name} without its other half")
+    if wrong or not given:
+        raise ValueError(f"{folder} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
 
 
 def _list(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from rlx.inference.server import adapter
 from rlx.inference.server.kept import kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, twin_of_head
 from rlx.inference.server.served import compare, faithful
@@ -83,3 +84,11 @@ class PolicyWorker:
             manifest = Path(folder) / COMPLETE
             written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
             return compare(model, packed, written, self.comparable)
+
+    def load_adapter(self, folder: str | None) -> float:
+        """Replace the served adapter by the one in a PEFT folder, or by zeros: None, version 0. Then compare it with the folder's manifest.
+
+        Returns the share of the adapter that was compared. An error here leaves an adapter that must not be served.
+        """
+        with torch.no_grad():
+            return adapter.replace(self.model_runner.lora_manager, Path(folder) if folder is not None else None)

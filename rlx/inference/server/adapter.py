@@ -1,0 +1,84 @@
+"""The one adapter that an engine serves when adapters are trained: loads a version of it, and compares what is served with its files.
+
+Every request names the same adapter (`POLICY`), and a version replaces its values, so requests in flight continue under the new version.
+Cached keys and values are dropped as for whole models: vLLM tells them apart by the adapter's name, which stays the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm.lora.request import LoRARequest
+
+from rlx.paths import COMPLETE
+from rlx.weights.attest import checksum
+from rlx.weights.files import ADAPTER
+
+SHOWN = 5  # names listed in a message
+POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="policy")  # vLLM never reads this path: the adapter is always loaded
+
+
+def replace(manager: Any, folder: Path | None) -> float:
+    """Serve the adapter of a PEFT folder; None: one of zeros, with which the model computes as without it.
+
+    `manager` is vLLM's `WorkerLoRAManager`. Returns the share of the adapter's elements that were compared. Raises ValueError if what is
+    served then differs from what the folder's manifest says.
+    """
+    if folder is None:
+        manager.remove_adapter(POLICY.lora_int_id)
+        manager.add_dummy_lora(POLICY, rank=1)  # zeros for every layer
+        manager._adapter_manager.activate_adapter(POLICY.lora_int_id)
+        written: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        scaling = 1.0
+    else:
+        manager.add_adapter(LoRARequest(POLICY.lora_name, POLICY.lora_int_id, str(folder), load_inplace=True))
+        written = json.loads((folder / COMPLETE).read_text())["tensors"]
+        tensors = load_file(folder / ADAPTER)
+        scaling = _scaling(folder)
+    damaged = [name for name, tensor in tensors.items() if checksum(tensor) != written[name]["sum"]]
+    wrong, compared = [], 0
+    left = dict(tensors)
+    for layer, half, slot in served(manager._adapter_manager):
+        name = f"base_model.model.{layer}.lora_{half}.weight"
+        expected = left.pop(name, None)
+        if expected is None:
+            if slot.count_nonzero():
+                wrong.append(f"{name} should be 0")
+            continue
+        expected = expected.to(slot.device, slot.dtype)
+        expected = expected * scaling if half == "B" and scaling != 1 else expected  # vLLM multiplies B once, when it loads it
+        rows, columns = expected.shape
+        if rows > slot.shape[0] or columns > slot.shape[1]:
+            continue  # split over several GPUs
+        compared += expected.numel()
+        if not torch.equal(slot[:rows, :columns], expected) or slot.count_nonzero() != expected.count_nonzero():
+            wrong.append(name)
+    if problems := damaged + wrong + list(left):
+        names = ", ".join(problems[:SHOWN]) + (f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
+        raise ValueError(f"the served adapter is not the one that was trained: {len(problems)} tensors differ: {names}")
+    return compared / sum(tensor.numel() for tensor in tensors.values()) if tensors else 1.0
+
+
+def _scaling(folder: Path) -> float:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    return PEFTHelper.from_local_dir(str(folder), None).vllm_lora_scaling_factor
+
+
+def served(manager: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """(layer, `A` or `B`, matrix) of everything that the policy's place in the engine holds, by the layers' names in the model's files.
+
+    `manager` is vLLM's `LoRAModelManager`. Matrices are padded with zeros to the engine's rank.
+    """
+    place = manager.lora_index_to_id.index(POLICY.lora_int_id)
+    for name, module in manager.modules.items():
+        for number, layer in enumerate(manager.packed_modules.get(name, [name])):
+            yield layer, "A", module.lora_a_stacked[number][place, 0]
+            yield layer, "B", module.lora_b_stacked[number][place, 0]

@@ -1,0 +1,157 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a model's linear layers: y = x Wᵀ + b + s · (dropout(x) Aᵀ) Bᵀ.
+
+W [out, in] and b [out] are frozen; A [r, in] and B [out, r] are trained. s is alpha / r, or alpha / √r (rsLoRA, arXiv 2312.03732).
+B starts at 0, so a new adapter changes nothing. A layer keeps the name and the names of its own parameters, so loading, sharding,
+checkpointing and compiling a model with adapters need nothing new.
+
+The modules are our own, because the `peft` package would wrap and rename every layer. The names and the configuration under which adapters
+are published are PEFT's, and the tests compare with PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlx.config.schema import LoraConfig
+
+ALL = "all-linear"
+PARAMETERS = ("lora_A", "lora_B")
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+PREFIX = "base_model.model."  # of PEFT's names
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer with an adapter."""
+
+    lora_A: nn.Parameter  # [r, in]
+    lora_B: nn.Parameter  # [out, r]
+
+    def __init__(self, base: nn.Linear, lora: LoraConfig, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
+        """Takes over the parameters of `base`. A is drawn as PEFT draws it: uniform with the variance 1 / (3 in)."""
+        nn.Module.__init__(self)  # nn.Linear's own constructor would allocate another weight
+        assert lora.rank, "the configuration has no adapters"
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scaling, self.dropout = lora.scaling, lora.dropout
+        self.active = True
+        dtype, device = dtype or self.weight.dtype, self.weight.device
+        a = torch.empty(lora.rank, base.in_features, dtype=dtype, device=device)
+        if not a.is_meta:
+            bound = 1 / math.sqrt(base.in_features)
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, dtype=dtype, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, in] → […, out]. Dropout only where gradients are recorded: scores must be those of the model that is served."""
+        output = F.linear(input, self.weight, self.bias)
+        if not self.active:
+            return output
+        if self.dropout and torch.is_grad_enabled():
+            input = F.dropout(input, self.dropout)
+        return output + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scaling
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def add_adapters(hf: Any, lora: LoraConfig, seed: int, dtype: torch.dtype | None = None) -> None:
+    """Freeze a model and put adapters of `dtype` (None: the model's) beside its target layers, in place. A `seed` gives the same adapters.
+
+    Raises ValueError for a target that names no linear layer, or one that cannot have an adapter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wanted = targets(hf, lora.target_modules)
+    hf.requires_grad_(False)
+    for name in wanted:
+        parent, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(parent), leaf, LoraLinear(hf.get_submodule(name), lora, generator, dtype))
+
+
+def targets(hf: Any, wanted: list[str]) -> list[str]:
+    """The full names of the linear layers that `lora.target_modules` names, in the model's order. Raises ValueError."""
+    linear = [name for name, module in hf.named_modules() if type(module) is nn.Linear and module is not hf.get_output_embeddings()]
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+    if not linear:
+        raise ValueError(f"lora.target_modules: {type(hf).__name__} has no linear layer (torch.nn.Linear) that could have an adapter")
+    if wanted == [ALL]:
+        return linear
+    chosen: set[str] = set()
+    for each in wanted:
+        found = {name for name in linear if _names(each, name)}
+        if not found:
+            others = sorted({type(module).__name__ for name, module in hf.named_modules() if name and _names(each, name)})
+            why = f"names a {' or '.join(others)}, which cannot have an adapter" if others else "matches nothing"
+            raise ValueError(f"lora.target_modules: `{each}` {why} in {type(hf).__name__}. Its linear layers are: {there}; or {ALL}")
+        chosen |= found
+    return [name for name in linear if name in chosen]
+
+
+def _names(target: str, name: str) -> bool:
+    """PEFT's rule: a target is a module's name or the last parts of it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with adapters, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes as if it had no adapters. Without adapters nothing changes."""
+    layers = adapted(model).values()
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
+
+
+def digest(hf: nn.Module) -> str:
+    """16 hexadecimal digits of a model's parameters on this process, adapters aside: to tell whether adapters belong to this model."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, parameter in hf.named_parameters():
+        if not name.endswith(PARAMETERS):
+            words = parameter.detach().contiguous().view(WORDS[parameter.dtype.itemsize])
+            found.update(f"{name} {list(words.shape)} {int(words.sum(dtype=torch.int64))}".encode())  # integers: any order, same sum
+    return found.hexdigest()
+
+
+def exported(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters under the names of PEFT's files: `model.layers.0.mlp.up_proj.lora_A` → `base_model.model.….lora_A.weight`."""
+    return {f"{PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def peft_config(hf: Any, lora: LoraConfig, source: str) -> dict[str, Any]:
+    """The `adapter_config.json` of a model with adapters, whose base model is `source` (a folder or a hub name)."""
+    layers = list(adapted(hf))
+    everything = [name for name, _ in hf.named_modules()]
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    # PEFT would also adapt other modules whose names end like these.
+    exact = all(name in layers for name in everything if any(_names(each, name) for each in short))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": short if exact else layers,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
