@@ -256,3 +256,30 @@ def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_token
     assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
     assert not marks["left"] & marks["right"]
     assert {one.compared for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])
+
+
+@pytest.mark.slow
+def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeypatch):
+    from rlx.envs.pool import WorkerPool
+    from rlx.envs.wire import Settings
+    from rlx.rollout.groups import Tally, play_group
+
+    monkeypatch.setenv("PYTHONPATH", OUTSIDE)
+    config = EnvConfig(id="rlx_test_v1", args={"twice": True}, agents_per_group="all", num_tasks=4)
+    pool = WorkerPool("e", config, Settings(SAMPLING, 120.0, 8), 1)
+    pool.wait_loaded()
+    assert list(pool.agents) == ["left", "right"]
+    found = []
+    for env in (load(twice=True, agents_per_group="all", num_tasks=4), pool):
+        env.policy = policy_of(Recorder(), context_length=2000, sampling=SAMPLING)
+
+        async def group(env: Any = env) -> list[Rollout]:
+            try:
+                return await play_group(env, task_of(env), 2, 0, Tally())
+            finally:
+                await env.close()
+
+        rollouts = asyncio.run(group())
+        found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in one.turns]) for one in rollouts])
+    assert found[0] == found[1]
+    assert len(found[0]) == 6

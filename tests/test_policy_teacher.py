@@ -16,6 +16,7 @@ from aiohttp import web
 from inference_server import CONTEXT, EXACT, Run, prompts
 from trainer_examples import make_samples, step_batch
 
+from rlx.inference.endpoints import Endpoint
 from rlx.models.tiny import build_tokenizer
 from rlx.policy import teacher as teacher_module
 from rlx.policy.teacher import LOWEST, Teacher, TeacherError, probe_texts
@@ -38,7 +39,10 @@ class StandIn:
     def __init__(self, first: Answer | None = None, *, shift: int = 0, models: tuple[str, ...] = ("big",), context: int = 1000) -> None:
         self.first, self.shift, self.models, self.context = first, shift, models, context
         self.asked: list[dict[str, Any]] = []
-        self.open = self.most = 0
+        self.open = self.most = self.version = 0
+
+    async def policy(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version, "model": "m", "context_length": 100})
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -66,7 +70,8 @@ class StandIn:
 @contextlib.asynccontextmanager
 async def served(stand_in: StandIn) -> AsyncIterator[str]:
     app = web.Application()
-    app.add_routes([web.post("/v1/completions", stand_in.completions), web.get("/v1/models", stand_in.list_models)])
+    gets = [web.get("/v1/models", stand_in.list_models), web.get("/policy", stand_in.policy)]
+    app.add_routes([web.post("/v1/completions", stand_in.completions), *gets])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -331,6 +336,25 @@ def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_number
         start = int(np.flatnonzero(sample.loss_mask)[0])
         assert [*shown, *sample.token_ids[start:].tolist()] in [ids for body in server.asked for ids in body["prompt"]]
         assert np.allclose(taught.teacher_logprobs, np.where(sample.loss_mask, -sample.token_ids / 10, np.nan), equal_nan=True)
+
+
+def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_version():
+    server = StandIn()
+
+    async def whole() -> Any:
+        async with served(server) as url:
+            server.version = 2
+            own = [Endpoint(url, "key")]
+            async with Teacher([], model="big", own=lambda: own, version=lambda: 3) as teacher:
+                early = await teacher.score(SEQUENCES, deadline=0.3)
+                asked = len(server.asked)
+                server.version = 3
+                return early, asked, await teacher.score(SEQUENCES)
+
+    early, asked, scores = asyncio.run(whole())
+    assert (early.missing, asked) == (len(SEQUENCES), 0)
+    assert "it has version 2 of the weights, the run has 3" in early.trouble[0]
+    assert same(scores)
 
 
 # a real server
