@@ -132,6 +132,8 @@ class Watched:
         self._cfg, self._keys, self._prefix = cfg, keys, prefix
 
     def __getattr__(self, name: str) -> Any:
+        if not self._prefix and name == "plays":  # it only asks whether keys have values, so a wrong value of theirs does not break it
+            return self._cfg.plays
         if not self._prefix and isinstance(derived := getattr(type(self._cfg), name, None), property):
             return derived.fget(self)
         if not self._prefix and inspect.isfunction(derived):
