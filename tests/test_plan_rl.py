@@ -240,6 +240,19 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert ends - trainer.states - trainer.layers > 9 * GIB, "the root unit alone needs this at the end of backward"
 
 
+def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_no_copy() -> None:
+    whole = trainer_memory(config("node8"))
+    adapters = trainer_memory(config("node8", lora={"rank": 32}, loss={"kl": {"beta": 0.1}}))
+    layer = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, gate, up and down
+    assert adapters.gradients * 4 / 4 == pytest.approx(36 * layer, rel=0.15), "the configuration has no width of the feed-forward layer"
+    assert adapters.optimizer == 2 * adapters.gradients
+    assert adapters.parameters == pytest.approx(8.19e9 / 4 * 2 + adapters.gradients), "frozen ones in 16 bits"
+    assert adapters.reference == adapters.head_gradient == adapters.root_gradients == 0
+    assert adapters.published == pytest.approx(adapters.gradients * 4 / 2)
+    assert adapters.activations == whole.activations
+    assert adapters.states < whole.states / 5
+
+
 def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
     trainer = trainer_memory(config("cpu", model={"dtype": "float32"}))
     assert trainer.layers == trainer.root == trainer.root_gradients == trainer.context == 0
@@ -330,6 +343,14 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_the_plan_in_words_says_how_long_a_step_takes_on_a_cpu() -> None:
+    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2})
+    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 64, 50
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "at most about 3 min to train and 2 min to sample, with 2 threads a role" in text, text  # 38.4e12 / 2e11 s, 6.4e12 / 5e10 s
+    assert "time on CPU" not in explain(config("node8"), make_plan(config("node8"), Path("/run")), {}, [], "/run")
 
 
 def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:

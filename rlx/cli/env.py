@@ -123,13 +123,13 @@ def _info(chosen: argparse.Namespace) -> int:
     from rlx.config.schema import EnvConfig
     from rlx.envs.errors import sources_of
     from rlx.launch.packages import path_of
-    from rlx.launch.probes import describe
+    from rlx.launch.probes import about_of
 
     env_id = shipped_options().get(chosen.name, chosen.name)
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
     if python is None and sources_of(env_id) is None:
         raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is")
-    about = describe(EnvConfig(id=env_id, python=python))
+    about = about_of(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
     return 1 if about.problem or about.needs else 0
 
@@ -206,7 +206,7 @@ def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0)
 def _install(chosen: argparse.Namespace) -> int:
     from rlx.config.schema import EnvConfig
     from rlx.launch.packages import InstallFailed, install
-    from rlx.launch.probes import describe
+    from rlx.launch.probes import about_of
 
     try:
         done = install(chosen.what, chosen.python)
@@ -227,7 +227,7 @@ def _install(chosen: argparse.Namespace) -> int:
     for one in done.environments:
         print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
         python = str(done.python) if done.own else None
-        about = describe(EnvConfig(id=one.name, python=python))
+        about = about_of(EnvConfig(id=one.name, python=python))
         print("\n".join(f"  {line}" for line in next_commands(one.name, python, about.prompt_chars)))
     return 0
 

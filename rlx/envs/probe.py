@@ -24,7 +24,7 @@ from typing import Any
 
 from rlx.config.evaluated import section_of
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import chain, describe, sources_of
+from rlx.envs.errors import chain, in_one_line, sources_of
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
@@ -119,7 +119,7 @@ def _tools_of(env: Any) -> tuple[str, ...]:
 def why(name: str, env_id: str, error: BaseException) -> Probed:
     """The problem that an exception shows, in the package's own words."""
     inner = next((each for each in chain(error) if not str(each).startswith(WRAPPED)), error)
-    text = describe(inner, sources_of(env_id))
+    text = in_one_line(inner, sources_of(env_id))
     module = env_id.rpartition("/")[2].replace("-", "_")
     if isinstance(inner, ImportError):
         if inner.name == module:

@@ -24,7 +24,7 @@ from rlx.envs.base import failed
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, together
+from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
 from rlx.envs.verifiers_client import EpisodeClient, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
@@ -97,12 +97,7 @@ class VerifiersEnvironment:
         episode = self.policy.episode(task, member, attempt)
         client = EpisodeClient(episode, raw=player.raw)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(player, row, client), name=rollout_name(task, member))
-        try:
-            await asyncio.wait({playing}, timeout=self.timeout)
-        except asyncio.CancelledError:
-            await abandon(playing)
-            raise
+        playing = await run_for(self.timeout, self._episode(player, row, client), rollout_name(task, member))
         timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": client.scoring}
 
         def fail(status: Status, stop: str, error: str) -> tuple[Rollout, None]:

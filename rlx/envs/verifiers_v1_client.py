@@ -29,7 +29,7 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
-from rlx.envs.errors import describe
+from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
@@ -80,7 +80,7 @@ class PolicyClient(Client):
             raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
         except Exception as error:
             self.failures[trace] = error
-            raise errors.ProviderError(describe(error), status_code=502) from error
+            raise errors.ProviderError(in_one_line(error), status_code=502) from error
         finally:
             self.seconds += time.monotonic() - began
         _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))

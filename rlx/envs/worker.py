@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rlx.envs.errors import describe, sources_of
+from rlx.envs.errors import in_one_line, sources_of
 from rlx.envs.load import load_one
 from rlx.envs.marks import PLAYING, Marks, ThreadMarks, marked_tasks
 from rlx.envs.remote import RemoteEpisode, RemotePolicy
@@ -69,7 +69,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
         _introduce(link, env, load, time.monotonic() - began)
     except Exception as error:
         log.exception("loading failed")
-        link.send_now(LoadFailed(describe(error, sources_of(load.config.id)), traceback.format_exc()))
+        link.send_now(LoadFailed(in_one_line(error, sources_of(load.config.id)), traceback.format_exc()))
         os._exit(1)
     gc.freeze()  # as in the orchestrator: what is loaded stays
     new_loop, memory = _loop_class(), Marks(int(marks))
@@ -208,6 +208,8 @@ def _result(rollout: Rollout, episode: RemoteEpisode | None) -> Result:
         rollout.error,
         rollout.is_truncated,
         rollout.timing,
-        None if episode is None else episode.kept,
+        None if episode is None or not episode.kept else episode.kept.pop(0),
         rollout.agent,
+        rollout.compared,
+        [_result(other, episode) for other in rollout.others],
     )

@@ -159,7 +159,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     return found
 
 
-def describe(env: EnvConfig) -> About:
+def about_of(env: EnvConfig) -> About:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
     python = identity(env)[0]
     entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}

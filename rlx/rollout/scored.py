@@ -13,13 +13,13 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
-from rlx.envs.base import Environment, sampling_of
+from rlx.envs.base import Environment
 from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
-from rlx.rollout.evaluate import describe
+from rlx.rollout.evaluate import facts_of, write_scores
 from rlx.rollout.models import Model, Origin
 from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
-from rlx.rollout.results import Outcome, outcome_of, write_results
+from rlx.rollout.results import Outcome, outcome_of
 from rlx.types import Rollout
 
 log = logging.getLogger("rlx.evaluator")
@@ -82,29 +82,11 @@ class Scored:
         seconds = time.monotonic() - self.began
         values: dict[str, float] = {"time/evaluation": seconds} | ({} if origin.attested is None else {"eval/attested": origin.attested})
         for name, spec in self.specs.items():
-            examples = self._examples(name)
-            described = describe(name, examples, self.config.pass_threshold)
-            facts = {
-                "env_id": spec.id,
-                "name": name,
-                "env_args": spec.args,
-                "model": self.config.model.name,
-                "base_url": self.config.client.base_url or ", ".join(self.config.inference.base_url),
-                "policy_version": self.version,
-                "served_model": origin.model,
-                "weights": origin.weights,
-                "attested": origin.attested,
-                "split": spec.split,
-                "seed": self.config.seed,
-                "sampling_args": sampling_of(self.config, spec),
-                "time": seconds,
-            }
-            write_results(self._folder(name), examples, facts, self.config.pass_threshold)
-            values |= described
-            average = f"eval/{name}/avg@{len(examples[0])}"
-            log.info("version %d on %d examples of %s: %s %.4f", self.version, len(examples), name, average, described[average])
-            if failed := [one for example in examples for one in example if one.failed]:
-                log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), failed[-1].stop, failed[-1].error)
+            facts = facts_of(name, self.config, spec, self.version)
+            if self.config.client.base_url:
+                facts["base_url"] = self.config.client.base_url
+            facts |= {"served_model": origin.model, "weights": origin.weights, "attested": origin.attested, "time": seconds}
+            values |= write_scores(self._folder(name), self._examples(name), facts, self.config.pass_threshold)
         return values
 
     def forget(self) -> None:

@@ -79,7 +79,7 @@ def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:
         file = folder / f"step_{step}" / ADAPTER_CONFIG
         if file.is_file() and not cfg.lora.on:
             rank = json.loads(file.read_text()).get("r")
-            raise ConfigError(f"{file.parent} holds adapters, but lora.rank={cfg.lora.rank}.\n  fix: lora.rank={rank}, with their model")
+            raise ConfigError(f"{file.parent} holds adapters, but lora.rank is not set.\n  fix: lora.rank={rank}, with their model")
         if not file.is_file() and cfg.lora.on:
             raise ConfigError(f"{file.parent} holds a whole model, but lora.rank={cfg.lora.rank} expects adapters.\n  fix: lora.rank=null")
     run = find_weights(str(folder))[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
-from rlx.losses.diagnostics import Stats, check_counts, finish
+from rlx.losses.diagnostics import Stats, check_counts, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
@@ -298,7 +298,7 @@ class PolicyTrainer:
         self.mesh.max(maxima)
         totals = dict(zip(stats.sums, sums.tolist(), strict=True))
         check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
-        return finish(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
+        return completed(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
 def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:

@@ -1,0 +1,138 @@
+"""Adapters on real vLLM on CPU: what is served is what was trained, in flight and after, and an adapter that is not ends the server."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inference_server import EXACT, START, Run, prompts, sample, under_load
+from run_servers import Servers
+
+from rlx.config.schema import LoraConfig
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import PolicyState
+from rlx.inference.server.arguments import adapter_arguments
+from rlx.inference.server.policy_files import check_adapter, linear_layers, tensor_shapes
+from rlx.models.load import load_policy
+from rlx.models.lora import adapted
+from rlx.parallel.mesh import one_process
+from rlx.types import Turn
+from rlx.waiting import UNFIT
+from rlx.weights.publish import Publisher
+
+LORA = LoraConfig(rank=3, alpha=6.0, rslora=True)
+ALONE = one_process("cpu")
+# vLLM's engine forgets to copy one matrix of the adapter.
+FORGETS = f"""
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA as Layer
+copy = Layer.set_lora
+def set_lora(layer, index, lora_a, lora_b):
+    copy(layer, index, lora_a, lora_b if lora_b.shape[0] != layer.input_size else lora_b * 0)
+Layer.set_lora = set_lora
+{START}
+"""
+
+
+def adapter_run(root: Path) -> Run:
+    """A run whose server serves adapters."""
+    run = Run(root, tied=True)
+    text = run.paths.config.read_text()
+    assert "rank: null" in text
+    run.paths.config.write_text(text.replace("rank: null", f"rank: {LORA.rank}"))
+    return run
+
+
+def publish(run: Run, version: int) -> Path:
+    """Write adapters as the trainer does. The test scores with them merged into a plain model of transformers."""
+    policy = load_policy(str(run.paths.root / "model"), ALONE, dtype="float32", lora=LORA, seed=version)
+    generator = torch.Generator().manual_seed(version)
+    merged = copy.deepcopy(run.models[0])
+    for name, layer in adapted(policy.hf).items():
+        layer.lora_B.data.normal_(0, 0.1, generator=generator)
+        merged.get_submodule(name).weight.data += LORA.scaling * (layer.lora_B @ layer.lora_A).detach()
+    Publisher.of(policy, ALONE, run.paths, source=str(run.paths.root / "model"), dtype=torch.float32, lora=LORA).ensure(version)
+    run.models[version] = merged
+    return run.paths.weights_of(version)
+
+
+@pytest.mark.slow
+def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_flight(tmp_path: Path) -> None:
+    run = adapter_run(tmp_path)
+    folders = {version: publish(run, version) for version in (1, 2)}
+    whole = Run(tmp_path / "whole", tied=True).version(3)
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[list[Turn]], PolicyState]:
+        async with Servers(endpoints) as servers:
+            await servers.fleet.wait_ready(60)
+            ids = prompts(3)
+            said = [[await sample(servers, each, seed) for seed, each in enumerate(ids)]]  # these prompts are cached now
+            await servers.update(folders[1], 1)
+            said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
+            with pytest.raises(RuntimeError, match=r"holds whole models .*started to serve adapters"):
+                await servers.update(whole, 3)
+            said.append(await under_load(servers, ids, lambda: servers.update(folders[2], 2)))
+            said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
+            (state,) = await servers.fleet.states()
+            return said, state
+
+    run.start()
+    (base, first, changing, second), state = asyncio.run(conversation(run.ready()))
+    assert run.stop() == 143
+    for turns, version in ((base, 0), (first, 1), (second, 2)):
+        assert {v for turn in turns for v in turn.versions.tolist()} == {version}
+        assert run.worst(turns, 1.0) < EXACT
+    assert any(set(turn.versions.tolist()) == {1, 2} for turn in changing)
+    assert run.worst(changing, 1.0) < EXACT
+    assert state.attested == 1.0
+    assert not np.array_equal(base[0].completion_ids, first[0].completion_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_adapter_that_is_not_served_as_it_was_trained_ends_the_server(tmp_path: Path) -> None:
+    run = adapter_run(tmp_path)
+    folder = publish(run, 1)
+    run.start(FORGETS)
+
+    async def conversation(endpoints: list[Endpoint]) -> None:
+        async with Servers(endpoints, request_timeout=20, restart_timeout=1) as servers:
+            await servers.fleet.wait_ready(60)
+            with pytest.raises(RuntimeError, match=r"failed midway.*the served adapter is not the one that was trained: 4 tensors differ"):
+                await servers.update(folder, 1)
+
+    asyncio.run(conversation(run.ready()))
+    assert run.process is not None
+    assert run.process.wait(60) == UNFIT
+
+
+def test_the_engine_has_room_for_the_trained_layers_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=True)
+    model = run.paths.root / "model"
+    every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert linear_layers(tensor_shapes(model)) == every
+    for lora, rank, names in (
+        (LoraConfig(rank=3), 8, every),
+        (LoraConfig(rank=16, target_modules=["self_attn.q_proj", "v_proj"]), 16, ["q_proj", "v_proj"]),
+        (LoraConfig(rank=17), 32, every),
+    ):
+        found: dict[str, Any] = adapter_arguments(lora, model)
+        assert (found["max_lora_rank"], found["lora_target_modules"], found["max_loras"]) == (rank, names, 1)
+
+
+def test_adapters_of_another_model_version_or_rank_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=True)
+    shapes, folder = tensor_shapes(run.paths.root / "model"), publish(run, 1)
+    check_adapter(folder, 1, shapes, 8)
+    with pytest.raises(ValueError, match="holds version 1, not 2"):
+        check_adapter(folder, 2, shapes, 8)
+    with pytest.raises(ValueError, match=r"rank 3, but this server was started for rank 1 \(lora.rank\)"):
+        check_adapter(folder, 1, shapes, 1)
+    with pytest.raises(ValueError, match=r"no adapters for this model: base_model\.model\.model\.layers\.0\.mlp\.down_proj"):
+        check_adapter(folder, 1, {name: (*shape[:-1], shape[-1] + 1) for name, shape in shapes.items()}, 8)
+    with pytest.raises(ValueError, match="no adapters for this model"):
+        check_adapter(folder, 1, {}, 8)
