@@ -3,7 +3,7 @@
     python benchmarks/sft.py [--model FOLDER_OF_A_135M_MODEL] [--threads 2] [--rounds 3]
 
 Two sizes: the tiny model with the demo's lengths (a word and its reverse, 256 rows a step), and the model of `--model`, or one of SmolLM2
-135M's shape with random weights, on conversations of 16 to 160 tokens, 16 rows a step. Everything is in float32, on all cores.
+135M's shape with random weights, on conversations of 16 to 160 tokens, 8 rows a step. Everything is in float32, on all cores.
 
     rlx      the trainer of `rlx sft`: rendered rows, masks, packing, forward, backward, clipping, AdamW
     bare     `model(input_ids, position_ids)` on the same packed rows, cross-entropy on the trained tokens, clipping, the same AdamW
@@ -91,8 +91,8 @@ def cases(folder: Path, given: str | None) -> list[Case]:
         )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [
-        Case("tiny", small, folder / "tiny.jsonl", batch=256, row=4096, seq_len=64, steps=10),
-        Case("135M", large, folder / "135m.jsonl", batch=16, row=1024, seq_len=1024, steps=1),
+        Case("tiny", small, folder / "tiny.jsonl", batch=256, row=4096, seq_len=64, steps=2),
+        Case("135M", large, folder / "135m.jsonl", batch=8, row=1024, seq_len=1024, steps=1),
     ]
 
 

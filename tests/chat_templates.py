@@ -6,6 +6,7 @@ The known ones themselves are read where packages ship them: `real_templates`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import random
 from pathlib import Path
@@ -114,8 +115,11 @@ def spelled(tokenizer: Any, text: str, state: random.Random) -> list[int]:
 
 
 def real_templates() -> dict[str, str]:
-    """Known templates by name, from the TRL package: of the folder `RLX_CHAT_TEMPLATES`, or that of the benchmark's own environment."""
+    """Known templates by name, from the TRL package, whose files are read and which is never imported: of the folder `RLX_CHAT_TEMPLATES`,
+    the installed package (the extra `dev`), or the benchmark's own environment."""
     folders = [Path(folder) for folder in [os.environ.get("RLX_CHAT_TEMPLATES")] if folder]
+    package = importlib.util.find_spec("trl")
+    folders += [Path(folder) / "chat_templates" for folder in (package and package.submodule_search_locations) or ()]
     folders += (cache_root() / "benchmarks" / "trl").glob("lib/python*/site-packages/trl/chat_templates")
     return {path.stem: path.read_text() for folder in folders[:1] for path in sorted(folder.glob("*.jinja"))}
 

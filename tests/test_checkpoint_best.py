@@ -7,7 +7,9 @@ from pathlib import Path
 from test_checkpoint_folders import write
 
 from rlx.checkpoints import folders
-from rlx.checkpoints.best import best_of, kept
+from rlx.checkpoints.best import best_of, kept, not_evaluated
+from rlx.config.load import compose
+from rlx.config.roots import SFT
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
@@ -66,3 +68,16 @@ def test_without_a_value_there_is_no_best(tmp_path: Path) -> None:
     write(paths, 10)
     assert best_of(paths, METRIC) is None
     assert kept(paths, METRIC, lambda _: False) == set()
+
+
+def test_supervised_training_keeps_the_versions_that_wait_for_their_evaluation(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    cfg = compose(["data=fake", "env=reverse_text", "eval.interval=4", "max_steps=14"], {}, SFT).cfg
+    assert [version for version in range(15) if cfg.publishes(version)] == [0, 4, 8, 12, 14]
+    assert not_evaluated(cfg, paths, 9) == {4, 8}
+    MetricsWriter(paths.metrics, "val").write(4, {"val/loss": 1.0})  # a validation is no evaluation
+    MetricsWriter(paths.metrics, "eval").write(8, {"eval/reverse_text/avg@1": 0.5})
+    assert not_evaluated(cfg, paths, 14) == {4, 12, 14}
+    off = compose(["data=fake", "max_steps=14"], {}, SFT).cfg
+    assert not_evaluated(off, paths, 14) == set()
+    assert [version for version in range(15) if off.publishes(version)] == [14]

@@ -366,13 +366,17 @@ class SftRoot(EvaluatedRun):
     val: ValConfig = section(ValConfig)
 
     @property
+    def needs_envs(self) -> bool:
+        return False
+
+    @property
     def plays(self) -> bool:
         return self.eval.interval is not None and not self.bench
 
     @property
     def num_servers(self) -> int:
         """Only evaluations need servers."""
-        return super().num_servers if self.plays else 0
+        return self.hardware.inference_replicas if self.plays and not self.inference.base_url else 0
 
     def publishes(self, version: int) -> bool:
         return super().publishes(version) or (self.plays and self.eval.is_due(version, self.max_steps))

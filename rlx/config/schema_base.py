@@ -91,6 +91,11 @@ class PlayRoot(CommandConfig):
     weight_broadcast: UpdateConfig = section(UpdateConfig)
 
     @property
+    def needs_envs(self) -> bool:
+        """Whether `envs` must not be empty."""
+        return True
+
+    @property
     def plays(self) -> bool:
         """Whether this run plays environments at all."""
         return True

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config, SftRoot
+from rlx.config.schema import Config
 from rlx.config.signatures import is_installed, module_of
 
 # environments
@@ -15,7 +15,7 @@ from rlx.config.signatures import is_installed, module_of
 @rule("envs", "launcher")
 def environments(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.envs:
-        if isinstance(cfg, SftRoot):  # it may have no evaluation, or its own environments in `eval.envs`
+        if not cfg.needs_envs:
             return
         yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
     elif sum(env.weight for env in cfg.envs.values()) <= 0:
