@@ -62,16 +62,16 @@ class Curve:
     rewards: list[float]  # mean over the step's rollouts
     tokens: list[float]  # sampled tokens per rollout, mean
 
-    def goal_step(self) -> int | None:
+    def goal_step(self, goal: float = GOAL) -> int | None:
         """The first step after which the mean reward of the last five steps is at the goal; None if never reached."""
         for step in range(WINDOW - 1, len(self.rewards)):
-            if statistics.mean(self.rewards[step - WINDOW + 1 : step + 1]) >= GOAL:
+            if statistics.mean(self.rewards[step - WINDOW + 1 : step + 1]) >= goal:
                 return step
         return None
 
-    def goal_seconds(self) -> float | None:
+    def goal_seconds(self, goal: float = GOAL) -> float | None:
         """Seconds from the first rollout's start to the end of `goal_step`; None if never reached."""
-        step = self.goal_step()
+        step = self.goal_step(goal)
         return None if step is None else self.times[step] - self.started
 
     def steps_per_second(self) -> float:

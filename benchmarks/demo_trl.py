@@ -13,6 +13,7 @@ engine). It is on-policy: every step waits for the longest answer of its batch.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -31,7 +32,13 @@ def even(text: str, answer: str) -> float:
     return float(len(text) % 2 == 0)
 
 
-REWARDS = {"exact": exact, "even": even}
+def last_number(text: str, answer: str) -> float:
+    """As `rlx_sums.LastNumberParser`, for whole numbers."""
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
+    return float(bool(numbers) and re.sub(r"\.0*$", "", numbers[-1].replace(",", "")) == answer)
+
+
+REWARDS = {"exact": exact, "even": even, "last_number": last_number}
 
 
 class Recorder(TrainerCallback):

@@ -4,6 +4,7 @@ Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP
 Mock: the policy. It runs in another process, whose time does not count, and sends the same tokens every time.
 Prints milliseconds of CPU per rollout of the whole main loop, rollouts per second, how long the event loop was blocked (the delay of a
 timer of 1 ms), and how memory, open files and temporary files grew from the first fifth of the steps to the last one.
+With `--burn` each reward computes for so long, in its worker. `--stock N` also plays N rollouts with verifiers' own client.
 """
 
 from __future__ import annotations
@@ -63,6 +64,17 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
             token_ids=ids.tobytes(), logprobs=logprobs, temperature=1.0, versions=[(version, num_tokens)], finish_reason="stop"
         )
 
+    text = "".join(chr(40 + token % 80) for token in ids)
+    spoken = [{"token": character, "logprob": -0.5, "bytes": [ord(character)], "top_logprobs": []} for character in text]
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}, "logprobs": {"content": spoken}}
+    usage = {"prompt_tokens": 32, "completion_tokens": num_tokens, "total_tokens": num_tokens + 32}
+    said = {"id": "1", "object": "chat.completion", "created": 1, "model": "mock", "usage": usage, "prompt_token_ids": [8] * 32}
+    chat_completion = msgspec.json.encode({**said, "choices": [{**choice, "token_ids": ids.tolist()}]})
+
+    async def chat(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=chat_completion, content_type="application/json")
+
     async def policy(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(PolicyState(version=0, model="mock", context_length=1 << 20)))
 
@@ -72,6 +84,7 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
     async def main() -> None:
         app = web.Application()
         app.add_routes([web.get("/generate", generate), web.get("/policy", policy), web.post("/update_weights", update)])
+        app.add_routes([web.post("/v1/chat/completions", chat)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -80,6 +93,49 @@ def serve(port: Any, num_tokens: int, latency: float) -> None:
         await asyncio.Event().wait()
 
     uvloop.run(main())
+
+
+BURNING = """
+import time
+import rlx_reverse_text
+import verifiers as vf
+
+def load_environment(seconds: float):
+    env = rlx_reverse_text.load_environment()
+
+    async def burns(completion) -> float:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+        return 0.0
+
+    env.add_rubric(vf.Rubric(funcs=[burns], weights=[0.0]))
+    return env
+"""
+"""`reverse_text` with a reward function that computes."""
+
+
+async def stock(url: str, tokens: int, count: int, concurrent: int) -> str:
+    """The cost of the same rollouts with verifiers' own client, in this process."""
+    import verifiers as vf
+    from verifiers.legacy.clients import resolve_client
+
+    os.environ["RLX_BENCH_KEY"] = "none"
+    env = vf.load_environment("rlx-reverse-text")
+    rows = list(env.get_dataset().select(range(256)))
+    client = resolve_client(vf.ClientConfig(api_key_var="RLX_BENCH_KEY", api_base_url=f"{url}/v1"))
+    sampling = {"max_tokens": tokens, "temperature": 1.0, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    numbers = iter(range(count))
+
+    async def lane() -> None:
+        for number in numbers:
+            state = await env.run_rollout(dict(rows[number % 256]), client, "mock", sampling)
+            assert state["completion"], state
+
+    wall, cpu = time.monotonic(), time.process_time()
+    await asyncio.gather(*(lane() for _ in range(concurrent)))
+    cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+    return f"verifiers' own client: {1000 * cpu / count:.2f} ms CPU per rollout, {count / wall:.0f} rollouts/s"
 
 
 class Watch:
@@ -151,6 +207,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="tokens per completion")
     parser.add_argument("--workers", type=int, default=1, help="processes that play the environment; their CPU time counts")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per request")
+    parser.add_argument("--burn", type=float, default=0.0, help="seconds of CPU in each reward")
+    parser.add_argument("--stock", type=int, default=0, help="rollouts with verifiers' own client, too")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -175,6 +233,11 @@ def main() -> None:
     config.ckpt.interval = None
 
     config.orchestrator.env_workers = options.workers
+    if options.burn:
+        modules = tempfile.mkdtemp()
+        (Path(modules) / "burning_reward.py").write_text(BURNING)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
+        config.envs["reverse_text"] = TrainedEnvConfig(id="burning_reward", args={"seconds": options.burn})
     envs: Any = load_environments(config, lambda phase: None)
     wait_loaded(envs, lambda phase: None)
     chat = Chat(build_tokenizer(seq_len))
@@ -199,13 +262,17 @@ def main() -> None:
             profile.enable()
         wall, cpu, finished = runner(run(Path(folder)))
         profile.disable()
-    server.kill()
+    if options.burn:
+        shutil.rmtree(modules)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}: "
-        f"{1000 * cpu / finished:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
+        f"{1000 * cpu / finished - 1000 * options.burn:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
     )
     print("\n".join(watch.report(finished)))
+    if options.stock:
+        print(asyncio.run(stock(f"http://127.0.0.1:{port.value}", options.tokens, options.stock, options.concurrent)))
+    server.kill()
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 

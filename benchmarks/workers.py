@@ -1,18 +1,14 @@
-"""Environment workers: CPU per rollout, workers included, and throughput with rewards that compute: `python benchmarks/workers.py`.
+"""Throughput of environment workers with rewards that block: `python benchmarks/workers.py`.
 
-The first part runs the whole main loop of the orchestrator against the mock server of `benchmarks/orchestrator.py`, with the environment in
-the orchestrator (0) and in 1 and 2 workers. The second part plays rollouts whose reward blocks for `--seconds` and compares the rate with
-the workers' own limit, number of workers / seconds.
+Plays rollouts whose reward takes `--seconds` and compares the rate with the workers' own limit, number of workers / seconds.
+What a worker costs: `python benchmarks/orchestrator.py --workers N`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import multiprocessing as mp
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,19 +16,11 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from orchestrator import publish, serve
 
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
-from rlx.envs.pool import WorkerPool
-from rlx.heartbeat import Heartbeat
-from rlx.inference.endpoints import Endpoint
-from rlx.inference.fleet import Fleet
-from rlx.inference.sampler import Sampler
 from rlx.models.tiny import build_tokenizer
-from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
-from rlx.roles.orchestrator import Orchestrator, first_failure
 from rlx.types import Task, Turn
 
 BLOCKING = """
@@ -52,31 +40,6 @@ def load_environment(seconds: float = 1.0, cpu: bool = False) -> vf.Environment:
 """
 
 
-def config_of(options: argparse.Namespace, workers: int) -> Config:
-    """The configuration of the first part."""
-    config = Config(
-        max_steps=options.steps,
-        max_async_level=1,
-        seq_len=64 + options.tokens,
-        loss={"_target_": "unused", "aggregate": "token_mean"},
-        advantage={"_target_": "rlx.advantages.group.group_norm"},
-        envs={"reverse_text": TrainedEnvConfig(id="rlx-reverse-text")},
-    )
-    config.sampling.max_tokens = options.tokens
-    config.orchestrator.batch_size, config.orchestrator.rollouts_per_example = options.batch, 8
-    config.orchestrator.max_concurrent, config.orchestrator.env_workers = options.concurrent, workers
-    config.trainer.micro_batch_tokens = 8192
-    config.model.name = "tiny"
-    config.ckpt.interval = None
-    return config
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 class Blocked:
     """How long the event loop did not run, each time."""
 
@@ -89,48 +52,6 @@ class Blocked:
             before = time.monotonic()
             await asyncio.sleep(0.002)
             self.seconds.append(time.monotonic() - before - 0.002)
-
-
-def overhead(options: argparse.Namespace, workers: int) -> None:
-    """CPU per rollout of the whole main loop. Call it in a process of its own."""
-    port = mp.get_context("spawn").Value("i", 0)
-    server = mp.get_context("spawn").Process(target=serve, args=(port, options.tokens, 0.0), daemon=True)
-    server.start()
-    config = config_of(options, workers)
-    envs: Any = load_environments(config, lambda _: None)
-    wait_loaded(envs, lambda _: None)
-    pids = [worker.child.pid for env in envs.values() if isinstance(env, WorkerPool) for worker in env._workers]
-    chat = Chat(build_tokenizer(config.seq_len))
-    while port.value == 0:
-        time.sleep(0.01)
-
-    async def run(root: Path) -> str:
-        endpoints, blocked = [Endpoint(f"http://127.0.0.1:{port.value}", "")], Blocked()
-        async with Fleet(endpoints) as fleet, Sampler(endpoints, 600.0, restore=fleet.restore) as sampler:
-            give_policy(envs, config, chat, sampler)
-            paths = RunPaths(root)
-            orchestrator = Orchestrator(config, paths, envs, sampler, fleet, Heartbeat(paths, "orchestrator"))
-            wall, cpu, before = time.monotonic(), time.process_time(), {pid: cpu_of(pid) for pid in pids}
-            watching, used = asyncio.create_task(blocked.watch()), 0.0
-
-            async def publish_and_look() -> None:
-                nonlocal used
-                await publish(paths, options.steps)
-                used = sum(cpu_of(pid) - before[pid] for pid in pids)
-
-            await first_failure(orchestrator.run(), publish_and_look())
-            watching.cancel()
-            wall, cpu, finished = time.monotonic() - wall, time.process_time() - cpu, orchestrator.collector.tally.finished
-        return (
-            f"{workers} workers: {1000 * (cpu + used) / finished:.3f} ms CPU per rollout (orchestrator {1000 * cpu / finished:.3f}, "
-            f"workers {1000 * used / finished:.3f}), {finished / wall:.0f} rollouts/s, event loop blocked at the 99.9th percentile "
-            f"{1000 * float(np.quantile(blocked.seconds, 0.999)):.0f} ms, {finished} rollouts"
-        )
-
-    gc.freeze()
-    with tempfile.TemporaryDirectory() as folder:
-        print(uvloop.run(run(Path(folder))), flush=True)
-    server.kill()
 
 
 class Instant:
@@ -148,12 +69,14 @@ class Instant:
         )
 
 
-def throughput(options: argparse.Namespace, workers: int) -> None:
+def throughput(options: argparse.Namespace) -> None:
     """Rollouts per second with a reward that blocks."""
+    workers = options.workers
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "blocking_reward.py").write_text(BLOCKING)
         os.environ["PYTHONPATH"] = folder
-        config = config_of(options, workers)
+        config = Config(loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
+        config.model.name, config.orchestrator.env_workers = "tiny", workers
         config.envs = {"slow": TrainedEnvConfig(id="blocking_reward", args={"seconds": options.seconds, "cpu": options.cpu})}
         envs: Any = load_environments(config, lambda _: None)
         wait_loaded(envs, lambda _: None)
@@ -185,24 +108,11 @@ def throughput(options: argparse.Namespace, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--concurrent", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens per completion")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each reward in the second part")
-    parser.add_argument("--rollouts", type=int, default=16, help="rollouts of the second part")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each reward")
+    parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--cpu", action="store_true", help="the reward computes instead of sleeping; needs a free core for each worker")
-    parser.add_argument("--part", choices=("overhead", "throughput"), help="only this part")
-    options = parser.parse_args()
-    for part, function in (("overhead", overhead), ("throughput", throughput)):
-        if options.part in (None, part):
-            for workers in options.workers if part == "overhead" else [max(options.workers)]:
-                process = mp.get_context("spawn").Process(target=function, args=(options, workers))
-                process.start()
-                process.join()
-                if process.exitcode:
-                    sys.exit(process.exitcode)
+    throughput(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -11,81 +11,61 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
+class _At:
+    """A fixed place in a run directory, as an attribute of `RunPaths`."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __get__(self, paths: RunPaths, _: type | None = None) -> Path:
+        return paths.root / self.place
+
+
+@dataclass(frozen=True)
 class RunPaths:
     """The files and folders of one run directory."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def secrets(self) -> Path:
-        """The configuration's secret values, which are not in `config.yaml`. Only the run's owner can read the file."""
-        return self.root / "secrets.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        return self.root / "overrides.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.yaml"
-
-    @property
-    def provenance(self) -> Path:
-        return self.root / "provenance.json"
-
-    @property
-    def data(self) -> Path:
-        """Digests of the environments' examples, or of the data sets of `rlx sft`."""
-        return self.root / "data.json"
-
-    @property
-    def reproduce(self) -> Path:
-        return self.root / "reproduce.sh"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
-
-    @property
-    def job(self) -> Path:
-        """The run's last SLURM job: `{"id": "12_3", "submitted": seconds}`."""
-        return self.root / "job.json"
-
-    @property
-    def sbatch(self) -> Path:
-        return self.root / "sbatch.sh"
-
-    @property
-    def explained(self) -> Path:
-        """A dry run's explanation of the plan: processes, a step's arithmetic, memory."""
-        return self.root / "plan.txt"
-
-    @property
-    def report(self) -> Path:
-        """The page that `rlx report` makes, of this run or of the sweep in this directory."""
-        return self.root / "report.html"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / ".lock"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tracking(self) -> Path:
-        """How far W&B and TensorBoard have been forwarded: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's id there}}`."""
-        return self.root / "tracking.json"
-
-    @property
-    def latest_logs(self) -> Path:
-        return self.root / "logs" / "latest"
+    config = _At("config.yaml")
+    # The configuration's secret values, which are not in `config.yaml`. Only the run's owner can read the file.
+    secrets = _At("secrets.yaml")
+    overrides = _At("overrides.yaml")
+    plan = _At("plan.yaml")
+    provenance = _At("provenance.json")
+    data = _At("data.json")  # digests of the environments' examples, or of the data sets of `rlx sft`
+    reproduce = _At("reproduce.sh")
+    status = _At("status.json")
+    job = _At("job.json")  # the run's last SLURM job: `{"id": "12_3", "submitted": seconds}`
+    sbatch = _At("sbatch.sh")
+    explained = _At("plan.txt")  # a dry run's explanation of the plan: processes, a step's arithmetic, memory
+    report = _At("report.html")  # the page that `rlx report` makes, of this run or of the sweep in this directory
+    lock = _At(".lock")
+    metrics = _At("metrics.jsonl")
+    # How far W&B and TensorBoard have been forwarded: `{service: {"forwarded": bytes of metrics.jsonl, "id": the run's id there}}`.
+    tracking = _At("tracking.json")
+    latest_logs = _At("logs/latest")
+    endpoints = _At("endpoints")  # files in which processes publish their bound ports: `inference_0.json`
+    preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
+    heartbeats = _At("heartbeats")
+    stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)
+    batches = _At("batches")  # step batches that the orchestrator hands to the trainer
+    recorded = _At("recorded")  # step batches that were trained on, kept for `replay=`
+    replays = _At("replays")  # steps that were trained again under another objective (`rlx replay`)
+    failures = _At("failures.json")  # what failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did
+    rollouts = _At("rollouts")
+    finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)
+    evaluations = _At("eval")  # results of evaluations, in verifiers' layout
+    progress = _At("progress.json")  # how far a command that plays has come (`Scored.progress`), rewritten twice a second
+    weights = _At("weights")
+    checkpoints = _At("checkpoints")
+    start = _At("start.json")  # the checkpoint that this attempt starts from, written by the launcher; absent if it starts from version 0
+    # The trainer's answer to `preempt`, after its checkpoint: `{"step": completed steps}`. The orchestrator leaves when it exists.
+    preempted = _At("preempted.json")
+    # The trainer's chosen kernels: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`, and `warning` if the objective's
+    # bounds were measured to be too tight.
+    kernels = _At("kernels.json")
+    initial_model = _At("initial_model.txt")  # a file with the path or hub name of policy version 0, written when that version is ready
 
     def logs(self, attempt: int) -> Path:
         return self.root / "logs" / f"attempt_{attempt}"
@@ -97,37 +77,8 @@ class RunPaths:
         """What was waited for when nothing moved, and the stacks of all processes (`rlx.launch.stall`)."""
         return self.logs(attempt) / f"stall_{number}.txt"
 
-    @property
-    def endpoints(self) -> Path:
-        """Files in which processes publish their bound ports: `inference_0.json`."""
-        return self.root / "endpoints"
-
-    @property
-    def preempt(self) -> Path:
-        """Exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75."""
-        return self.root / "preempt"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.root / "heartbeats"
-
-    @property
-    def stalls(self) -> Path:
-        """Questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)."""
-        return self.root / "stalls"
-
-    @property
-    def batches(self) -> Path:
-        """Step batches that the orchestrator hands to the trainer."""
-        return self.root / "batches"
-
     def batch_of(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}.batch"
-
-    @property
-    def recorded(self) -> Path:
-        """Step batches that were trained on, kept for `replay=`."""
-        return self.root / "recorded"
 
     def recorded_of(self, step: int) -> Path:
         return self.recorded / f"step_{step:06d}.batch.zst"
@@ -136,91 +87,33 @@ class RunPaths:
         """What a trainer rank computed for the tokens of a recorded batch (`rlx.data.scores`)."""
         return self.recorded / f"step_{step:06d}.scores_{rank}.zst"
 
-    @property
-    def replays(self) -> Path:
-        """Steps that were trained again under another objective (`rlx replay`)."""
-        return self.root / "replays"
-
     def replay_of(self, step: int, label: str) -> Path:
         """The results of one such step: `tokens.csv` and `summary.json`. `label` names the other objective."""
         return self.replays / f"step_{step}--{label}"
 
-    @property
-    def failures(self) -> Path:
-        """What failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did."""
-        return self.root / "failures.json"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.root / "rollouts"
-
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
-
-    @property
-    def finished(self) -> Path:
-        """Every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)."""
-        return self.rollouts / "finished.jsonl"
 
     def synthesized(self, kind: str) -> Path:
         """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
         return self.root / "data" / f"train.{kind}"
 
-    @property
-    def evaluations(self) -> Path:
-        """Results of evaluations, in verifiers' layout."""
-        return self.root / "eval"
-
     def evaluation_of(self, name: str, model: str, version: int) -> Path:
         """The results of one environment at a policy version."""
         return self.evaluations / f"{name}--{model.replace('/', '--')}" / f"step_{version}"
-
-    @property
-    def progress(self) -> Path:
-        """How far a command that plays has come (`Scored.progress`), rewritten twice a second."""
-        return self.root / "progress.json"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
 
     def weights_of(self, version: int) -> Path:
         """The Hugging Face folder of a policy version; complete when it contains `COMPLETE`."""
         return self.weights / f"step_{version}"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
     def checkpoint_of(self, step: int) -> Path:
         """The state of trainer and orchestrator after `step` training steps; complete when it contains `COMPLETE`."""
         return self.checkpoints / f"step_{step}"
-
-    @property
-    def start(self) -> Path:
-        """The checkpoint that this attempt starts from, written by the launcher; absent if it starts from version 0."""
-        return self.root / "start.json"
 
     def ask_to_give_way(self) -> None:
         """Create the file `preempt`. An existing file keeps its time, that of the first notice."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.preempt, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-
-    @property
-    def preempted(self) -> Path:
-        """The trainer's answer to `preempt`, after its checkpoint: `{"step": completed steps}`. The orchestrator leaves when it exists."""
-        return self.root / "preempted.json"
-
-    @property
-    def kernels(self) -> Path:
-        """The trainer's chosen kernels: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`,
-        and `warning` if the objective's bounds were measured to be too tight."""
-        return self.root / "kernels.json"
-
-    @property
-    def initial_model(self) -> Path:
-        """A file with the path or hub name of policy version 0, written when that version is ready."""
-        return self.root / "initial_model.txt"
 
 
 def listed(path: Path) -> bool:

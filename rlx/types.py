@@ -59,6 +59,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
+    shown: Int | None = None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
     answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
 
 

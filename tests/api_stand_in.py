@@ -15,7 +15,7 @@ KEY = "secret-key-of-the-test"
 def completion(content: str) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    return {"id": "c1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+    return {"id": "c1", "object": "chat.completion", "created": 0, "model": "m-2026", "choices": [choice], "usage": usage}
 
 
 class Api:

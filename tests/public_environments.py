@@ -127,7 +127,7 @@ async def stock(block: Any, row: Mapping[str, Any], answers: Answers, task: Task
     env = load_environment(block)
     data = type(env.taskset).task_type().data_type().model_validate(row["task"])
     try:
-        async with env.serving(), asyncio.timeout(150):
+        async with env.serving(), asyncio.timeout(600):
             (slot,) = env.slots(type(env.taskset).task_type()(data, env.config.taskset.task))
             return await env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig()))
     finally:

@@ -14,7 +14,7 @@ from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.plan.explain import explain
-from rlx.rollout.evaluate import describe
+from rlx.rollout.evaluate import score_metrics
 
 
 def cfg(*argv: str) -> Config:
@@ -110,7 +110,7 @@ def test_the_best_checkpoint_may_be_chosen_by_any_metric_of_an_evaluation(metric
 
 def test_the_metrics_that_can_be_named_are_those_of_the_records() -> None:
     one: Any = SimpleNamespace(reward=0.5, failed=False, is_truncated=False, num_tokens=3, rewards={}, metrics={})
-    assert {f"eval/e/{metric}" for metric in metrics_of(5)} == set(describe("e", [[one] * 5] * 2, 0.5))
+    assert {f"eval/e/{metric}" for metric in metrics_of(5)} == set(score_metrics("e", [[one] * 5] * 2, 0.5))
 
 
 def test_a_dry_run_says_what_is_evaluated() -> None:

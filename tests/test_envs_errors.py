@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from rlx.envs.errors import FailureLog, chain, describe, failure_of, place_of, sources_of
+from rlx.envs.errors import FailureLog, chain, failure_of, in_one_line, place_of, sources_of
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_line_is_the_innermost_of_the_environments_own_code(package):
     place = place_of(error, package)
     assert (place.file, place.line, place.function) == (str(package / "__init__.py"), 4, "scores")
     expected = "RuntimeError: scoring failed ← JSONDecodeError: Expecting value: line 1 column 1 (char 0); at "
-    assert describe(error, package) == f"{expected}{package}/__init__.py:4 in scores"
+    assert in_one_line(error, package) == f"{expected}{package}/__init__.py:4 in scores"
 
 
 def test_an_installed_package_has_its_line_although_it_lies_among_the_installed_ones(package):
@@ -65,21 +65,22 @@ def test_a_message_that_a_cause_repeats_is_said_once():
         except OSError as error:
             raise ValueError(str(error)) from error
 
-    assert describe(raised(fails)).startswith("ValueError ← OSError: server disconnected; at ")
+    assert in_one_line(raised(fails)).startswith("ValueError ← OSError: server disconnected; at ")
 
 
 def test_half_of_a_surrogate_pair_is_a_question_mark():
-    assert describe(ValueError("\ud83d is no word; \U0001f600 is")) == "ValueError: ? is no word; \U0001f600 is"
+    assert in_one_line(ValueError("\ud83d is no word; \U0001f600 is")) == "ValueError: ? is no word; \U0001f600 is"
 
 
 def test_a_key_error_a_group_and_a_circle():
-    assert describe(KeyError("answer")) == "KeyError: no key 'answer'"
+    assert in_one_line(KeyError("answer")) == "KeyError: no key 'answer'"
     assert (
-        describe(ExceptionGroup("tasks", [ValueError("x"), TypeError("y")])) == "ExceptionGroup: tasks (2 sub-exceptions) ← ValueError: x"
+        in_one_line(ExceptionGroup("tasks", [ValueError("x"), TypeError("y")]))
+        == "ExceptionGroup: tasks (2 sub-exceptions) ← ValueError: x"
     )
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
-    assert describe(one) == "ValueError: one ← ValueError: two"
+    assert in_one_line(one) == "ValueError: one ← ValueError: two"
 
 
 def test_a_syntax_error_has_the_line_of_the_file(package):

@@ -14,7 +14,7 @@ from datasets import Dataset
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 from public_classic import Said, check_as_stock, check_tokens, judge, ours, stock
 
-from rlx.envs.verifiers_client import for_template
+from rlx.envs.messages import for_template
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout

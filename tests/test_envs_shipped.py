@@ -26,6 +26,8 @@ from rlx.data.conversations import Conversation
 from rlx.data.masks import mark
 from rlx.envs.answers import conversations
 from rlx.envs.base import sampling_of
+from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import load_chat
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 
@@ -58,6 +60,24 @@ def test_a_prompt_of_the_easy_environments_is_well_under_40_tokens_of_the_tiny_m
 
 
 # sums
+
+
+@pytest.mark.parametrize(
+    ("reply_text", "answer"),
+    [
+        ("7 + 2 = 9", "9"),
+        ("It is 9.", "9"),
+        ("9.0", "9"),
+        ("3 - 8 = -5\n", "-5"),
+        ("1,234", "1234"),
+        ("2.5", "2.5"),
+        ("nine", "nine"),
+        ("", ""),
+    ],
+)
+def test_the_last_number_of_a_reply_in_words_counts(reply_text: str, answer: str) -> None:
+    assert rlx_sums.LastNumberParser().parse(reply_text) == answer
+    assert rlx_sums.build_rows(2, 9, seed=3, words=True)[0]["question"].startswith("What is ")
 
 
 @pytest.mark.parametrize("level", list(rlx_sums.LEVELS))
@@ -249,8 +269,8 @@ def text_of(message: dict[str, Any]) -> str:
     )
 
 
-def marked(said):
-    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), tiny_chat())
+def marked(said, chat=None):
+    return mark(Conversation(messages=[*said.prompt, *said.played], first=len(said.prompt), tools=said.tools), chat or tiny_chat())
 
 
 @pytest.mark.parametrize(
@@ -279,8 +299,9 @@ def test_what_the_tiny_model_learns_fits_into_its_lengths(experiment: str) -> No
     (config,) = cfg.envs.values()
     env = load(config.id, **config.args, num_examples=64)
     limit = sampling_of(cfg, config)["max_tokens"]
+    chat = load_chat(build_tokenizer(cfg.model.context_length, cfg.model.warm_start.tool_calls), cfg.model)
     for said in conversations(env, list(env.rows), teacher_error=0.5, seed=1):
-        (whole,) = marked(said)
+        (whole,) = marked(said, chat)
         assert len(whole) <= cfg.seq_len
         assert max(len(turn) for turn in "".join(" x"[spoken] for spoken in whole.trained).split()) <= limit
 

@@ -221,7 +221,7 @@ def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monk
 
 
 def test_half_of_a_surrogate_pair_is_a_question_mark():
-    from rlx.envs.verifiers_v1_client import for_template
+    from rlx.envs.messages import for_template
 
     message = SimpleNamespace(role="tool", content="half \ud83d", tool_call_id="a", name="reverse")
     assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
@@ -230,10 +230,10 @@ def test_half_of_a_surrogate_pair_is_a_question_mark():
 def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_refused():
     from verifiers.v1.types import ToolMessage
 
-    from rlx.envs.verifiers_v1_client import for_template, recorded
+    from rlx.envs.messages import for_template, recorded
 
     message = ToolMessage(tool_call_id="a", content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
-    with pytest.raises(ValueError, match="has images"):
+    with pytest.raises(ValueError, match="parts of the type image_url"):
         for_template(message)
     assert (recorded(message)["role"], recorded(message)["content"][0]["type"]) == ("tool", "image_url")
 

@@ -26,7 +26,7 @@ def test_two_agents_are_trained_at_their_own_temperatures(tmp_path, monkeypatch)
 
     async def play() -> list[Rollout]:
         async with Servers(run.ready(), request_timeout=120) as client:
-            await client.fleet.wait_ready(60)
+            await client.fleet.wait_ready(300)
             env.policy = policy_of(client, context_length=CONTEXT, sampling={**SAMPLING, "max_tokens": 12})
             try:
                 groups = await asyncio.gather(*(env.play(task_of(env, index), [0, 1, 2], 0) for index in range(4)))

@@ -33,9 +33,10 @@ from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.rollout.play import Player, Records, jobs_of
-from rlx.rollout.results import Outcome
-from rlx.rollout.scored import PLAYED, NothingWorks, Scored
+from rlx.rollout.models import Origin
+from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
+from rlx.rollout.results import METADATA, Outcome
+from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import columns_of, rows_of, write_summary
 from rlx.runs.weights import initial_model, resolve
 from rlx.types import Rollout, Task
@@ -270,7 +271,7 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
     again = scored(tmp_path, Env())
     assert again.player.finished == 0
     asyncio.run(again.play())
-    values = again.write(None)
+    values = again.write(Origin("m"))
     assert (values["eval/sums/avg@2"], values["eval/sums/error_frac"]) == (0.5, 0)
     folder = tmp_path / "eval" / "sums--tiny" / "step_0"
     assert len((folder / "results.jsonl").read_text().splitlines()) == 20
@@ -281,9 +282,11 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
 def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
     one = scored(tmp_path, Env(failing=1, only=3))
     asyncio.run(one.play())
-    values = one.write(None)
+    values = one.write(Origin("there", "there/step_3", 1.0))
     assert values["eval/sums/error_frac"] == pytest.approx(0.1)
-    assert values["eval/sums/avg@2"] == pytest.approx(0.45)
+    assert (values["eval/sums/avg@2"], values["eval/attested"]) == (pytest.approx(0.45), 1.0)
+    metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_0" / METADATA).read_text())
+    assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("there", "there/step_3", 1.0)
     assert len(one._records["sums"].read()) == 20
 
 
@@ -301,6 +304,7 @@ def test_the_table_has_every_score_with_its_interval() -> None:
     assert head == ["step", "env", "examples", "avg@2", "pass@1", "pass@2", "tokens", "errors", "truncated"]
     assert cells[0] == ["base", "a", "10", "0.500 [0.400, 0.600]", "0.500", "0.700", "5.0", "10.0%", "0.0%"]
     assert columns_of(rows())[:7] == ["step", "env", "avg@2", "avg@2_low", "avg@2_high", "pass@1", "pass@2"]
+    assert eval_table([rows()[0], rows()[2] | {"attested": 0.999}])[1][1][-1] == "99.9%"
 
 
 def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
@@ -376,10 +380,12 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
     assert flaky.process.wait(600) == 0, flaky.text
     (row,) = rows_of(RunPaths(tmp_path / "flaky"), ["reverse_text"])
     assert (row["avg@2"], row["error_frac"], row["examples"]) == (1.0, 0.0, 12)
+    metadata = json.loads(next((tmp_path / "flaky").glob(f"eval/*/*/{METADATA}")).read_text())
+    assert (metadata["model"], metadata["served_model"]) == ("m", "m-2026"), "what was asked for, and what answered"
     assert "1.000 [" in flaky.text
     slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "orchestrator.max_concurrent=4")
     assert slow.process.wait(600) == 0, slow.text
-    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA \d", slow.text), slow.text
+    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
     holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
     assert holds == [], "no file has the key"
 
@@ -411,6 +417,8 @@ def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluatio
     records = {one["step"]: one for one in read_metrics(tmp_path / "whole")}
     assert {step: one["eval/reverse_text/avg@1"] for step, one in records.items()} == beside
     assert [records[step]["eval/attested"] for step in (10, 20)] == [1.0, 1.0]
+    said = [json.loads((tmp_path / "whole/eval/reverse_text--tiny" / f"step_{n}" / METADATA).read_text())["weights"] for n in (10, 20)]
+    assert said == [str(training.run_dir / "weights" / f"step_{step}") for step in (10, 20)]
     assert beside[20] > beside[0]
     killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
     file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED

@@ -19,7 +19,7 @@ from rlx.roles.evaluator import has_finished
 from rlx.rollout.play import Records
 from rlx.rollout.results import Outcome, outcome_of
 from rlx.rollout.scored import PLAYED
-from rlx.rollout.synthesis import keep_digests
+from rlx.rollout.tasks import keep_digests
 from rlx.runs.claim import create
 from rlx.types import Task
 

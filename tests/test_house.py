@@ -6,12 +6,12 @@ See docs/architecture.md.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,22 +67,30 @@ def room_of(path: Path) -> str:
     return parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, also inside functions, but not under TYPE_CHECKING."""
     package = ("rlx", *path.relative_to(ROOT / "rlx").parts[:-1])
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    waiting: list[ast.AST] = [parsed(path)]
+    found: list[str] = []
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = [*package[: len(package) - node.level + 1]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names) if module == "rlx" else [module]
+            found += [f"{module}.{alias.name}" for alias in node.names] if module == "rlx" else [module]
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             waiting.extend(node.orelse)
         else:
             waiting.extend(ast.iter_child_nodes(node))
+    return found
 
 
 def test_every_room_has_a_floor():
@@ -168,7 +176,7 @@ def test_only_the_mesh_knows_torchs_ranks_and_collectives():
     "module",
     [
         "rlx.cli",
-        "rlx.plan.rl",
+        "rlx.plan.make",
         "rlx.runs.claim",
         "rlx.launch.supervisor",
         "rlx.types",
@@ -195,9 +203,7 @@ def test_no_file_is_too_long_to_read():
 
 
 def test_every_module_says_what_it_is():
-    silent = [
-        str(path.relative_to(ROOT)) for path in FILES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    silent = [str(path.relative_to(ROOT)) for path in FILES if path.stat().st_size and not ast.get_docstring(parsed(path))]
     assert silent == []
 
 
@@ -214,7 +220,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     optional, imported, wrong = declared_packages(extras=True), set(), []
     shipped = [*FILES, *(path for folder in ("environments", "hydra_plugins") for path in (ROOT / folder).rglob("*.py"))]
     for path in shipped:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             for top in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - ours:

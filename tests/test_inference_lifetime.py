@@ -34,6 +34,7 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_client_outlives_a_server_that_starts_again(tmp_path: Path) -> None:
     """The second server has another port, another key and version 0. The client gets no token of version 0, and seeds still work."""
     run = Run(tmp_path, tied=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from run_servers import Servers
-from test_inference_clients import SAMPLING, Stand, play, until
+from server_stand_in import Stand, play, until
+from test_inference_clients import SAMPLING
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
@@ -186,6 +187,7 @@ def test_a_parameter_that_cannot_be_sent_fails_its_own_request_alone() -> None:
     play(scene, Stand(0.05))
 
 
+@pytest.mark.slow
 def test_requests_and_updates_wait_for_a_lone_server_longer_than_their_own_limits_and_that_time_is_counted() -> None:
     async def scene(client: Servers, stand: Stand) -> None:
         await client.update(Path("weights"), 1)

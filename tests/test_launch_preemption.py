@@ -29,6 +29,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield from starting(tmp_path)
 
 
+@pytest.mark.slow
 def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()

@@ -113,6 +113,7 @@ print("serving", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_counted(start: Callable[..., Run]) -> None:
     dies_twice = (
         SERVES
@@ -153,11 +154,11 @@ def test_a_service_that_hangs_after_it_served_is_killed_and_starts_again(start: 
     )
     waits = "import sys, time\nfrom pathlib import Path\nwhile not (Path(sys.argv[1]) / 'again').exists(): time.sleep(0.02)"
     plan = [toy("inference", stops_once, service=True, arguments=(RUN_DIR,)), toy("trainer", waits, arguments=(RUN_DIR,))]
-    run = start(plan, max_restarts=1, hung_timeout=3.0)
+    run = start(plan, max_restarts=1, hung_timeout=8.0)
     status = run.wait()
     assert status.state == "completed", run.log("launcher")
     (restart,) = status.restarts
-    assert "inference.hung_timeout=3" in restart.reason
+    assert "inference.hung_timeout=8" in restart.reason
     assert "it is killed" in run.log("launcher")
     run.assert_nothing_left()
 
@@ -245,6 +246,7 @@ def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Calla
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)])
     run.until_started()
@@ -292,7 +294,7 @@ def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Cal
     assert run.status().state == "failed"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.Signals) -> None:
     clean = (
         "import signal, sys, time\ndef stop(*_): print('saved', flush=True); sys.exit(143)\nsignal.signal(signal.SIGTERM, stop)\n" + FOREVER
@@ -384,6 +386,7 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
     assert (status.state, status.step) == ("completed", 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     one = start([toy("trainer", FOREVER)], name="one")

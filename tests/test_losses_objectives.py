@@ -18,7 +18,7 @@ from rlx.config.shipped import conf_directory
 from rlx.losses.aipo import aipo, masked_is, opd
 from rlx.losses.base import AGGREGATES, Objective
 from rlx.losses.cispo import cispo
-from rlx.losses.diagnostics import finish
+from rlx.losses.diagnostics import completed
 from rlx.losses.dppo import dppo
 from rlx.losses.grpo import grpo
 from rlx.losses.gspo import gspo, gspo_token
@@ -255,7 +255,7 @@ def test_clipped_tokens_have_no_gradient_and_are_counted_by_side():
     total, stats = Objective(grpo, LossTerms(aggregate="token_mean"))(tokens, 5, 1)
     total.backward()
     assert (tokens.logp.grad == 0).tolist() == [True, True, False, False, False]
-    metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
+    metrics = completed({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
     assert metrics["policy/clip_frac_high"] == pytest.approx(0.2)
     assert metrics["policy/clip_frac_low"] == pytest.approx(0.2)
     tokens = batch([1.0, -1.0, 1.0, -1.0, 1.0])
@@ -276,7 +276,7 @@ def test_diagnostics_equal_plain_loops():
     tokens = make("random")
     n = len(tokens.logp)
     _, stats = Objective(grpo, LossTerms(aggregate="token_mean"))(tokens, n, 4)
-    metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
+    metrics = completed({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
     ratios = [math.exp((a - b).item()) for a, b in zip(tokens.logp, tokens.old_logp, strict=True)]
     clipped = [(r > 1.2 and a > 0) or (r < 0.8 and a < 0) for r, a in zip(ratios, tokens.advantages, strict=True)]
     assert 0 < sum(clipped) < n
@@ -314,7 +314,7 @@ def test_the_effective_sample_size_is_that_of_the_weights_in_the_gradient(name, 
     total, stats = Objective(function, LossTerms(aggregate="token_mean", correction_cap=1.1, **terms))(tokens, 20, 4)
     (gradient,) = torch.autograd.grad(total, tokens.logp)
     weights = gradient * 20 / -tokens.advantages
-    metrics = finish({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
+    metrics = completed({k: float(v) for k, v in stats.sums.items()}, {k: float(v) for k, v in stats.maxima.items()})
     size = float(weights.sum() ** 2 / (20 * weights.square().sum().clamp(min=1e-300)))
     assert metrics["policy/ess"] == pytest.approx(size, rel=1e-9)
     if not terms and name in ("reinforce", "aipo"):

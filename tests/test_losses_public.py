@@ -136,7 +136,7 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # the first case may install TRL
+@pytest.mark.timeout(1500)  # the first case may install TRL
 @pytest.mark.parametrize(("preset", "extra"), CASES, ids=NAMES)
 def test_trl_computes_the_same_loss_and_gradient(preset, extra, trl_results):
     mask = make()["mask"]

@@ -143,6 +143,7 @@ def test_commands_are_modules_and_several_trainer_ranks_run_under_torchrun() -> 
 def test_cpu_threads_reach_every_role() -> None:
     plan = make_plan(config("cpu", hardware={"cpu_threads": 3}), Path("/run"))
     assert {spec.env["OMP_NUM_THREADS"] for spec in plan} == {"3"}
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan} == {"PASSIVE"}, "a thread that spins takes a core from another role"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,14 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
+
+
+def test_the_plan_in_words_says_how_long_a_step_takes_on_a_cpu() -> None:
+    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2})
+    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 64, 50
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "at most about 3 min to train and 2 min to sample, with 2 threads a role" in text, text  # 38.4e12 / 2e11 s, 6.4e12 / 5e10 s
+    assert "time on CPU" not in explain(config("node8"), make_plan(config("node8"), Path("/run")), {}, [], "/run")
 
 
 def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:

@@ -16,7 +16,7 @@ from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
-from rlx.rollout.evaluate import describe
+from rlx.rollout.evaluate import score_metrics
 from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
@@ -183,7 +183,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
     outcome = outcome_of(good)
     assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
-    described = describe("e", [[outcome]], 0.5)
+    described = score_metrics("e", [[outcome]], 0.5)
     assert "eval/e/completion_mean" not in described
     row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}
     assert eval_table([row])[1][0][-3] == "-"

@@ -20,7 +20,7 @@ from rlx.models.tiny import build_tokenizer
 from rlx.policy import teacher as teacher_module
 from rlx.policy.teacher import LOWEST, Teacher, TeacherError, probe_texts
 from rlx.rollout.teaching import Teaching
-from rlx.types import TrainingSample
+from rlx.types import Rollout, Task, TrainingSample, Turn
 
 TOKENIZER = build_tokenizer(CONTEXT)
 Answer = Callable[[int], Awaitable[web.Response | None]]
@@ -140,7 +140,7 @@ def test_what_is_not_scored_by_the_deadline_is_missing_and_nothing_waits_longer(
         return status(429) if number > 1 else None
 
     server = StandIn(first)
-    scores = talk(server, lambda teacher: teacher.score(SEQUENCES), batch_size=1, max_concurrent=1, deadline=1.2)
+    scores = talk(server, lambda teacher: teacher.score(SEQUENCES, deadline=1.2), batch_size=1, max_concurrent=1)
     assert [one is None for one in scores.logprobs] == [True, False, True, True]  # the shortest is asked for first
     assert scores.missing == 3
 
@@ -207,10 +207,41 @@ def at_temperature_1(samples: list[TrainingSample]) -> list[TrainingSample]:
     return [replace(sample, temperature=np.ones_like(sample.temperature)) for sample in samples]
 
 
+def turn_of(sample: TrainingSample, shown: list[int] | None = None) -> Turn:
+    """The turn that gives this sample."""
+    start = int(np.flatnonzero(sample.loss_mask)[0])
+    return Turn(
+        prompt_ids=sample.token_ids[:start],
+        completion_ids=sample.token_ids[start:],
+        logprobs=sample.inference_logprobs[start:],
+        versions=sample.versions[start:],
+        temperature=1.0,
+        finish_reason="stop",
+        shown=None if shown is None else np.array(shown, dtype=np.int32),
+    )
+
+
+def groups_of(samples: list[TrainingSample], shown: list[int] | None = None) -> list[list[Rollout]]:
+    """The groups that give these samples."""
+    turns: dict[tuple[int, int], list[Turn]] = {}
+    for sample in samples:
+        turns.setdefault((sample.group, sample.member), []).append(turn_of(sample, shown))
+    groups: dict[int, list[Rollout]] = {}
+    for (group, member), own in turns.items():
+        task = Task(env=next(sample.env for sample in samples if sample.group == group), example_id=0, index=group, row={})
+        keys: dict[str, Any] = {"prompt": "", "completion": "", "reward": 0.0, "rewards": {}, "metrics": {}, "status": "ok", "stop": ""}
+        groups.setdefault(group, []).append(Rollout(task=task, member=member, turns=tuple(own), **keys))
+    return list(groups.values())
+
+
+async def scored(teachers: dict[str, Teacher], samples: list[TrainingSample], unscored: str = "fail") -> Any:
+    return await Teaching(teachers, unscored).score(step_batch(3, [samples]), groups_of(samples))
+
+
 def test_the_samples_of_an_environment_with_a_teacher_get_scores_where_the_policy_sampled():
     samples = at_temperature_1(make_samples(groups=2))
     mine = [replace(sample, env="taught") if sample.group else sample for sample in samples]
-    batch, values = talk(StandIn(), lambda teacher: Teaching(teacher, frozenset({"taught"})).score(step_batch(3, [mine])))
+    batch, values = talk(StandIn(), lambda teacher: scored({"taught": teacher}, mine))
     for before, after in zip(mine, batch.mini_batches[0], strict=True):
         if before.env == "taught":
             wanted = np.where(before.loss_mask, expected(before.token_ids), np.nan)
@@ -228,26 +259,78 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     samples, keys = at_temperature_1(make_samples(groups=2)), {"batch_size": 1, "max_concurrent": 1, "deadline": 1.2}
 
     def score(unscored: str) -> Any:
-        return talk(
-            StandIn(first), lambda teacher: Teaching(teacher, frozenset({"test"}), unscored).score(step_batch(3, [samples])), **keys
-        )
+        return talk(StandIn(first), lambda teacher: scored({"test": teacher}, samples, unscored), **keys)
 
     batch, values = score("drop")
     assert len(batch.mini_batches[0]) == 1
     assert values["teacher/unscored"] == len(samples) - 1
+    left = int(batch.mini_batches[0][0].loss_mask.sum())
+    assert values["teacher/unscored_tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples) - left
     with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 1\.2 s .*\(503\): broken\. teacher\.unscored=drop"):
         score("fail")
 
 
 def test_tokens_that_an_environment_sampled_at_another_temperature_are_refused():
     def score(samples: list[TrainingSample]) -> Any:
-        return talk(StandIn(), lambda teacher: Teaching(teacher, frozenset({"test"})).score(step_batch(3, [samples])))
+        return talk(StandIn(), lambda teacher: scored({"test": teacher}, samples))
 
     samples = make_samples(groups=2)
     with pytest.raises(TeacherError, match=r"environment test sampled \d+ tokens of rollout 1/0 at temperature 0\.7.*ref_kl_weights"):
         score(samples)
     without = [replace(s, ref_kl_weights=np.where(s.temperature == 1, 1, 0).astype(np.float32)) for s in samples]
     assert len(score(without)[0].mini_batches[0]) == len(samples)
+
+
+def test_groups_are_scored_as_they_finish_in_full_requests_while_the_teacher_is_busy():
+    samples = at_temperature_1(make_samples(groups=6, members=2))
+    groups = groups_of(samples)
+    open_door = asyncio.Event()
+
+    async def first(number: int) -> web.Response | None:
+        await open_door.wait()
+        return None
+
+    server = StandIn(first)
+
+    async def conversation(teacher: Teacher) -> Any:
+        teaching = Teaching({"test": teacher})
+        teaching.begin(groups[0])
+        while not server.asked:  # an idle teacher is asked at once
+            await asyncio.sleep(0.01)
+        for group in groups[1:]:
+            teaching.begin(group)
+            teaching.begin(group)  # a second time changes nothing
+        while server.open < 2:
+            await asyncio.sleep(0.01)
+        asked = [len(body["prompt"]) for body in server.asked]
+        open_door.set()
+        return asked, await teaching.score(step_batch(0, [samples]), groups), teaching
+
+    asked, (batch, values), teaching = talk(server, conversation, batch_size=6, max_concurrent=2)
+    assert asked == [3, 6]  # the first group alone, then a full request; the third waits for a free place
+    assert [len(body["prompt"]) for body in server.asked] == [3, 6, 6, 3]
+    assert all(sample.teacher_logprobs is not None for sample in batch.mini_batches[0])
+    assert values["teacher/unscored"] == 0
+    assert not teaching._asked, "what a batch has taken is forgotten"
+
+
+def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_numbers_belong_to_the_policys_tokens():
+    samples = [sample for sample in at_temperature_1(make_samples(groups=2, members=1)) if sample.member == 0]
+    server, shown = StandIn(), [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5]
+
+    async def conversation(teacher: Teacher) -> Any:
+        teaching = Teaching({"test": teacher})
+        done = await teaching.score(step_batch(0, [samples]), groups_of(samples, shown))
+        teacher.context = 12
+        with pytest.raises(TeacherError, match=r"has with its demonstration \d+ tokens; .* they take 12\. .*inference\.max_model_len"):
+            teaching.begin(groups_of(samples, shown)[0])
+        return done
+
+    batch, _ = talk(server, conversation)
+    for sample, taught in zip(samples, batch.mini_batches[0], strict=True):
+        start = int(np.flatnonzero(sample.loss_mask)[0])
+        assert [*shown, *sample.token_ids[start:].tolist()] in [ids for body in server.asked for ids in body["prompt"]]
+        assert np.allclose(taught.teacher_logprobs, np.where(sample.loss_mask, -sample.token_ids / 10, np.nan), equal_nan=True)
 
 
 # a real server

@@ -25,6 +25,8 @@ class FakeEnv:
     """Plays as `behave` says. The tokens have the versions that `server.version` has when an episode begins and ends."""
 
     scores_groups = False
+    compares = True  # with `scores_groups`: the rewards of these tasks do compare the group
+    agents: Sequence[str] = ()
 
     def __init__(self, behave: Behaviour = lambda *_: 0.0, name: str = "e", size: int = 100) -> None:
         self.name = name
@@ -38,7 +40,10 @@ class FakeEnv:
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         self.asked.append((task.index, list(members), attempt))
-        return list(await asyncio.gather(*(self.rollout(task, member, attempt) for member in members)))
+        played = list(await asyncio.gather(*(self.rollout(task, member, attempt) for member in members)))
+        if self.scores_groups and self.compares and any(one.status != "ok" for one in played):
+            return [replace(one, status="cancelled") if one.status == "ok" else one for one in played]
+        return played
 
     async def rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         self.started.append((task.index, member, attempt))
@@ -260,6 +265,16 @@ def test_rewards_that_compare_a_group_are_asked_for_as_a_whole_and_a_failed_memb
     assert [asked for asked in env.asked if asked[0] == 2] == [(2, [0, 1], 0), (2, [0, 1], 1), (2, [0, 1], 2)]
     assert groups.tally.failed == {"error": 2}
     assert groups.tally.finished == 8
+    assert sorted(rollout.arrival for rollouts in batch for rollout in rollouts) == list(range(8))
+
+
+def test_in_a_group_of_environments_only_the_failed_member_of_one_that_compares_nothing_is_played_again() -> None:
+    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
+    env.scores_groups, env.compares = True, False
+    groups = collector(env)
+    batch = run(groups.collect)
+    assert [asked for asked in env.asked if asked[0] == 2] == [(2, [0, 1], 0), (2, [1], 1), (2, [1], 2)]
+    assert [[rollout.member for rollout in rollouts] for rollouts in batch] == [[0, 1]] * 4
     assert sorted(rollout.arrival for rollouts in batch for rollout in rollouts) == list(range(8))
 
 

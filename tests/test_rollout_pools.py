@@ -56,6 +56,14 @@ def test_examples_move_between_pools_and_are_drawn_by_their_shares() -> None:
     assert examples.counts() == {"normal": 21, "easy": 9, "hard": 10}
 
 
+def test_pools_do_not_mix_the_agents_of_a_game() -> None:
+    env = FakeEnv()
+    env.agents = ("left", "right")
+    with pytest.raises(ValueError, match=r"envs\.e trains several agents in turn \(left, right\), and .*agents=\[left\]"):
+        TaskSequence({"e": env}, {"e": 1.0}, 0, POOLS)  # type: ignore[dict-item]
+    TaskSequence({"e": env}, {"e": 1.0}, 0, BufferConfig())  # type: ignore[dict-item]
+
+
 def test_pools_that_took_everything_still_give_examples() -> None:
     examples = Examples("e", ROWS, 0, BufferConfig(easy_threshold=0.5))
     for row in range(40):

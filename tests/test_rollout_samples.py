@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlx.advantages.group import group_mean
-from rlx.rollout.batch import describe, scores_of
+from rlx.rollout.batch import scores_of, step_metrics
 from rlx.rollout.groups import Tally, checked
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample, Turn
@@ -127,7 +127,7 @@ def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
     ))  # fmt: skip
     group = Group(id=5, task=TASK, rollouts=both, advantages=np.ones(2, dtype=np.float32))
     for masked, share in ((True, 0.25), (False, 0.0)):
-        described = describe([group], StepBatch(step=0, mini_batches=(tuple(samples(*both, mask_overlong=masked)),)), Tally())
+        described = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(*both, mask_overlong=masked)),)), Tally())
         assert described["batch/overlong_frac"] == share
         assert described["batch/loss_tokens"] == 4 * (1 - share)
 

@@ -51,6 +51,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(start):
     assert job.status()["state"] == "failed"
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_nothing_behind(start):
     job = start("run", *LONG)
     job.until_step(1)

@@ -67,9 +67,6 @@ def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
     for record in first.metrics("trainer"):
         assert record["mismatch/kl"] <= 1e-6
         assert record["off_policy/lag_max"] == 0
-    other = start("other", "max_async_level=0", *SHORT, "seed=1")
-    assert other.wait() == 0, other.text()
-    assert other.reproducible_lines() != first.reproducible_lines()
 
 
 @pytest.mark.long
@@ -155,10 +152,12 @@ def test_a_mix_of_sums_and_reversing_improves(start):
 
 @pytest.mark.long
 def test_two_runs_side_by_side_do_not_meet(start):
-    jobs = [start(name, *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "two"))]
+    jobs = [start(name, "max_async_level=0", *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "two"))]
     codes = [job.wait() for job in jobs]
     assert codes == [0, 0], "\n".join(job.text() for job in jobs)
     assert all(len(job.metrics("trainer")) == 4 for job in jobs)
+    one, two = (job.reproducible_lines() for job in jobs)
+    assert one != two, "equal runs on the policy have equal lines; these have other seeds"
 
 
 def test_an_installed_package_finds_its_configuration(tmp_path):

@@ -72,7 +72,7 @@ def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_vers
     assert "sent no heartbeat" in restart["reason"]
     assert "(inference.hung_timeout=20)" in restart["reason"]
     assert "  restarted inference_0 1 ×; the last: sent no heartbeat" in job.text()
-    job.wait_until_nothing_is_left(timeout=10)
+    job.wait_until_nothing_is_left()
 
 
 @pytest.mark.long

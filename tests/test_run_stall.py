@@ -19,7 +19,9 @@ def account_of(job: MainJob, name: str) -> str | None:
 
 
 def test_a_stopped_trainer_and_a_stopped_server_are_named_and_the_run_completes(start):
-    job: MainJob = start("run", "max_steps=30", "orchestrator.batch_size=64", "launcher.stall_timeout=12", "ckpt.interval=null")
+    job: MainJob = start(
+        "run", "max_steps=30", "orchestrator.batch_size=64", "launcher.stall_timeout=12", "inference.hung_timeout=400", "ckpt.interval=null"
+    )
     for name in ("trainer", "inference_0"):
         job.until_step(max((record["step"] for record in job.metrics("trainer")), default=0) + 3)
         pid = json.loads((job.run_dir / "heartbeats" / f"{name}.json").read_text())["pid"]

@@ -62,6 +62,7 @@ def synthesize(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., Synt
         job.destroy()
 
 
+@pytest.mark.long
 def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthesize: Callable[..., Synthesis]):
     whole = synthesize("whole", *MIX)
     assert whole.wait() == 0, whole.text()
@@ -99,6 +100,7 @@ def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthes
         place = (one_row["env"], one_row["index"])
         best[place] = max(best.get(place, 0.0), one_row["reward"])
     assert {(row["env"], row["index"]): row["reward"] for row in kept} == best
+    supervised_training_takes_the_file_as_it_is(chosen)
 
 
 def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Synthesis]):
@@ -110,10 +112,7 @@ def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Sy
     run.wait_until_nothing_is_left()
 
 
-@pytest.mark.long
-def test_supervised_training_takes_the_file_as_it_is(synthesize: Callable[..., Synthesis]):
-    run = synthesize("run", *MIX, "format=parquet")
-    assert run.wait() == 0, run.text()
+def supervised_training_takes_the_file_as_it_is(run: Synthesis) -> None:
     model = (run.run_dir / "initial_model.txt").read_text().strip()
     keys = ["model=tiny_trained", f"model.name={model}", "seq_len=256", "data.batch_size=16", "max_steps=3"]
     file, other = run.run_dir / "data" / "train.parquet", run.run_dir.with_name("trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlx.config.schema import Config
 from rlx.runs.replay import without_effect
 
 
+@functools.cache
 def composed(*overrides: str) -> Config:
     return compose(list(overrides), environ={}).cfg
 

@@ -133,7 +133,7 @@ os.setgroups([]), os.setegid(65534), os.seteuid(65534)
 sys.exit(rlx.cli.runs.run([{str(folder)!r}]))"""
         listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert listed.returncode == 0, listed.stderr
-        rows = {Path(line.split()[0]).name: line.split()[1] for line in listed.stdout.splitlines()[1:]}
+        rows = {Path(line.split()[0]).name: line.split()[2] for line in listed.stdout.splitlines()[1:]}
         assert rows == {"open": "running", "closed": "unreadable"}
         assert "you may not read" in listed.stderr
         assert "Traceback" not in listed.stderr

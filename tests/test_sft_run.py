@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlx.cli import main
-from rlx.config.load import load_run
+from rlx.config.load import compose, load_run
 from rlx.config.roots import SFT
 from rlx.config.schema import WarmStartConfig
+from rlx.heartbeat import Heartbeat
 from rlx.metrics import read_metrics
 from rlx.models import tiny
+from rlx.paths import RunPaths
+from rlx.roles.prepare import make, recipe
 
 SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
 
@@ -62,7 +67,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert "samples longer than seq_len" in whole.stdout
     lines = records(data / "whole")
     assert [line["step"] for line in lines if line["source"] == "trainer"] == list(range(8))
-    assert [line["step"] for line in lines if line["source"] == "eval"] == [0, 2, 4, 6, 8]
+    assert [line["step"] for line in lines if line["source"] == "val"] == [0, 2, 4, 6, 8]
     assert sum(line.get("data/overlong", 0) for line in lines) > 0
     assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
 
@@ -91,6 +96,41 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert load_run(data / "both", SFT).data.name == f"{data}/train.jsonl"
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_again(data: Path) -> None:
+    keys = ("max_steps=6", "ckpt.interval=3", "val.name=null", "env=reverse_text", "eval.interval=3", "eval.num_examples=8")
+    first = sft(data, "evaluated", *keys)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "eval      reverse_text avg@1: " in first.stdout
+    run = data / "evaluated"
+    evaluated = [line for line in records(run) if line["source"] == "eval"]
+    assert [line["step"] for line in evaluated] == [0, 3, 6]
+    assert all(line["eval/reverse_text/examples"] == 8 for line in evaluated)
+    assert sorted(folder.name for folder in (run / "weights").glob("step_*")) == ["step_3", "step_6"]
+
+    metrics = run / "metrics.jsonl"  # as if the run had been killed before its last evaluations
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"source": "eval"' not in line or '"step": 0,' in line]
+    metrics.write_text("".join(kept))
+    again = sft(data, "evaluated", *keys, "resume=latest")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line for line in records(run) if line["source"] == "eval"] == evaluated
+
+
+@pytest.mark.slow
+def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> None:
+    keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true")
+    done = sft(data, "bench", *keys)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "forward and backward" in done.stdout
+    found = json.loads((data / "bench" / "bench.json").read_text())
+    assert found["steps"] == 2
+    assert found["tokens_per_second"] > 0
+    assert found["tflops"] > 0
+    assert not list((data / "bench").glob("weights/step_*"))
+    assert not list((data / "bench").glob("checkpoints/step_*"))
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -101,7 +141,12 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
         (("loss=grpo",), "no policy sampled these rows"),
         (("trainer.num_minibatches=2",), "a batch of rows is one optimizer step"),
         (("data.nam=x",), "Did you mean `data.name`?"),
-        (("envs.math.weight=1",), "It is a key of `rlx train`"),
+        (("reward.soft_overlong=true",), "It is a key of `rlx train`"),
+        (("eval.interval=2",), "there is no environment to evaluate on: eval.interval=2"),
+        (("env=sums",), "supervised training plays no environment, and there is no evaluation"),
+        (("bench=true",), "a benchmark trains on random tokens: bench=true (command line) with data.type=sft"),
+        (("data=fake", "data.name=null", "bench=true"), "a benchmark measures the trainer alone: bench=true (command line) with val.name"),
+        (("env=sums", "eval.interval=2", "hardware=gpu2", "hardware.trainer_processes=2", "dry_run=true"), "the layout needs 3 GPUs"),
         (("val.name={data}/odd.jsonl",), r"val.name: row 0 of {data}/odd.jsonl (line 1) cannot be trained on: it needs `messages`"),
     ],
 )
@@ -119,3 +164,30 @@ def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) 
     assert "data.name: 54 rows" in said
     assert f"data (weight 1): {data}/train.jsonl, train" in said
     assert "at most 768 = 8 × seq_len 96" in said
+
+
+@pytest.mark.slow
+def test_the_warm_start_of_a_run_is_what_rlx_sft_makes_of_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=8")]
+    cfg, prepared = compose(["env=reverse_text", *model]).cfg, tmp_path / "prepared"
+    make(cfg, recipe(cfg), prepared, Heartbeat(RunPaths(tmp_path), "prepare"))
+
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.chdir(root)
+    rows = tmp_path / "rows.jsonl"
+    said = subprocess.run([sys.executable, "examples/demonstrations.py", str(rows), "env=reverse_text", *model], check=False, text=True)
+    assert said.returncode == 0
+    same = (
+        "optim.lr=3e-3",
+        "scheduler.warmup_steps=6",
+        "max_steps=6",
+        "data.batch_size=64",
+        "seq_len=256",
+        "trainer.micro_batch_tokens=4096",
+    )
+    run = [sys.executable, "-m", "rlx.cli", "sft", f"data.name={rows}", "model=tiny", *model, *same, f"run.dir={tmp_path}/run"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, other = (load_file(folder / "model.safetensors") for folder in (prepared, tmp_path / "run" / "weights" / "step_6"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -106,6 +106,7 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
     assert [line for line in leaves.asked() if "12_1" not in line] == []
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     leaves = job(LEAVES)
     leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
@@ -139,6 +140,7 @@ def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatc
         jobs.queue()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
     done = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
     note_job(done.paths, "13")

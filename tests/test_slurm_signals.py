@@ -145,7 +145,8 @@ TAKES_NOTICE = LEAVES.replace(
 )
 
 
-@pytest.mark.parametrize("code", [TAKES_NOTICE, pytest.param(LEAVES, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
 def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     """As in preemption without a user signal in a partition with a GraceTime: SLURM signals the steps, not the batch script."""
     toys = job(code, code)

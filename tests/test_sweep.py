@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.cli import main, sweep
+from rlx.cli import main, sweep, train
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
@@ -85,7 +86,7 @@ def test_the_command_line_wins_over_a_file_of_the_group_sweeps():
 def test_files_of_ones_own_are_found(tmp_path: Path):
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("# @package _global_\nmax_steps: 5\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
-    elements = sweep.checked(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out")
+    elements = sweep.checked(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out", train.command())
     assert [(e.cfg.seed, e.cfg.max_steps, e.cfg.run.dir) for e in elements] == [
         (1, 5, f"{tmp_path}/out/seed=1"),
         (2, 5, f"{tmp_path}/out/seed=2"),
@@ -112,18 +113,23 @@ def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv
         assert compose(argv.split(), environ).cfg.max_steps == 100
 
 
+@functools.cache
+def shipped(name: str) -> list:
+    return sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, Path("outputs"), train.command())
+
+
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_sweep_composes_checks_and_plans(name: str, tmp_path: Path):
-    elements = sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)
+def test_every_shipped_sweep_composes_checks_and_plans(name: str):
+    elements = shipped(name)
     assert len({str(e.paths.root) for e in elements}) == len(elements) >= 2
     assert all(e.plan for e in elements)
     for element in elements:
         check_built(element.cfg)
 
 
-def test_the_shipped_sweeps_are_what_they_say(tmp_path: Path):
+def test_the_shipped_sweeps_are_what_they_say():
     def of(name: str) -> list:
-        return [e.cfg for e in sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, tmp_path)]
+        return [e.cfg for e in shipped(name)]
 
     losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft", "opd"}
     assert {cfg.run.name for cfg in of("losses")} == {f"loss={loss}" for loss in losses}
@@ -189,7 +195,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     with pytest.raises(ConfigError, match=r"max_steps: 3 ≠ 4"):
-        sweep.run(["-m", "seed=1,2", "max_steps=4", f"run.dir={toys}"])
+        sweep.run(["-m", "seed=1,2", "max_steps=4", f"run.dir={toys}"], train.command())
 
 
 @pytest.mark.slow
@@ -228,7 +234,7 @@ def sweep_paths(root: Path):
 def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.MonkeyPatch):
     from rlx.launch import sweep as launch_sweep
 
-    elements = sweep.checked(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys)
+    elements = sweep.checked(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys, train.command())
     assert launch_sweep.check_local(elements, ["4", "5", "6", "7"], None) == 2
     with pytest.raises(ConfigError, match="3 runs of 2 GPUs need 6, and 4 are visible"):
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
@@ -267,8 +273,9 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     from rlx.launch import sweep as launch_sweep
 
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
-    launch_sweep.release(launch_sweep.make_directories(sweep.checked(expand(line, {}).elements, toys)))  # as the launcher's death does
-    assert sweep.run(line) == 0
+    elements = sweep.checked(expand(line, {}).elements, toys, train.command())
+    launch_sweep.release(launch_sweep.make_directories(elements))  # as the launcher's death does
+    assert sweep.run(line, train.command()) == 0
 
 
 def test_a_secret_names_no_directory_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx.config.schema import WarmStartConfig
 from rlx.models.tiny import CHARACTERS, END, PAD, ROLES, START, UNKNOWN, VOCABULARY, build_model, build_tokenizer, save
+from rlx.policy.chat import Chat
+from rlx.policy.parsers import TOOL_PARSERS
 
 SMALL = WarmStartConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
@@ -66,19 +68,25 @@ def test_the_template_renders_chatml_and_the_head_of_the_answer(tokenizer):
     assert text == f"{START}system\nbe brief{END}\n{START}user\n1 + 2{END}\n{START}assistant\n"
 
 
-def test_the_template_renders_tools_calls_and_results(tokenizer):
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'),
+        ("pythonic", '[add(a=1, b="x")]'),
+    ],
+)
+def test_the_template_renders_tools_calls_and_results_and_the_parser_reads_the_call(form, said):
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
     messages = [
         {"role": "user", "content": "1 + 2"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     ]
+    tokenizer = build_tokenizer(256, form)
+    assert (Chat(tokenizer).tool_parser, TOOL_PARSERS[form](said, [])) == (form, ("", [("add", '{"a": 1, "b": "x"}', "")]))
     text = tokenizer.apply_chat_template(messages, tools=[{"type": "function", "function": function}], tokenize=False)
-    assert text == (
-        f"{START}system\ntools: add(a, b){END}\n{START}user\n1 + 2{END}\n"
-        f'{START}assistant\n<tool_call>\n{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}\n</tool_call>{END}\n{START}tool\n3{END}\n'
-    )
+    assert text == (f"{START}system\ntools: add(a, b){END}\n{START}user\n1 + 2{END}\n{START}assistant\n{said}{END}\n{START}tool\n3{END}\n")
 
 
 def test_a_later_prompt_extends_an_earlier_one(tokenizer):

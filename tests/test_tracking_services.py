@@ -228,6 +228,7 @@ def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: 
     assert "assistant: &lt;b&gt;cba&lt;/b&gt;" in text
 
 
+@pytest.mark.slow
 def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2

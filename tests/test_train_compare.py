@@ -29,7 +29,7 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.record import record_batch
 from rlx.runs.claim import create
-from rlx.train.compare import _measure, cosine
+from rlx.train.compare import Measured, cosine
 from rlx.types import TrainingSample
 
 EPS = 0.2
@@ -101,7 +101,9 @@ def test_weights_are_those_of_the_papers_formulas_and_give_the_gradient(case: st
     kinds = {"none": sum(w == 0 for w in expected.values()), "some": sum(w != 0 for w in expected.values())}
     assert min(kinds.values()) >= 3, "the example has clipped and unclipped tokens"
     trainer = make_trainer(make_model(), function, aggregate, proximal="inference")
-    side, (gradient,), logp = _measure(trainer, step_batch(2, [samples]), tokens=40)
+    measured = Measured(trainer, step_batch(2, [samples]), tokens=40)
+    (gradient,) = measured.gradients()
+    side, logp = measured.side, measured.logp
 
     begin = 0
     total = torch.zeros((), dtype=torch.float64)
@@ -127,7 +129,9 @@ def test_tokens_that_only_cross_entropy_reads_have_their_weight() -> None:
     samples = [taught(sample) for sample in make_samples()]
     trainer = make_trainer(make_model())
     trainer.losses = mix_of({"test": SFT})
-    side, _, _ = _measure(trainer, step_batch(2, [samples]), tokens=40)
+    measured = Measured(trainer, step_batch(2, [samples]), tokens=40)
+    assert len(list(measured.gradients())) == 1
+    side = measured.side
     read = np.concatenate([sample.ce_weights for sample in samples if sample.ce_weights is not None])
     assert side.num_tokens == [int(read.sum())]
     assert side.weights[read > 0] == pytest.approx(1)

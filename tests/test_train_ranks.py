@@ -57,19 +57,24 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of all cases. Each case is trained by one process (in float32), by two and by three."""
+    """Folders of all cases, each trained by one process in float32."""
     folders = {}
     for case, (name, keys) in CASES.items():
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
         train(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
-    for ranks in (2, 3):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
-        command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders.values())]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
     return folders
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
+    """How many processes have trained all cases, too."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
+    command = [*launcher, str(HERE / "rank_worker.py"), *map(str, results.values())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return request.param
 
 
 def outcome(folder: Path, ranks: int) -> dict:
@@ -88,7 +93,6 @@ def same(ours: dict, theirs: dict, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", [case for case in CASES if "bfloat16" not in case])
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
@@ -105,7 +109,6 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["bfloat16", "adapters_bfloat16"])
 def test_bfloat16_with_float32_parameters_stays_near_float32(case, ranks, results):
     exact, found = (outcome(results[case], n)["gradients"] for n in (1, ranks))

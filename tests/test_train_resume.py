@@ -87,6 +87,7 @@ def test_a_replay_trains_on_what_was_recorded_and_writes_the_same_metrics(tmp_pa
     assert steps(again) == [STEPS]
 
 
+@pytest.mark.long
 def test_a_replay_packs_for_its_own_ranks_rows_and_mini_batches(tmp_path: Path) -> None:
     """The record holds samples. Other ranks and longer rows change only rounding; another split gives other optimizer steps."""
     run = recorded_run(tmp_path / "run")

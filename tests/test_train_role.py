@@ -157,6 +157,7 @@ def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_train_like_one(tmp_path):
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", ranks=2)
     finish(start(one))

@@ -95,6 +95,30 @@ def test_a_rank_without_work_contributes_zero_gradients():
     assert metrics["optim/grad_norm"] == 0
 
 
+def test_groups_without_any_advantage_cost_no_backward_and_change_nothing():
+    samples = [
+        sample if sample.group % 2 else dataclasses.replace(sample, advantages=np.zeros_like(sample.advantages))
+        for sample in make_samples(groups=8)
+    ]
+    (together,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
+    (apart,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=60).mini_batches
+    moving = [row for row in apart.micro_batches if row.advantages.any()]
+    assert 1 < len(moving) < len(apart.micro_batches)
+    assert apart.micro_batches[: len(moving)] == tuple(moving), "a row has groups of one kind, and the first has a gradient"
+    trainer, backwards = make_trainer(make_model()), []
+    trainer.model.layers[0].register_full_backward_hook(lambda *_: backwards.append(1))
+    stats = [trainer.accumulate_gradients(together), None]
+    wanted = gradients(trainer)
+    backwards.clear()
+    stats[1] = trainer.accumulate_gradients(apart)
+    assert len(backwards) == len(moving)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, wanted[name])
+    assert stats[0].sums.keys() == stats[1].sums.keys()
+    for name, value in stats[0].sums.items():
+        torch.testing.assert_close(stats[1].sums[name], value)
+
+
 def test_on_policy_mismatch_is_nothing_but_rounding():
     samples = make_samples()
     hf = make_model()

@@ -8,16 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from view_run import write_run, write_step
+from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.paths import RunPaths
+from rlx.policy.transcript import Transcript
 from rlx.rollout.index import RolloutIndex, index_of, read_index
+from rlx.rollout.play import Job, Records
 from rlx.rollout.record import read_rollouts
+from rlx.rollout.selection import Candidate
+from rlx.rollout.synthesis import candidate_of
 from rlx.runs.rollouts import Rollouts, Table
 from rlx.runs.selection import select, sort
-from rlx.runs.tokens import NoTokens, Pieces, tokens_of
+from rlx.runs.tokens import REPLAY_SUMMARY, REPLAY_TOKENS, NoTokens, Pieces, tokens_of
+from rlx.types import Task
+from rlx.view.documents import key_to_colours, known, numbered, values_of
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,8 @@ def test_a_filter_keeps_what_meets_all_its_conditions(table: Table, condition: s
 
 @pytest.mark.parametrize(
     ("condition", "problem"),
-    [("rewrad<1", "is no condition. numbers: step"), ("reward<x", "x is no number"), ("env", "needs a value, such as env=math"),
+    [("rewrad<1", r"is no condition. Did you mean reward\? numbers: step"),
+     ("reward<x", "x is no number"), ("env", "needs a value, such as env=math"),
      ("env<3", "compared with =, != or ~"), ("error=1", "takes no value"), ("reward~1", "~ is for texts")],
 )  # fmt: skip
 def test_a_condition_that_cannot_be_meant_is_explained(table: Table, condition: str, problem: str):
@@ -204,6 +211,52 @@ def test_tokens_come_with_their_numbers_and_texts(paths: RunPaths):
     with pytest.raises(NoTokens, match=r"step_000009.* does not exist"):
         tokens_of(paths.root, step=9, group=0, member=0)
     assert Pieces(paths.root / "elsewhere").of([3, 4]) == ["⟨3⟩", "⟨4⟩"]
+
+
+def test_a_replay_of_the_step_gives_its_tokens_two_weights_and_the_norms(paths: RunPaths):
+    """A replay of another recording of the step, and one that is not finished, give nothing."""
+    ids, head = tokens_of(paths.root, step=2, group=20, member=1)[0].ids, "mini_batch,group,member,sample,position,token_id,weight_recorded"
+    for label, token, whole in (("loss=gspo", ids[9], True), ("loss=old", ids[9] + 1, True), ("loss=now", ids[9], False)):
+        folder = paths.replay_of(2, label)
+        folder.mkdir(parents=True)
+        (folder / REPLAY_TOKENS).write_text(f"{head},weight_other\n0,20,1,0,9,{token},1.0,0.25\n0,20,0,0,9,{token},1.0,9\n")
+        if whole:
+            norms = {"recorded": {"gradient_norm": 1.5}, "other": {"gradient_norm": 0.5}}
+            (folder / REPLAY_SUMMARY).write_text(json.dumps({"mini_batches": [norms]}))
+    (tokens,) = tokens_of(paths.root, step=2, group=20, member=1)
+    assert list(tokens.replays) == ["loss=gspo"]
+    replay = tokens.replays["loss=gspo"]
+    assert (replay.recorded[9], replay.other[9], replay.norms) == (1.0, 0.25, (1.5, 0.5))
+    assert np.isnan(replay.other).sum() == len(tokens) - 1
+    assert values_of(tokens, "replay loss=gspo")[9] == 0.75
+    assert known([tokens])[-1] == "replay loss=gspo"
+    assert "".join(text for text, _ in key_to_colours([tokens], "replay loss=gspo")).startswith(
+        "|weight under loss=gspo − under the run's objective|, gradient norm 1.5 → 0.5"
+    )
+    lines = ["".join(segment.text for segment in line) for line in numbered([tokens], [[str(i) for i in ids]], 200)]
+    assert lines[0].endswith("w  w loss=gspo")
+    assert next(line for line in lines if line.startswith("    9")).split()[-2:] == ["+1.0000", "+0.2500"]
+
+
+def test_every_rollout_of_a_synthesis_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = RunPaths(tmp_path)
+    paths.config.touch()
+    task = Task(env="sums", example_id=7, index=3, row={})
+    said = Transcript(prompt=[{"role": "user", "content": "3+4?"}], completion=[{"role": "assistant", "content": "seven"}])
+    records = Records(paths.finished, Candidate)
+    for member, stop in ((0, "max_turns_reached"), (1, "boom")):
+        played = rollout(task, member, 0, stop=stop, status="error" if member else "ok")
+        records.add(candidate_of(Job("sums", task, (member,)), played, [said]))
+    records.close()
+    assert main(["view", str(tmp_path), "filter=set=synthesis"]) == 0
+    assert "2 rollouts" in (out := capsys.readouterr().out)
+    assert "1 failed" in out
+    assert main(["show", str(tmp_path), "filter=!error"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "sums, example 7   reward 0.000   3 tokens, the environment's last turn was played (max_turns_reached)"
+    )
+    assert main(["show", str(tmp_path), "filter=error"]) == 0
+    assert "assistant: seven" in capsys.readouterr().out
 
 
 def test_results_of_verifiers_own_commands_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -52,6 +52,7 @@ class StandInEnvironment:
             open(args["bad"][0], "w").close()
         self.name, self.args, self.timeout = name, args, settings.timeout
         self.scores_groups = args["group"]
+        self.agents: list[str] = []
         salt = os.getpid() if args["salt"] else 0
         words = [f"word {number} {salt}" for number in range(2500 if args["salt"] is None else 40)]
         self.rows = [{"example_id": number, "prompt": [{"role": "user", "content": word}]} for number, word in enumerate(words)]

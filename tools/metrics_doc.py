@@ -8,8 +8,8 @@ from rlx.metrics import METRICS
 
 HEAD = """# Metrics
 
-Every line of a run's `metrics.jsonl` is one flat JSON object: `step` (int), `source` (`trainer`, `orchestrator`, `inference` or
-`eval`), `time` (seconds since the epoch), then the names below with numbers. W&B and TensorBoard get the same names, except that
+Every line of a run's `metrics.jsonl` is one flat JSON object: `step` (int), `source` (`trainer`, `orchestrator`, `inference`, `eval`
+or `val`), `time` (seconds since the epoch), then the names below with numbers. W&B and TensorBoard get the same names, except that
 `time/…` and `perf/…`, which several sources share, become `<source>/time/…` and `<source>/perf/…`. Every `interval` steps they also get
 histograms of the rollouts that were trained on: `distribution/reward`, `distribution/advantage` and `distribution/completion_length`.
 `time`, `time/…` and `perf/…` are wall-clock times and rates; all other fields are reproducible.

@@ -1,13 +1,13 @@
 """The command line: finds the command, imports only its module, and turns errors into a short message and an exit code.
 
-Each command has its own file with `SUMMARY`, `help_text()` and `run(argv) -> exit code`. Nothing heavy is imported here, so
-`rlx --help` and `rlx COMMAND --help` answer in a fraction of a second.
+Each command is a module, or an object in one, with `SUMMARY`, `help_text()` and `run(argv) -> exit code`. Nothing heavy is imported
+here, so `rlx --help` and `rlx COMMAND --help` answer in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import select
 import sys
 from pathlib import Path
@@ -25,10 +25,10 @@ COMMANDS = {  # in the order of the help text
     "report": "rlx.cli.report",
     "replay": "rlx.cli.replay",
     "env": "rlx.cli.env",
-    "prepare": "rlx.cli.prepare",
-    "inference": "rlx.cli.inference",
-    "orchestrator": "rlx.cli.orchestrator",
-    "trainer": "rlx.cli.trainer",
+    "prepare": "rlx.cli.role:PREPARE",
+    "inference": "rlx.cli.role:INFERENCE",
+    "orchestrator": "rlx.cli.role:ORCHESTRATOR",
+    "trainer": "rlx.cli.role:TRAINER",
 }
 
 READ_ONLY = {"runs", "watch", "diff", "show", "view", "report", "env"}  # start nothing
@@ -76,7 +76,7 @@ def _main(argv: list[str] | None) -> int:
     if name not in COMMANDS:
         print(_unknown(name, rest), file=sys.stderr)
         return 2
-    command = importlib.import_module(COMMANDS[name])
+    command = pkgutil.resolve_name(COMMANDS[name])
     if "-h" in rest or "--help" in rest:
         print(command.help_text())
         return 0
@@ -104,7 +104,7 @@ def format_problems(problems: list[str], starts: bool = True) -> str:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name.ljust(14)}{importlib.import_module(module).SUMMARY}" for name, module in COMMANDS.items())
+    commands = "\n".join(f"  {name.ljust(14)}{pkgutil.resolve_name(place).SUMMARY}" for name, place in COMMANDS.items())
     return f"""\
 rlx: reinforcement-learning experiments on language models.
 

@@ -92,12 +92,13 @@ class SftConsole(Console):
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
     def _env(self) -> str:
-        """The environments that `rlx synthesize` played for the data, if they are shipped options; otherwise a gap to fill."""
+        """The environments that the run evaluates on, or that `rlx synthesize` played for the data, if they are shipped options; otherwise
+        a gap to fill."""
         metadata = Path(self.cfg.data.name).expanduser().with_name(METADATA) if self.cfg.data.name else None
-        if metadata is None or not metadata.is_file():
-            return "env=…"
         options = {path.stem for path in shipped_groups()["env"].glob("*.yaml")} - {"custom"}
-        envs = list(json.loads(metadata.read_text()).get("environments", ()))
+        envs = list(self.cfg.envs)
+        if not envs and metadata is not None and metadata.is_file():
+            envs = list(json.loads(metadata.read_text()).get("environments", ()))
         if not envs or not options.issuperset(envs):
             return "env=…"
         return f"env={envs[0]}" if len(envs) == 1 else shlex.quote(f"env=[{','.join(envs)}]")

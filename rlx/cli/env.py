@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
+
 if TYPE_CHECKING:
     from rlx.envs.about import About, Entry
     from rlx.envs.catalog import Listed
 
 SUMMARY = "environments: list, info, install, init, check"
-LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too small
 MANY = 8  # packages that are named one by one
 ACTIONS = ("list", "info", "install", "init", "check")
 
@@ -114,18 +115,6 @@ def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
     return [line if len(line) <= width else line[: width - 1] + "…" for line in table(head, rows)]
 
 
-def shipped_options() -> dict[str, str]:
-    """The environment of each shipped option of the group `env`: `{"math": "rlx-math"}`."""
-    from rlx.config.shipped import shipped_groups
-
-    found = {}
-    for path in sorted(shipped_groups()["env"].glob("*.yaml")):
-        named = [line.removeprefix("id:").strip() for line in path.read_text().splitlines() if line.startswith("id:")]
-        if named and named[0] != "???":
-            found[path.stem] = named[0]
-    return found
-
-
 # info
 
 
@@ -134,13 +123,13 @@ def _info(chosen: argparse.Namespace) -> int:
     from rlx.config.schema import EnvConfig
     from rlx.envs.errors import sources_of
     from rlx.launch.packages import path_of
-    from rlx.launch.probes import describe
+    from rlx.launch.probes import about_of
 
     env_id = shipped_options().get(chosen.name, chosen.name)
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
     if python is None and sources_of(env_id) is None:
         raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is")
-    about = describe(EnvConfig(id=env_id, python=python))
+    about = about_of(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
     return 1 if about.problem or about.needs else 0
 
@@ -211,22 +200,13 @@ def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0)
     return [f"rlx env check {env_id}{own}", f"python train.py env=custom envs.custom.id={env_id}{own}"]
 
 
-def default_seq_len() -> int:
-    """`seq_len` of the default model, which has a token for each character."""
-    import yaml
-
-    from rlx.config.shipped import shipped_groups
-
-    return yaml.safe_load((shipped_groups()["model"] / "tiny.yaml").read_text())["seq_len"]
-
-
 # install
 
 
 def _install(chosen: argparse.Namespace) -> int:
     from rlx.config.schema import EnvConfig
     from rlx.launch.packages import InstallFailed, install
-    from rlx.launch.probes import describe
+    from rlx.launch.probes import about_of
 
     try:
         done = install(chosen.what, chosen.python)
@@ -247,7 +227,7 @@ def _install(chosen: argparse.Namespace) -> int:
     for one in done.environments:
         print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
         python = str(done.python) if done.own else None
-        about = describe(EnvConfig(id=one.name, python=python))
+        about = about_of(EnvConfig(id=one.name, python=python))
         print("\n".join(f"  {line}" for line in next_commands(one.name, python, about.prompt_chars)))
     return 0
 

@@ -31,6 +31,7 @@ USAGE = "usage: rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]. 
 
 def run(argv: list[str]) -> int:
     from rlx.cli import start
+    from rlx.cli.command import Command
     from rlx.cli.env_display import CheckDisplay
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
         return displays[-1]
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        code = start.run(arguments, start.Command(EVAL, display))
+        code = start.run(arguments, Command(EVAL, display))
     if not displays:  # a dry run, or a job in a queue
         return code
     shown = displays[-1]
@@ -79,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     """(its name in the configuration, the arguments of the evaluation) for an environment or an option of the group `env`."""
-    from rlx.cli.env import shipped_options
+    from rlx.config.shipped import shipped_options
 
     options = shipped_options()
     by_id = {env_id: option for option, env_id in options.items()}

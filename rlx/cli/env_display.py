@@ -83,9 +83,8 @@ def verdict_in_words(verdict: Verdict) -> list[str]:
 
 def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
     """The command that trains on it, with those of the check's settings that a training has."""
-    from rlx.cli.env import LANGUAGE_MODEL
     from rlx.config.roots import TRAIN, has_key
-    from rlx.config.shipped import shipped_groups
+    from rlx.config.shipped import LANGUAGE_MODEL, shipped_groups
 
     groups = {*shipped_groups(), "env"}
     of_an_endpoint = any(word.startswith("client.") for word in given)  # its model is not one that can be trained here

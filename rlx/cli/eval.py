@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
 
 SUMMARY = "evaluate a model, the versions of a run, or an API, on environments"
 KEYS = (
@@ -67,8 +67,8 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
     from rlx.cli.playing import EvalDisplay
-    from rlx.cli.start import Command
     from rlx.config.roots import EVAL
     from rlx.runs.weights import resolve
 

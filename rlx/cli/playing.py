@@ -114,7 +114,9 @@ def eval_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
     scores = list(dict.fromkeys(name for row in rows for name in row if "@" in name and not name.endswith(("_low", "_high"))))
     rewards = [name for name in dict.fromkeys(name for row in rows for name in row) if name.startswith("reward/")]
     rewards = rewards if len(rewards) > len({row["env"] for row in rows}) else []  # one function each: its mean is the score
+    attested = any("attested" in row for row in rows)
     head = ["step", "env", "examples", *scores, *(name.removeprefix("reward/") for name in rewards), "tokens", "errors", "truncated"]
+    head += ["attested"] if attested else []
     cells = []
     for row in rows:
         line = ["base" if row["step"] == 0 else str(row["step"]), row["env"], f"{row['examples']:.0f}"]
@@ -125,6 +127,7 @@ def eval_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
         line += [f"{row[name]:.3f}" if name in row else "-" for name in rewards]
         tokens = f"{row['completion_mean']:.1f}" if "completion_mean" in row else "-"
         line += [tokens, f"{row['error_frac']:.1%}", f"{row['truncated_frac']:.1%}"]
+        line += [f"{row['attested']:.1%}" if "attested" in row else "-"] if attested else []
         cells.append(line)
     return head, cells
 

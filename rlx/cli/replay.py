@@ -52,9 +52,9 @@ def run(argv: list[str]) -> int:
     from rlx.process import set_cpu_threads
 
     set_cpu_threads(recorded.hardware.cpu_threads)  # before numeric libraries are loaded
-    from rlx.train.compare import Begin, compare, prepare, texts
+    from rlx.train.compare import Begin, compare, set_up_torch, texts
 
-    prepare(options["--device"], recorded.hardware.cpu_threads)
+    set_up_torch(options["--device"], recorded.hardware.cpu_threads)
     record = _record(found, step)
     begin = Begin(model=policy.model, step=policy.step, checkpoint=policy.checkpoint, reference=policy.initial)
     try:

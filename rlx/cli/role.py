@@ -1,4 +1,4 @@
-"""Shared code of the single-role commands: run one role in the foreground, in a run directory that other roles may join.
+"""`rlx prepare`, `inference`, `orchestrator`, `trainer`: run one role in the foreground, in a run directory that other roles may join.
 
 The process becomes the role (exec), so output, signals and exit code are the role's own.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,28 @@ if TYPE_CHECKING:
     from rlx.types import ProcessSpec
 
 
-def help_text(role: str, summary: str) -> str:
+@dataclass(frozen=True)
+class RoleCommand:
+    """The command of one role, with what `rlx.cli` wants of a command's module."""
+
+    role: str
+    SUMMARY: str
+
+    def help_text(self) -> str:
+        return _help_text(self.role, self.SUMMARY)
+
+    def run(self, argv: list[str]) -> int:
+        """Become the role. Returns only if there is nothing to do."""
+        return _run(self.role, argv)
+
+
+PREPARE = RoleCommand("prepare", "make the run's initial model, if the configuration has a warm start or a GGUF file")
+INFERENCE = RoleCommand("inference", "serve the policy with vLLM")
+ORCHESTRATOR = RoleCommand("orchestrator", "roll out the environments and send batches to the trainer")
+TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publish weights")
+
+
+def _help_text(role: str, summary: str) -> str:
     more = "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n" if role == "inference" else ""
     return f"""\
 rlx {role}: {summary}.
@@ -33,9 +55,8 @@ One run in four terminals:
 `rlx train --help` lists the groups and keys."""
 
 
-def run(role: str, argv: list[str]) -> int:
-    """Become the role. Returns only if there is nothing to do."""
-    from rlx.cli.start import check_nodes
+def _run(role: str, argv: list[str]) -> int:
+    from rlx.cli.command import check_nodes
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.launch.probes import environments_of, lines_of
@@ -66,7 +87,7 @@ def run(role: str, argv: list[str]) -> int:
         raise ConfigError(str(error)) from error
     paths, lock = join(cfg, composed.overrides, plan)
     if spec is None:
-        print(f"nothing to prepare: model {cfg.model.name} has no warm start")
+        print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: neither model.warm_start nor model.gguf is set")
         return 0
     print(f"{spec.name} of the run in {paths.root}", flush=True)
     os.set_inheritable(lock.fd, True)  # the role holds the directory's lock while it is alive

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-SUMMARY = "list runs: state, steps, reward, job"
+SUMMARY = "list runs: kind, state, steps, reward, job"
 
 
 def help_text() -> str:
@@ -18,6 +18,7 @@ usage: rlx runs [DIRECTORY …]        default: outputs
 Newest last. The state comes from status.json, except:
   waiting (…)   the run's SLURM job is in the queue
   lost          the run has no final state and no living process: resume it with resume=latest
+The kind is the command that made the run: train, sft, eval, synthesize.
 The reward is the mean of the last five steps."""
 
 
@@ -34,18 +35,18 @@ def run(argv: list[str]) -> int:
     found, unreadable = [], []
     for each in (run for root in roots for run in find(root)):
         try:
-            found.append((each, each.status, each.job, each.history.final_reward))
+            found.append((each, each.status, each.job, each.history.final_reward, each.command or "-"))
         except ConfigError as error:
-            unreadable.append([str(each.root), "unreadable", "-", "-", "-", "-"])
+            unreadable.append([str(each.root), "-", "unreadable", "-", "-", "-", "-"])
             print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
-    jobs = _jobs() if any(job for _, _, job, _ in found) else {}
+    jobs = _jobs() if any(job for _, _, job, _, _ in found) else {}
     rows = []
-    for each, status, job, reward in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+    for each, status, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
         if status is not None:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
-            rows.append([str(each.root), each.state(jobs), steps, shown, job or "-", _age(status.updated)])
+            rows.append([str(each.root), kind, each.state(jobs), steps, shown, job or "-", _age(status.updated)])
     rows = unreadable + rows
-    print("\n".join(table(["run", "state", "steps", "reward", "job", "last sign"], rows)) if rows else "no runs")
+    print("\n".join(table(["run", "kind", "state", "steps", "reward", "job", "last sign"], rows)) if rows else "no runs")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
     from rlx.config.schema import SftRoot
 
 SUMMARY = "fine-tune a model on prompts and answers, or on conversations"
@@ -27,8 +27,10 @@ usage: rlx sft data.name=DATA [GROUP=OPTION …] [key=value …]
   rlx sft data.name=owner/name data.split=train[:90%] model=qwen3_8b hardware=node8 dry_run=true
                                                         a data set on the hub; show what would run, start nothing
   rlx sft data.name=data.jsonl -m optim.lr=1e-5,3e-5    two runs
-  rlx sft data=fake data.length=variable model=qwen3_0_6b
-                                                        random tokens, to measure speed
+  rlx sft data.name=data.jsonl env=reverse_text eval.interval=20
+                                                        evaluate every 20 steps, beside training, on a server of its own
+  rlx sft bench=true data=fake data.length=variable model=qwen3_0_6b
+                                                        the trainer's speed, MFU and memory on random tokens
   rlx sft run.name=mine resume=latest data.name=data.jsonl
                                                         resume outputs/mine from its newest checkpoint
   rlx train model=smollm2_135m model.name=outputs/mine/weights/step_100
@@ -50,11 +52,12 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
+    from rlx.cli.console_bench import BenchConsole
     from rlx.cli.console_sft import SftConsole
-    from rlx.cli.start import Command
     from rlx.config.roots import SFT
 
-    return Command(SFT, SftConsole, resolve)
+    return Command(SFT, lambda run_dir, cfg, argv: (BenchConsole if cfg.bench else SftConsole)(run_dir, cfg, argv), resolve)
 
 
 def resolve(cfg: SftRoot) -> SftRoot:

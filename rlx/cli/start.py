@@ -4,32 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rlx.cli.console import Display
-    from rlx.config.load import Composed
-    from rlx.config.roots import Root
-    from rlx.config.schema import CommandConfig
-    from rlx.runs.status import Cause
-
-
-def _same(cfg: Any) -> Any:
-    return cfg
-
-
-@dataclass(frozen=True)
-class Command:
-    """What distinguishes one command from another."""
-
-    root: Root
-    display: Callable[[Path, Any, Sequence[str]], Display]  # run directory, configuration, the command's arguments
-    resolve: Callable[[Any], Any] = _same
-    """Replaces what the command finds on this machine (the newest weights, absolute paths) in its configuration, before it is written.
-    Raises ConfigError."""
+from rlx.cli.command import Command, check_nodes, failure, label_of
 
 
 def run(argv: list[str], command: Command) -> int:
@@ -118,29 +95,3 @@ def run(argv: list[str], command: Command) -> int:
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)
     return exit_code
-
-
-def label_of(composed: Composed, command: Command) -> str:
-    """`reverse_text-tiny-grpo`, or `eval-math+sums-tiny`: what the run is named after."""
-    return composed.label if command.root.command == "train" else f"{command.root.command}-{composed.label}"
-
-
-def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
-    """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built."""
-    from rlx.config.targets import must_be_built, nodes_of
-
-    if nodes_of(cfg) and not cfg.dry_run and (cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)):
-        from rlx.train.nodes import check_built
-
-        check_built(cfg)
-
-
-def failure(cause: Cause, root: Path) -> str:
-    """The message about a failure, with the last lines of the process's log."""
-    name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
-    lines = [f"{name} failed: {cause.reason}"]
-    if cause.last_lines:
-        lines += [f"last lines of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
-    else:
-        lines.append(f"its log {root / cause.log} is empty")
-    return "\n".join([*lines, "all other processes were stopped"])

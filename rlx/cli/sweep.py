@@ -12,26 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli import train
-from rlx.cli.start import check_nodes
+from rlx.cli.command import Command, check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
     from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element
 
 MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 
-def run(argv: list[str], command: Command | None = None) -> int:
-    """Run or submit the sweep of a command line; `command`: `rlx train` by default.
-
-    Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed.
-    """
+def run(argv: list[str], command: Command) -> int:
+    """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
     from rlx.config.sweeps import expand
 
-    command = command or train.command()
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
     if sweep.sweeper is not None:
@@ -57,8 +51,8 @@ def folder(sweep: Sweep) -> Path:
     return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
 
 
-def checked(lines: Sequence[Line], directory: Path, command: Command | None = None) -> list[Element]:
-    """Compose, check and plan all runs of a command, `rlx train` by default. Raises one ConfigError with the problems of all of them."""
+def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[Element]:
+    """Compose, check and plan all runs of a command. Raises one ConfigError with the problems of all of them."""
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
@@ -66,7 +60,6 @@ def checked(lines: Sequence[Line], directory: Path, command: Command | None = No
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
 
-    command = command or train.command()
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
     built: list[tuple[object, ...]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
 
 SUMMARY = "make training data: play environments with a model, keep what scored well"
 KEYS = (
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
     from rlx.cli.synthesized import SynthesisDisplay
     from rlx.config.roots import SYNTHESIZE
     from rlx.runs.weights import resolve_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.start import Command
+    from rlx.cli.command import Command
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
@@ -23,6 +23,8 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train
   rlx train env=[sums,reverse_text] max_steps=80        a mix of two environments
   rlx train loss=gspo env=math model=qwen3_8b hardware=node8 dry_run=true
                                                         show what would run where and what it needs; start nothing
+  rlx train bench=true model=qwen3_0_6b bench_length=variable
+                                                        the trainer's speed, MFU and memory on random tokens
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
   rlx train -m sweeps=losses                            the sweep of the file sweeps/losses.yaml
   rlx train launcher=slurm slurm=my_cluster hardware=node8
@@ -48,8 +50,9 @@ def run(argv: list[str]) -> int:
 
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
+    from rlx.cli.command import Command
     from rlx.cli.console import Console
-    from rlx.cli.start import Command
+    from rlx.cli.console_bench import BenchConsole
     from rlx.config.roots import TRAIN
 
-    return Command(TRAIN, Console)
+    return Command(TRAIN, lambda run_dir, cfg, argv: (BenchConsole if cfg.bench else Console)(run_dir, cfg, argv))

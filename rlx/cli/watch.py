@@ -54,7 +54,7 @@ def watch(run: Run) -> int:
     """Display a run until it ends. Returns its exit code; 1 if its processes are gone."""
     import importlib
 
-    from rlx.cli.start import failure
+    from rlx.cli.command import failure
     from rlx.config.errors import ConfigError
     from rlx.config.roots import root_of
 

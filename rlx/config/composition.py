@@ -10,6 +10,7 @@ Only hydra's composition is used: it writes nothing, configures no logging and d
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -158,6 +159,7 @@ def make_loader(directories: list[str]) -> ConfigLoaderImpl:
     Plugins.instance()
     setup_globals()
     OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout()[0], replace=True)
+    OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
 
 

@@ -45,6 +45,7 @@ class Declared:
     by_sequence: bool = False  # all tokens of a rollout share one weight, so a correction must be per rollout, too
     sequence_bounds: tuple[str, str] | None = None  # its keys for how far below and above 1 the mean ratio of a sequence may be
     needs_teacher: bool = False  # learns from the model ref.name, or from the endpoint of the section `teacher`
+    demonstrated: bool = False  # the teacher is the policy itself, which reads a demonstration (`teacher.demonstration`) in its prompt
     kind: str = "policy"  # `policy`, `ce` (cross-entropy) or `ref_kl` (distils): objectives of one kind share the counts they divide by
     # of an advantage
     compares_group: bool = False  # compares the rollouts of a group, so it is always 0 in a group of one

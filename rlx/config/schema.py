@@ -205,6 +205,11 @@ class TrainingRoot(CommandConfig):
     scheduler: SchedulerConfig = section(SchedulerConfig)
     ckpt: CkptConfig = section(CkptConfig)
     logger: LoggerConfig = section(LoggerConfig)
+    bench: bool = key(
+        False,
+        "measure the trainer on random tokens: speed, share of the hardware's peak (MFU), parts of a step, memory. No servers, no "
+        "checkpoints, no weights are written; `rlx sft` needs data=fake with it",
+    )
 
     @property
     def total_steps(self) -> int:
@@ -242,7 +247,7 @@ class TrainingRoot(CommandConfig):
 
     def publishes(self, version: int) -> bool:
         """Whether a version is written to `weights/`, besides those of checkpoints."""
-        return version == self.max_steps
+        return version == self.max_steps and not self.bench
 
     def validates(self, version: int) -> bool:
         """Whether a version's loss is measured on validation rows."""
@@ -291,6 +296,9 @@ class Config(EvaluatedRun):
     """The keys of `rlx train`."""
 
     max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
+    bench_length: str = key(
+        "fixed", "bench=true: every rollout has `seq_len` tokens (`fixed`), or up to that (`variable`)", choices=("fixed", "variable")
+    )
     replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
     envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
     advantage: dict[str, Any] = key({}, "the advantage: `_target_` and its arguments")
@@ -301,15 +309,15 @@ class Config(EvaluatedRun):
 
     @property
     def plays(self) -> bool:
-        return self.replay is None
+        return self.replay is None and not self.bench
 
     @property
     def records_scores(self) -> bool:
-        return self.orchestrator.save_batches and self.replay is None
+        return self.orchestrator.save_batches and self.plays
 
     @property
     def has_orchestrator(self) -> bool:
-        return self.replay is None
+        return self.plays
 
     @property
     def versions_kept(self) -> int:
@@ -318,7 +326,7 @@ class Config(EvaluatedRun):
 
     def publishes(self, version: int) -> bool:
         """A replay has no servers."""
-        return self.replay is None or version == self.max_steps
+        return self.plays or super().publishes(version)
 
     @property
     def samples_per_update(self) -> int:
@@ -359,7 +367,7 @@ class SftRoot(EvaluatedRun):
 
     @property
     def plays(self) -> bool:
-        return self.eval.interval is not None
+        return self.eval.interval is not None and not self.bench
 
     @property
     def num_servers(self) -> int:
@@ -367,14 +375,14 @@ class SftRoot(EvaluatedRun):
         return super().num_servers if self.plays else 0
 
     def publishes(self, version: int) -> bool:
-        return version == self.max_steps or self.eval.is_due(version, self.max_steps)
+        return super().publishes(version) or (self.plays and self.eval.is_due(version, self.max_steps))
 
     @property
     def samples_per_update(self) -> int:
         return self.data.batch_size
 
     def validates(self, version: int) -> bool:
-        if self.val.name is None:
+        if self.val.name is None or self.bench:
             return False
         return self.val.eval_on_start if version == 0 else version % self.val.interval == 0 or version == self.max_steps
 

@@ -25,6 +25,12 @@ class WarmStartConfig:
     lr: float = key(3e-3, "peak learning rate", above=0)
     num_examples: int = key(4096, "examples taken from the environments, in proportion to their weights", low=1)
     teacher_error: float = key(0.5, "probability that the teacher gives a wrong answer: a copy of the question", low=0, high=1)
+    tool_calls: str = key(
+        "hermes",
+        'how the model writes a call: `hermes`, `<tool_call>{"name": …, "arguments": …}</tool_call>`, or `pythonic`, `[name(x="…")]`, a '
+        "quarter as long (each character is a token)",
+        choices=("hermes", "pythonic"),
+    )
     seed: int = key(0, "seed of initial weights, order and teacher; separate from the run's seed, so that all runs start from one model")
     hidden_size: int = key(128, "model width", low=1)
     intermediate_size: int = key(384, "width of the feed-forward layers", low=1)
@@ -36,7 +42,8 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start` or `gguf`, a label for the model that rlx makes")
+    gguf: str | None = key(None, "GGUF file with the weights; rlx keeps a plain model folder of it in its cache. null: they are in `name`")
     dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
     num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
@@ -88,6 +95,11 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
     warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the prepare role makes the initial model's folder."""
+        return self.warm_start is not None or self.gguf is not None
 
 
 @dataclass

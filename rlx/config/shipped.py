@@ -7,6 +7,7 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 
 PRIMARY = "train"
+LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too small
 BESIDE = ("slurm", "sweeps")  # groups outside conf/, at the top of the repository, where users look for them
 
 
@@ -25,3 +26,20 @@ def shipped_groups() -> dict[str, Path]:
     conf = conf_directory()
     folders = [*(conf.parent / name for name in BESIDE), *conf.iterdir()]
     return {folder.name: folder for folder in sorted(folders) if folder.is_dir() and any(folder.glob("*.yaml"))}
+
+
+def shipped_options() -> dict[str, str]:
+    """The environment of each shipped option of the group `env`: `{"math": "rlx-math"}`."""
+    found = {}
+    for path in sorted(shipped_groups()["env"].glob("*.yaml")):
+        named = [line.removeprefix("id:").strip() for line in path.read_text().splitlines() if line.startswith("id:")]
+        if named and named[0] != "???":
+            found[path.stem] = named[0]
+    return found
+
+
+def default_seq_len() -> int:
+    """`seq_len` of the default model, which has a token for each character."""
+    import yaml
+
+    return yaml.safe_load((shipped_groups()["model"] / "tiny.yaml").read_text())["seq_len"]

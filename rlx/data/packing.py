@@ -66,7 +66,9 @@ def samples_in_rows(
 ) -> list[list[TrainingSample]]:
     """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
     rows = [
-        row for samples in batch.mini_batches for row in _rows_of(rank, ranks, _fill(_groups(_trained(samples), loss_of), ranks, tokens))
+        row
+        for samples in batch.mini_batches
+        for row in _rows_of(rank, ranks, _all_rows(_groups(_trained(samples), loss_of), ranks, tokens))
     ]
     return [[sample for unit in row for sample in unit.samples] for row in rows]
 
@@ -81,7 +83,7 @@ def _pack_mini_batch(
     groups = _groups(trained, loss_of)
     streams = [name for name in STREAMS if any(getattr(sample, name) is not None for sample in trained)]
     mini_batch = MiniBatch(
-        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _fill(groups, ranks, tokens))),
+        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _all_rows(groups, ranks, tokens))),
         counts=_counts(groups),
     )
     return mini_batch, sum(len(sample.token_ids) for sample in trained)
@@ -154,6 +156,15 @@ def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf])
             ]
         )
     return found
+
+
+def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
+    """The rows of all ranks. A single rank gets the groups without any advantage in rows of their own, last: they need no backward."""
+    moving = [group for group in groups if any(sample.advantages.any() for unit in group for sample in unit.samples)]
+    if ranks > 1 or len(moving) in (0, len(groups)):
+        return _fill(groups, ranks, tokens)
+    still = [group for group in groups if not any(sample.advantages.any() for unit in group for sample in unit.samples)]
+    return _fill(moving, ranks, tokens) + _fill(still, ranks, tokens)
 
 
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:

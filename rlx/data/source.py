@@ -154,18 +154,19 @@ class FakeSource:
         seed: int = 0,
         streams: Sequence[str] = (),
         sampled: bool = True,
+        mini_batches: int = 1,
     ) -> None:
         """`prompt_tokens` and `completion_tokens` are (fewest, most). `streams` names the streams that get values.
 
         `sampled`: as if sampled by the newest policy; False: as supervised data, which no policy sampled.
         """
         assert set(streams) <= set(STREAMS), streams
-        self.sampled = sampled
+        self.sampled, self.mini_batches = sampled, mini_batches
         self.groups, self.members, self.prompt_tokens, self.completion_tokens = groups, members, prompt_tokens, completion_tokens
         self.vocab_size, self.seed, self.streams = vocab_size, seed, streams
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`, one mini-batch. It does not depend on earlier calls."""
+        """The batch of `step`. It does not depend on earlier calls."""
         rng = np.random.default_rng([self.seed, step])
         samples = []
         for group in range(self.groups):
@@ -190,7 +191,7 @@ class FakeSource:
                         **optional,
                     )
                 )
-        return StepBatch(step=step, mini_batches=(tuple(samples),))
+        return split(StepBatch(step=step, mini_batches=(tuple(samples),)), self.mini_batches)
 
     def done(self, step: int) -> None:
         """Nothing to do."""

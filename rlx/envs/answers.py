@@ -30,7 +30,8 @@ from typing import Any
 
 import verifiers as vf
 
-from rlx.envs.verifiers_client import function_of, text_of
+from rlx.envs.messages import text_of
+from rlx.envs.verifiers_client import function_of
 from rlx.policy.base import Message
 
 

@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from rlx.config.schema import EnvConfig, PlayRoot
-from rlx.policy.base import Policy
-from rlx.types import Rollout, Task
+from rlx.policy.base import Episode, Policy
+from rlx.types import Rollout, Status, Task
 
 
 class Environment(Protocol):
@@ -23,12 +23,13 @@ class Environment(Protocol):
     rows: Sequence[dict[str, Any]]  # the data set that its key `split` names: `example_id`, `prompt`, `answer`, … in a fixed order
     tools: Sequence[Mapping[str, Any]]  # the functions that it is known to offer before a rollout, in OpenAI's form
     scores_groups: bool  # rewards compare the rollouts of a group, so only a whole group can be played
+    agents: Sequence[str]  # those that train, if it has several; empty: one policy plays it
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """Play and score these members of the group of `task` concurrently. Returns one rollout for each, in the order of `members`.
 
         A failing episode does not raise: its rollout has `status` and `error`. With `scores_groups`, the members are a whole group;
-        if one fails, the others have no rewards and are `cancelled`.
+        if one fails, the others have no rewards and are `cancelled`. Members that are `ok` beside a failed one need not be played again.
         """
         ...
 
@@ -41,6 +42,24 @@ class Local(Environment, Protocol):
     """An environment of this process."""
 
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
+
+
+def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: Mapping[str, float]) -> Rollout:
+    """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
+    return Rollout(
+        task=task,
+        member=member,
+        turns=() if episode is None else episode.turns,
+        prompt=task.row.get("prompt"),
+        completion=[] if episode is None else list(episode.replies),
+        reward=0.0,
+        rewards={},
+        metrics={},
+        status=status,
+        stop=stop,
+        error=error,
+        timing=dict(timing),
+    )
 
 
 def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:

@@ -53,10 +53,10 @@ def failure_of(error: BaseException, sources: Path | None = None) -> Failure:
     place = place_of(error, sources)
     names = " ← ".join(type(each).__name__ for each in chain(error))
     written = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(text=describe(error, sources), key=f"{names}; at {place.file}:{place.line}" if place else names, traceback=written)
+    return Failure(text=in_one_line(error, sources), key=f"{names}; at {place.file}:{place.line}" if place else names, traceback=written)
 
 
-def describe(error: BaseException, sources: Path | None = None) -> str:
+def in_one_line(error: BaseException, sources: Path | None = None) -> str:
     """One line: the chain of causes with their messages, and the line of the environment's code that it comes from.
 
     `ModelError ← ServerDisconnectedError: Server disconnected; at /…/my_env.py:42 in ask`. A message that an inner error repeats is
@@ -189,3 +189,8 @@ def _belongs(file: str, sources: Path | None) -> bool:
     if sources is None:
         return not file.startswith(("<", *PYTHON, sys.base_prefix + "/lib", HERE))
     return file == str(sources) or file.startswith(f"{sources}/")
+
+
+def snake(name: str) -> str:
+    """`ToolCallError` as `tool_call_error`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

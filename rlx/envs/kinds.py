@@ -14,13 +14,12 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["classic", "v1"]
-Loader = Callable[..., Any]  # (name, config, sampling, timeout, concurrency) → a `rlx.envs.base.Local`
 DEPTH = 8  # imports and base classes that are followed from a name to its definition
 
 
@@ -67,17 +66,6 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
         f"the module {module} is no verifiers environment: it has no function load_environment (classic), "
         f"and its __all__ names no Taskset class (v1)"
     )
-
-
-def loader_of(env_id: str) -> Loader:
-    """`load_environment` of the adapter for this environment. Imports verifiers. Raises what `kind_of` raises."""
-    if kind_of(env_id) == "v1":
-        from rlx.envs.verifiers_v1 import load_environment as load_v1
-
-        return load_v1
-    from rlx.envs.verifiers_v0 import load_environment as load_classic
-
-    return load_classic
 
 
 def module_of(env_id: str) -> str:

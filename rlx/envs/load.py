@@ -20,17 +20,24 @@ if TYPE_CHECKING:
     from rlx.paths import RunPaths
     from rlx.policy.base import Policy
     from rlx.policy.chat import Chat
+    from rlx.policy.demonstrated import Demonstrated
     from rlx.policy.tokens import Generator
 
 
 def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     """Load `config.id` in this process as the environment `name`. Call it on the main thread.
 
-    Raises ValueError or RuntimeError with a sentence for people, or what the environment's own `load_environment` raises.
+    Imports verifiers. Raises ValueError or RuntimeError with a sentence for people, or what the environment's own
+    `load_environment` raises.
     """
-    from rlx.envs.kinds import loader_of
+    from rlx.envs.kinds import kind_of
 
-    return loader_of(config.id)(name, config, settings.sampling, settings.timeout, settings.concurrency)
+    load: Callable[..., Local]
+    if kind_of(config.id) == "v1":
+        from rlx.envs.verifiers_v1 import load_environment as load
+    else:
+        from rlx.envs.verifiers_v0 import load_environment as load
+    return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
 
 
 def workers_of(config: PlayRoot, env: EnvConfig) -> int:
@@ -91,10 +98,22 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             sampling=sampling_of(config, configs[name]),
             exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
             learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
+            demonstrated=demonstrated(config, name) if isinstance(config, Config) and name in trained else None,
             label=label,
         )
         if isinstance(config, Config) and name in trained and config.envs[name].played_by == "teacher":
             env.policy = teacher_of(config, name, chat, generator)
+
+
+def demonstrated(config: Config, name: str) -> Demonstrated | None:
+    """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if its first row has none."""
+    from rlx.config.checks.teacher import shown
+    from rlx.policy.demonstrated import Demonstrated
+
+    if name not in shown(config):
+        return None
+    assert config.teacher.demonstration is not None
+    return Demonstrated(config.teacher.demonstration, config.teacher.template)
 
 
 def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:

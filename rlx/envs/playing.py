@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlx.envs.base import failed
 from rlx.envs.wire import Played, PlayFailed, Result
 from rlx.policy.base import Episode
 from rlx.types import Rollout, Status, Task
@@ -64,7 +65,8 @@ def fail(playing: Playing, member: int | None, status: Status, stop: str, error:
         mine: tuple[Status, str, str] = (status, stop, error)
         if member is not None and each != member:
             mine = ("cancelled", "group_failed", "another rollout of the group failed")
-        rollouts.append(_failed(playing, each, *mine))
+        timing = {"total": time.monotonic() - playing.began}
+        rollouts.append(failed(playing.task, each, playing.episodes.get(each), *mine, timing))
     playing.answer.set_result(rollouts)
 
 
@@ -90,22 +92,4 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         is_truncated=result.is_truncated,
         timing=result.timing,
         agent=result.agent,
-    )
-
-
-def _failed(playing: Playing, member: int, status: Status, stop: str, error: str) -> Rollout:
-    episode = playing.episodes.get(member)
-    return Rollout(
-        task=playing.task,
-        member=member,
-        turns=() if episode is None else episode.turns,
-        prompt=playing.task.row.get("prompt"),
-        completion=[] if episode is None else list(episode.replies),
-        reward=0.0,
-        rewards={},
-        metrics={},
-        status=status,
-        stop=stop,
-        error=error,
-        timing={"total": time.monotonic() - playing.began},
     )

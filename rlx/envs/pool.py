@@ -68,6 +68,7 @@ class WorkerPool:
         self.rows: Sequence[dict[str, Any]] = ()
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.scores_groups = False
+        self.agents: Sequence[str] = ()
         self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
         self.replayed = 0  # requests played again because their worker ended
         self._config, self._settings = config, settings
@@ -121,7 +122,7 @@ class WorkerPool:
                         self._introduced(worker, message)
                         if worker.place == 0:
                             self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
-                            self.tools = message.tools
+                            self.tools, self.agents = message.tools, message.agents
 
     def _raise_not_loaded(self, worker: Worker) -> None:
         error = worker.not_loaded(self.name, self._config.id, worker.child.process.wait())

@@ -24,8 +24,10 @@ from typing import Any
 
 from rlx.config.evaluated import section_of
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import chain, describe, sources_of
-from rlx.envs.kinds import kind_of, loader_of
+from rlx.envs.errors import chain, in_one_line, sources_of
+from rlx.envs.kinds import kind_of
+from rlx.envs.load import load_one
+from rlx.envs.wire import Settings
 from rlx.plain import CodecError, to_json
 from rlx.process import die_with_parent
 
@@ -61,7 +63,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
     began = time.monotonic()
     try:
         kind = kind_of(config.id)
-        env = loader_of(config.id)(name, config, {}, timeout=60.0)
+        env = load_one(name, config, Settings(timeout=60.0))
         seconds = time.monotonic() - began
         rows = env.rows
         if len(rows) == 0:
@@ -117,7 +119,7 @@ def _tools_of(env: Any) -> tuple[str, ...]:
 def why(name: str, env_id: str, error: BaseException) -> Probed:
     """The problem that an exception shows, in the package's own words."""
     inner = next((each for each in chain(error) if not str(each).startswith(WRAPPED)), error)
-    text = describe(inner, sources_of(env_id))
+    text = in_one_line(inner, sources_of(env_id))
     module = env_id.rpartition("/")[2].replace("-", "_")
     if isinstance(inner, ImportError):
         if inner.name == module:

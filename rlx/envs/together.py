@@ -25,6 +25,17 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
+async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """Run an episode for at most `seconds` as the task `name`, and return the task. If it is not done, the caller must `abandon` it."""
+    playing = asyncio.create_task(work, name=name)
+    try:
+        await asyncio.wait({playing}, timeout=seconds)
+    except asyncio.CancelledError:
+        await abandon(playing)
+        raise
+    return playing
+
+
 async def abandon(task: asyncio.Task) -> None:
     """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
     task.cancel()

@@ -13,7 +13,7 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
 from verifiers.utils.message_utils import normalize_messages
 
-from rlx.plain import utf8
+from rlx.envs.messages import for_template
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 
@@ -110,32 +110,6 @@ def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> lis
         found += info.get("tool_defs") or []
     tools = [function_of(tool) for tool in env._normalize_tool_defs(found) or []]
     return list({tool["function"]["name"]: tool for tool in tools}.values())
-
-
-def for_template(message: Any) -> Message:
-    """A verifiers message in the form that chat templates and renderers read. Raises ValueError for content that is not text."""
-    out: Message = {"role": message.role, "content": text_of(message.content)}
-    if message.role == "assistant":
-        if message.reasoning_content:
-            out["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            out["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.tool_calls
-            ]
-    elif message.role == "tool":
-        out["tool_call_id"] = message.tool_call_id
-    return utf8(out)
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content. Parts are joined, because many templates lose a list. Raises ValueError for parts without text."""
-    if not isinstance(content, list):
-        return content or ""
-    parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
-    if others := sorted({str(part.get("type")) for part in parts if part.get("type") != "text"}):
-        raise ValueError(f"a message of the conversation has parts of the type {', '.join(others)}, but rlx trains on text alone")
-    return "\n".join(part["text"] for part in parts)
 
 
 def with_tool_names(messages: list[Message]) -> list[Message]:

@@ -14,7 +14,7 @@ from typing import Any
 import verifiers as vf
 from verifiers.rubrics.rubric import Rubric
 
-from rlx.envs.verifiers_hooks import prepare
+from rlx.envs.verifiers_hooks import hook
 from rlx.policy.asked import KNOWN, PENALTIES, servers_names
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def _player(name: str, env: vf.Environment, leaf: vf.Environment, sampling: Mapp
         log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
     _check_rubrics(name, leaf.rubric)
     names, weights = leaf.rubric._get_reward_func_names(), leaf.rubric._get_reward_weights()
-    prepare(leaf)
+    hook(leaf)
     return Player(
         env=leaf,
         sampling={key: value for key, value in {**own, **sampling}.items() if key not in ignored},

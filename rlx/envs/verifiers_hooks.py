@@ -18,7 +18,7 @@ from verifiers.utils.async_utils import maybe_await
 REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, the exception)]
 
 
-def prepare(env: vf.Environment) -> None:
+def hook(env: vf.Environment) -> None:
     """Change `env` in place."""
     for func in (*env._stop_conditions, *env._cleanup_handlers):
         _keep_signature(func)

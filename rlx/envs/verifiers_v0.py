@@ -7,10 +7,8 @@ Retries of failed rollouts belong to `rlx.rollout.groups`.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
-import re
 import signal
 import threading
 import time
@@ -22,16 +20,17 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import FailureLog, failure_of, sources_of
+from rlx.envs.base import failed
+from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
+from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, together
-from rlx.envs.verifiers_client import EpisodeClient, for_template, offered_tools
+from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
+from rlx.envs.verifiers_client import EpisodeClient, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
-from rlx.plain import utf8
-from rlx.policy.base import Message, Policy
+from rlx.policy.base import Policy
 from rlx.stacks import rollout_name
-from rlx.types import Rollout, Status, Task, Turn
+from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +71,7 @@ class VerifiersEnvironment:
         self.rows = rows_of(name, env, split)
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.players = players_of(name, env, sampling)
+        self.agents: Sequence[str] = ()
         # One member of a group of environments is enough: a request plays either a whole group or one rollout, for all rows.
         self.scores_groups = any(player.scores_groups for player in self.players.values())
 
@@ -80,7 +80,8 @@ class VerifiersEnvironment:
         try:
             env, row = routed(self.env, task.row)
         except ValueError as error:  # the row names no environment of the group
-            return [_failed(task, m, (), [], {}, "error", "environment_error", self._noted("a row", error))[0] for m in members]
+            noted = self._noted("a row", error)
+            return [failed(task, member, None, "error", "environment_error", noted, {}) for member in members]
         player = self.players[id(env)]
         played = await together([self._rollout(player, row, task, member, attempt) for member in members])
         rollouts = [rollout for rollout, _ in played]
@@ -96,14 +97,12 @@ class VerifiersEnvironment:
         episode = self.policy.episode(task, member, attempt)
         client = EpisodeClient(episode, raw=player.raw)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(player, row, client), name=rollout_name(task, member))
-        try:
-            await asyncio.wait({playing}, timeout=self.timeout)
-        except asyncio.CancelledError:
-            await abandon(playing)
-            raise
+        playing = await run_for(self.timeout, self._episode(player, row, client), rollout_name(task, member))
         timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": client.scoring}
-        fail = functools.partial(_failed, task, member, episode.turns, list(episode.replies), timing)
+
+        def fail(status: Status, stop: str, error: str) -> tuple[Rollout, None]:
+            return failed(task, member, episode, status, stop, error, timing), None
+
         if not playing.done():
             where = waits_at(playing, self.sources)
             await abandon(playing)
@@ -112,7 +111,7 @@ class VerifiersEnvironment:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
         if (error := state.get("error")) is not None:
-            return fail("error", _snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
+            return fail("error", snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
             return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
         trajectory = trajectory_of(state)
@@ -128,8 +127,8 @@ class VerifiersEnvironment:
             task=task,
             member=member,
             turns=episode.keep(trajectory),
-            prompt=[_plain(message) for message in state["prompt"]],
-            completion=[_plain(message) for message in state.get("completion") or []],
+            prompt=[recorded(message) for message in state["prompt"]],
+            completion=[recorded(message) for message in state.get("completion") or []],
             reward=0.0,
             rewards={},
             metrics={},
@@ -234,40 +233,6 @@ def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, An
 
 def _unscored(rollout: Rollout) -> Rollout:
     return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
-
-
-def _failed(
-    task: Task, member: int, turns: tuple[Turn, ...], replies: list[Message], timing: dict, status: Status, stop: str, error: str
-) -> tuple[Rollout, None]:
-    rollout = Rollout(
-        task=task,
-        member=member,
-        turns=turns,
-        prompt=task.row.get("prompt"),
-        completion=replies,
-        reward=0.0,
-        rewards={},
-        metrics={},
-        status=status,
-        stop=stop,
-        error=error,
-        timing=timing,
-    )
-    return rollout, None
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-def _plain(message: Any) -> Message:
-    """A verifiers message as a plain dict, for people and files."""
-    if isinstance(message, dict):
-        return utf8(message)
-    try:
-        return for_template(message)
-    except ValueError:  # it has an image, but no request showed it
-        return utf8(message.model_dump(exclude_none=True))
 
 
 def _quiet_logger() -> None:

@@ -31,11 +31,13 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import Failure, FailureLog, describe, failure_of, sources_of
+from rlx.envs.base import failed
+from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
+from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, together
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools, recorded
+from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
@@ -92,7 +94,7 @@ class V1Environment:
         self.name = name
         self.policy: Policy | None = None
         self.env = env
-        self.agents = tuple(agents)
+        self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
@@ -157,7 +159,7 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                text = describe(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                text = in_one_line(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
                 up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
@@ -165,40 +167,22 @@ class V1Environment:
         episode = self.policy.episode(task, member, attempt)
         client = PolicyClient(episode)
         started = time.monotonic()
-        playing = asyncio.create_task(self._episode(task, client), name=rollout_name(task, member))
-        try:
-            await asyncio.wait({playing}, timeout=self.timeout)
-        except asyncio.CancelledError:
-            await abandon(playing)
-            raise
+        playing = await run_for(self.timeout, self._episode(task, client), rollout_name(task, member))
         timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
 
-        def failed(status: Status, stop: str, error: str) -> Rollout:
-            return Rollout(
-                task=task,
-                member=member,
-                turns=episode.turns,
-                prompt=task.row.get("prompt"),
-                completion=list(episode.replies),
-                reward=0.0,
-                rewards={},
-                metrics={},
-                status=status,
-                stop=stop,
-                error=error,
-                timing=timing,
-            )
+        def fail(status: Status, stop: str, error: str) -> Rollout:
+            return failed(task, member, episode, status, stop, error, timing)
 
         if not playing.done():
             where = waits_at(playing, self.sources)
             await abandon(playing)
-            return failed("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
+            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:
-            return failed("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
-        return self._played(task, member, episode, client, playing.result(), timing, failed)
+            return fail("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
+        return self._played(task, member, episode, client, playing.result(), timing, fail)
 
     def _played(
-        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, timing: dict[str, float], failed: Any
+        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, timing: dict[str, float], fail: Any
     ) -> Rollout:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
         agent = self.trained_agent(task)
@@ -208,11 +192,11 @@ class V1Environment:
         if not played.ok:
             stop, failure = self._failure(played, client)
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
-            return failed("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
+            return fail("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
         if not traces:
             others = sorted({trace.agent.name for trace in played.traces if trace.agent.trainable})
             hint = f"; those that trained are {', '.join(others)}: set envs.{self.name}.agents" if others else ""
-            return failed("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
+            return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
         trace = traces[member % len(traces)]
         turns = episode.keep(client.requests.get(trace.id, []))
         too_long = trace.id in client.too_long
@@ -220,8 +204,8 @@ class V1Environment:
             if too_long:
                 assert self.policy is not None
                 room = self.policy.context_length
-                return failed("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
-            return failed("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
+                return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+            return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
         reward = float(trace.reward)
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         if len(self.env._agent_specs) > 1:
@@ -263,7 +247,7 @@ class V1Environment:
         place = _place(error.traceback or "", self.sources)
         at = f"; at {place}" if place else ""
         text = utf8(f"{error.type}: {' '.join(error.message.split())[:400]}{at}")
-        return _snake(error.type), Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
+        return snake(error.type), Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
 
     def _note(self, task: Task, failure: Failure) -> str:
         self.failures.note(self.name, f"example {task.example_id}", failure)
@@ -381,7 +365,3 @@ def _place(written: str, sources: Path | None) -> str | None:
     """The innermost line of the environment's own code in a traceback: `/…/my_env.py:42 in ask`."""
     own = [each for each in FRAME.finditer(written) if sources is not None and each["file"].startswith(str(sources))]
     return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}" if own else None
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

@@ -29,8 +29,8 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
-from rlx.envs.errors import describe
-from rlx.plain import utf8
+from rlx.envs.errors import in_one_line
+from rlx.envs.messages import for_template
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 try:  # 0.4
@@ -80,7 +80,7 @@ class PolicyClient(Client):
             raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
         except Exception as error:
             self.failures[trace] = error
-            raise errors.ProviderError(describe(error), status_code=502) from error
+            raise errors.ProviderError(in_one_line(error), status_code=502) from error
         finally:
             self.seconds += time.monotonic() - began
         _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
@@ -276,37 +276,6 @@ def response_of(reply: Reply) -> Response:
         },
     }
     return response
-
-
-def for_template(message: Any) -> Message:
-    """A v1 message in the form that chat templates and renderers read. Text parts are joined."""
-    content = message.content
-    if isinstance(content, list):
-        if any(part.type != "text" for part in content):
-            raise ValueError("the conversation has images, but rlx trains on text alone")
-        content = "\n".join(part.text for part in content)
-    out: Message = {"role": message.role, "content": content or ""}
-    if message.role == "assistant":
-        if message.reasoning_content:
-            out["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            out["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.tool_calls
-            ]
-    elif message.role == "tool":
-        out["tool_call_id"] = message.tool_call_id
-        if message.name:
-            out["name"] = message.name
-    return utf8(out)
-
-
-def recorded(message: Any) -> Message:
-    """A v1 message for people and files. It may have an image that no request showed."""
-    try:
-        return for_template(message)
-    except ValueError:
-        return utf8(message.model_dump(exclude_none=True))
 
 
 def loops(agents: Sequence[Any], server: InterceptionServer) -> None:

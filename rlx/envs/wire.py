@@ -106,6 +106,7 @@ class Loaded(Message):
     tools: list[Any]  # `Environment.tools`
     sources: str  # folder or file of the environment's own code; empty: not known
     seconds: float  # that loading it took
+    agents: list[str] = []  # `Environment.agents`
 
 
 class LoadFailed(Message):

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rlx.envs.errors import describe, sources_of
+from rlx.envs.errors import in_one_line, sources_of
 from rlx.envs.load import load_one
 from rlx.envs.marks import PLAYING, Marks, ThreadMarks, marked_tasks
 from rlx.envs.remote import RemoteEpisode, RemotePolicy
@@ -69,7 +69,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
         _introduce(link, env, load, time.monotonic() - began)
     except Exception as error:
         log.exception("loading failed")
-        link.send_now(LoadFailed(describe(error, sources_of(load.config.id)), traceback.format_exc()))
+        link.send_now(LoadFailed(in_one_line(error, sources_of(load.config.id)), traceback.format_exc()))
         os._exit(1)
     gc.freeze()  # as in the orchestrator: what is loaded stays
     new_loop, memory = _loop_class(), Marks(int(marks))
@@ -138,7 +138,7 @@ def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
         digest.update(pack_row(rows[place]))
     tools = [dict(tool) for tool in env.tools]
     sources = str(sources_of(load.config.id) or "")
-    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds))
+    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds, list(env.agents)))
 
 
 class Server:

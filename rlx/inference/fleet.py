@@ -25,6 +25,7 @@ from rlx.inference.protocol import (
     FAILING,
     PAUSE,
     RESTART,
+    Claim,
     Failure,
     InferenceError,
     PolicyState,
@@ -48,7 +49,7 @@ _state = msgspec.json.Decoder(PolicyState)
 _failure = msgspec.json.Decoder(Failure)
 
 
-class _Server:
+class _Replica:
     """One replica."""
 
     def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
@@ -79,22 +80,26 @@ class Fleet:
         look: float = LOOK,
         find: Callable[[], Sequence[Endpoint]] | None = None,
         hung: float = HUNG,
+        run: str = "",
     ) -> None:
         """`restart_timeout`: seconds for which a lone server may be unreachable during an update.
 
         `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two checks of the servers.
         `find`: the servers that the run has at the moment, called in a thread at every check; None: they never change.
         `hung`: seconds for an answer in such a check, if other servers answer.
+        `run`: the run's directory, which claims the servers: no other run can change their weights meanwhile (`protocol.Claim`).
         """
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
-        self._servers = [_Server(endpoint) for endpoint in endpoints]
+        self._servers = [_Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._drain_tokens = drain_tokens
         self._look = look
         self._find = find
         self._hung = hung
+        self._run = run
+        self._adopted = False  # the versions are somebody else's
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
         self._limit: tuple[asyncio.Timeout, float] | None = None  # of the update in progress, and its seconds
@@ -111,6 +116,11 @@ class Fleet:
         self._watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watching
+        if self._run:
+            leaving = [self._ask(server, "POST", "/claim", self._claim(keep=False)) for server in self._servers]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GONE):  # without an answer, the server is free later
+                    await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
     # -- versions
@@ -136,7 +146,7 @@ class Fleet:
             self._limit = None
         self._weights, self.version = weights, weights.version
 
-    async def _tell_all(self, servers: Sequence[_Server], weights: WeightVersion) -> None:
+    async def _tell_all(self, servers: Sequence[_Replica], weights: WeightVersion) -> None:
         """Load a version into these servers concurrently. Once one server has it, servers that do not answer are left out."""
         telling = {asyncio.ensure_future(self._tell(server, weights)): server for server in servers}
         waiting, loaded, missing = set(telling), 0, []
@@ -208,8 +218,10 @@ class Fleet:
         """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
         `tick` is called several times a second meanwhile. `adopt`: the servers keep the version that they have, which is then the fleet's.
-        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key, or InferenceError if versions to adopt differ.
+        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key or a server that belongs to another run, or
+        InferenceError if versions to adopt differ.
         """
+        self._adopted = adopt
         deadline = time.monotonic() + timeout
         for server in self._servers:
             while True:
@@ -230,9 +242,9 @@ class Fleet:
                 raise InferenceError(f"the servers have different versions: {sorted(have)}. Does a run update them (inference.base_url)?")
             (self.version,) = have
 
-    async def _reset(self, server: _Server) -> None:
+    async def _reset(self, server: _Replica) -> None:
         """Return a server to version 0: it still has a version of another run."""
-        status, answer = await self._insist(server, "POST", "/reload_weights")
+        status, answer = await self._insist(server, "POST", "/reload_weights", self._claim())
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
 
@@ -245,7 +257,7 @@ class Fleet:
             try:
                 if self._find is not None:
                     self._follow(await asyncio.to_thread(self._find))
-                if self._weights is not None or len(self._servers) > 1:
+                if self._run or self._weights is not None or len(self._servers) > 1:
                     await asyncio.gather(*(self._check(server) for server in self._servers))
             except Exception:  # the run goes on with the servers that it has; the next check may succeed
                 log.exception("a check of the inference servers failed")
@@ -255,20 +267,22 @@ class Fleet:
         named = {endpoint.key: endpoint for endpoint in endpoints}
         for key in named.keys() - {server.endpoint.key for server in self._servers}:
             log.info("%s joins; it serves once it has the run's version", named[key].name)
-            self._servers.append(_Server(named[key], serves=False))
+            self._servers.append(_Replica(named[key], serves=False))
         for server in [server for server in self._servers if server.endpoint.key not in named]:
             if any(other.serves for other in self._servers if other is not server):
                 log.info("%s was taken away; its requests end or go elsewhere", server.endpoint.name)
                 self._servers.remove(server)
                 self._tell_samplers()
 
-    async def _check(self, server: _Server) -> None:
+    async def _check(self, server: _Replica) -> None:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
         others = any(other.serves for other in self._servers if other is not server)
         limit = self._hung if others else self._restart_timeout
         try:
             async with asyncio.timeout(limit):
                 state = await self._state(server)
+            if self._adopted and state.version != self.version:
+                raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
             async with asyncio.timeout(self._restart_timeout):
                 if state.version > self.version and not server.serves:
                     await self._reset(server)
@@ -292,7 +306,7 @@ class Fleet:
                 log.info("%s serves version %d", server.endpoint.name, self.version)
                 self._tell_samplers()
 
-    def _leave_out(self, server: _Server, why: str) -> None:
+    def _leave_out(self, server: _Replica, why: str) -> None:
         if server.serves:
             server.serves = False
             log.warning("%s; the other servers go on without it", why)
@@ -301,7 +315,7 @@ class Fleet:
     def _tell_samplers(self, *lost: str) -> None:
         self.on_change([server.endpoint for server in self._servers if server.serves], lost)
 
-    async def _restore(self, server: _Server) -> None:
+    async def _restore(self, server: _Replica) -> None:
         async with server.updating:
             state = await self._state(server)
             if state.version >= self.version:
@@ -314,14 +328,15 @@ class Fleet:
             except UpdateRefused as error:
                 raise StaleServer(f"{server.endpoint.name} restarted and could not load version {self.version}: {error}") from error
 
-    async def _tell(self, server: _Server, weights: WeightVersion) -> None:
+    async def _tell(self, server: _Replica, weights: WeightVersion) -> None:
         async with server.updating:
             await self._load(server, weights)
 
-    async def _load(self, server: _Server, weights: WeightVersion) -> None:
+    async def _load(self, server: _Replica, weights: WeightVersion) -> None:
         if weights.kind not in LOADED:
             raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load {' and '.join(map(repr, LOADED))}")
-        request = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind, "drain_tokens": self._drain_tokens}
+        where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
+        request = where | {"drain_tokens": self._drain_tokens, "run": self._run}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
@@ -334,13 +349,16 @@ class Fleet:
                 raise error_of(server.endpoint.name, status, answer)
             await asyncio.sleep(PAUSE)
 
-    async def _state(self, server: _Server) -> PolicyState:
-        status, answer = await self._ask(server, "GET", "/policy")
+    async def _state(self, server: _Replica) -> PolicyState:
+        if self._run:
+            status, answer = await self._ask(server, "POST", "/claim", self._claim())
+        else:
+            status, answer = await self._ask(server, "GET", "/policy")
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)
 
-    async def _state_soon(self, server: _Server) -> PolicyState:
+    async def _state_soon(self, server: _Replica) -> PolicyState:
         """`_state`, without waiting for a server that hangs. Raises ServerUnreachable after `hung` seconds."""
         try:
             async with asyncio.timeout(self._hung):
@@ -350,7 +368,10 @@ class Fleet:
 
     # -- asking
 
-    async def _insist(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    def _claim(self, keep: bool = True) -> bytes:
+        return msgspec.json.encode(Claim(self._run, keep))
+
+    async def _insist(self, server: _Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """`_ask` until the server answers, for at most `restart_timeout` seconds."""
         deadline = time.monotonic() + self._restart_timeout
         while True:
@@ -363,7 +384,7 @@ class Fleet:
                     self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
                 await asyncio.sleep(PAUSE)
 
-    async def _ask(self, server: _Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _ask(self, server: _Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """One request; returns status and body. Raises ServerUnreachable if the answer is missing or cut, or if the engine is dead."""
         assert self._session is not None, "use the fleet as `async with Fleet(…) as fleet`"
         endpoint = server.endpoint

@@ -18,6 +18,7 @@ PAUSE = 0.25  # seconds between two attempts to reach a server
 CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
 RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail, if its owner does not say
 FAILING = 60.0  # seconds for which servers may fail a request (500) before it fails
+HELD = 60.0  # seconds without a word from the run that claimed a server, after which another run may claim it
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
@@ -85,6 +86,14 @@ class PolicyState(msgspec.Struct, frozen=True):
     kv_cache_usage: float = 0.0  # share of the key-value cache in use
     attested: float = 0.0  # fraction of the served weights that were compared with the trainer's checksums
     preemptions: int = 0  # requests that lost their cache to others, since the server started; weight updates do not count
+    weights: str = ""  # path of the served version
+
+
+class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Body of `POST /claim`, which answers with the state, or 409 while the server is another run's; and of `POST /reload_weights`."""
+
+    run: str = ""  # its directory; "": nobody in particular, who may change the weights of a free server
+    keep: bool = True  # False: the run leaves the server
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -94,6 +103,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     version: Annotated[int, Meta(ge=0)]
     kind: Literal["files", "adapter"] = "files"  # what the folder holds: a model, or adapters for the server's own
     drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
+    run: str = ""  # `Claim.run`
 
 
 class Failure(msgspec.Struct, omit_defaults=True, frozen=True):

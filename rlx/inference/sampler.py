@@ -124,6 +124,10 @@ class Sampler:
         known = {server.endpoint.key for server in self._servers}
         self._servers += [_Server(endpoint) for key, endpoint in wanted.items() if key not in known]
 
+    def endpoints(self) -> list[Endpoint]:
+        """The servers that it uses."""
+        return [server.endpoint for server in self._servers]
+
     @property
     def away(self) -> float:
         """Seconds so far in which no server took requests."""

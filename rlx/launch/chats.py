@@ -25,12 +25,13 @@ from rlx.process import SUPERVISOR
 def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping[str, Probed]]) -> None:
     """Raise ConfigError with what the models' chat formats lose of the tools of their environments.
 
-    `environments`: what `rlx.launch.probes` found, for each configuration. A model that rlx makes itself has a format that serves tools.
+    `environments`: what `rlx.launch.probes` found, for each configuration. A model that rlx trains itself has a
+    format that serves tools. The format of a GGUF file is not known before its folder is made.
     """
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
         tools = {name: list(probed.tools) for name, probed in found.items() if probed.tools}
-        if (tools or cfg.model.chat_template_kwargs) and cfg.model.warm_start is None:
+        if (tools or cfg.model.chat_template_kwargs) and not cfg.model.prepared:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
             asked[request] = _ask(request) if request not in asked else asked[request]
     if problems := [problem for problem in asked.values() if problem is not None]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
-from rlx.config.schema import CommandConfig, Config, EnvConfig
+from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
 from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
@@ -88,7 +88,7 @@ def lines_of(environments: Mapping[str, Probed]) -> list[str]:
 
 
 def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
-    if not isinstance(cfg, CommandConfig) or (isinstance(cfg, Config) and cfg.replay is not None):
+    if not isinstance(cfg, CommandConfig) or (isinstance(cfg, TrainingRoot) and not (isinstance(cfg, PlayRoot) and cfg.plays)):
         return {}
     return environments(cfg) if cfg.launcher.check_envs else {}
 
@@ -159,7 +159,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     return found
 
 
-def describe(env: EnvConfig) -> About:
+def about_of(env: EnvConfig) -> About:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
     python = identity(env)[0]
     entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -76,3 +78,13 @@ def opd(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     ratio = safe_exp(tokens.logp.detach() - tokens.inference_logp)
     weight = ratio.clamp(max=delta)
     return TokenLoss(loss=-weight * advantages * tokens.logp, weight=weight, clipped_high=ratio > delta)
+
+
+@declares(against_engine=True, own_sign=True, needs_teacher=True, demonstrated=True, kind="ref_kl", ranges={"delta": "above 0"})
+def sdft(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
+    """`opd` whose teacher is the policy itself with a demonstration in its prompt (SDFT, arXiv 2601.19897).
+
+    A_t = log π(y_t | prompt, demonstration, y_<t) − sg[logp_t]: the reverse KL on the policy's own samples, by the sampled token.
+    Raises ValueError without the teacher's log-probabilities. A reference model never stands in for them.
+    """
+    return opd(replace(tokens, ref_logp=None), delta=delta)

@@ -29,7 +29,7 @@ class Stats:
 def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num_sequences: int) -> Stats:
     """The diagnostics of one micro-batch, from float64 `tokens` and the `result` after dual clip and correction (its weight is set).
 
-    Means are already shares of the global batch. `finish` completes `policy/ess`.
+    Means are already shares of the global batch. `completed` completes `policy/ess`.
     """
     assert result.weight is not None
     per_token = 1.0 / max(num_loss_tokens, 1)
@@ -85,7 +85,7 @@ def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: in
             )
 
 
-def finish(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+def completed(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
     """Metrics of a whole mini-batch from its reduced stats. Extremes are 0 if there is no trainable token."""
     metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences")}
     mean, square = metrics.pop("weight"), metrics.pop("weight_squared")

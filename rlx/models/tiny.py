@@ -48,12 +48,8 @@ CHAT_TEMPLATE = """\
             {{- part.text }}
         {%- endfor %}
     {%- endif %}
-    {%- for call in message.tool_calls or [] %}
-        {%- set function = call.function if call.function is defined else call %}
-        {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
-        {{- function.arguments if function.arguments is string else function.arguments | tojson }}
-        {{- '}\\n</tool_call>' }}
-    {%- endfor %}
+    {%- if message.tool_calls %}
+CALLS    {%- endif %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -61,9 +57,34 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+CALLS = {
+    "hermes": """\
+        {%- for call in message.tool_calls %}
+            {%- set function = call.function if call.function is defined else call %}
+            {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
+            {{- function.arguments if function.arguments is string else function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+""",
+    "pythonic": """\
+        {{- '[' }}
+        {%- for call in message.tool_calls %}
+            {%- set function = call.function if call.function is defined else call %}
+            {{- function.name + '(' }}
+            {%- for name, value in function.arguments.items() %}
+                {{- name + '=' + (value | tojson if value is string else value | string) }}
+                {{- ', ' if not loop.last else '' }}
+            {%- endfor %}
+            {{- ')' + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- ']' }}
+""",
+}
+"""The part of the template that writes an answer's calls, by its name in vLLM's parsers. `pythonic` takes arguments as a mapping."""
 
-def build_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
-    """The character tokenizer with the ChatML template; `eos` is `<|im_end|>`, `pad` is `<|endoftext|>`.
+
+def build_tokenizer(context_length: int, tool_calls: str = "hermes") -> PreTrainedTokenizerFast:
+    """The character tokenizer with the ChatML template; `eos` is `<|im_end|>`, `pad` is `<|endoftext|>`. `tool_calls`: a name of `CALLS`.
 
     `decode(encode(text)) == text` for every `str` of `CHARACTERS` and marks.
     """
@@ -82,7 +103,7 @@ def build_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         unk_token=UNKNOWN,
         additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.replace("CALLS", CALLS[tool_calls]),
         model_max_length=context_length,
         clean_up_tokenization_spaces=False,
         padding_side="left",

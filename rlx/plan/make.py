@@ -1,30 +1,23 @@
 """Turns a configuration into the list of a run's processes, each with role, replica, host, GPUs, ports, environment and command.
 
-Pure: the same configuration gives the same plan on any machine. Each command has its own plan.
+    rlx train, rlx sft       prepare (a model that rlx makes) · inference × replicas · orchestrator · trainer × ranks
+    rlx eval, synthesize     prepare · inference × replicas (unless servers or an endpoint already run) · the command's own role
+
+Pure: the same configuration gives the same plan on any machine.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from rlx.config.schema import CommandConfig, Config, SftRoot
-from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
+from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.eval import plan_eval
-from rlx.plan.rl import plan_training
+from rlx.plan.place import place, place_servers
 from rlx.plan.specs import Specs
-from rlx.plan.synthesize import plan_synthesis
 from rlx.types import ProcessSpec
-
-PLANS: dict[type, Callable[[Any, Specs], Iterator[ProcessSpec]]] = {  # a new command adds its plan here
-    Config: plan_training,
-    SftRoot: plan_training,
-    EvalRoot: plan_eval,
-    SynthesizeRoot: plan_synthesis,
-}
 
 
 def make_plan(cfg: CommandConfig, run_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
@@ -32,4 +25,50 @@ def make_plan(cfg: CommandConfig, run_dir: Path, python: str = sys.executable) -
 
     Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
-    return list(PLANS[type(cfg)](cfg, Specs(cfg, run_dir, python)))
+    return list(_processes(cfg, Specs(cfg, run_dir, python)))
+
+
+def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:
+    match cfg:  # a new command adds its plan here
+        case TrainingRoot():
+            return _training(cfg, specs)
+        case EvalRoot():
+            return _playing(cfg, specs, "evaluator")
+        case SynthesizeRoot():
+            return _playing(cfg, specs, "synthesizer") if cfg.play else iter([specs.one("synthesizer")])
+    raise TypeError(f"{type(cfg).__name__} has no plan")
+
+
+def _playing(cfg: PlayWithModel, specs: Specs, role: str) -> Iterator[ProcessSpec]:
+    """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
+    places = place_servers(cfg)
+    if cfg.model.prepared and cfg.weights_dir is None:
+        yield specs.one("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
+    yield from specs.servers(cfg, places)
+    yield specs.one(role)
+
+
+def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
+    """The processes of a command that trains."""
+    inference, trainers = place(cfg)
+    replays = isinstance(cfg, Config) and cfg.replay is not None
+    if cfg.model.prepared and not replays:
+        # It finishes before any other process computes, so it may use a GPU that others use later.
+        yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
+    if isinstance(cfg, PlayRoot) and cfg.plays:  # the rollouts of a replay are already on disk
+        yield from specs.servers(cfg, inference)
+    rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
+    if isinstance(cfg, SftRoot) and cfg.plays:
+        yield specs.one("evaluator", trainers[0][0])
+    if cfg.has_orchestrator:
+        yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
+    if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):
+        yield specs.one("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous)
+        return
+    ranks_per_host = cfg.trainer_ranks // len(trainers)
+    # No torchrun here: it would need a port before its host is known, and would stop its ranks on SLURM's SIGTERM.
+    for rank in range(cfg.trainer_ranks):
+        node, gpus = trainers[rank // ranks_per_host]
+        mine = gpus[rank % ranks_per_host :][:1]
+        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(cfg.trainer_ranks)}
+        yield specs.one("trainer", node, mine, replica=rank, ports=rendezvous if rank == 0 else None, env=world)

@@ -120,6 +120,24 @@ class Policy(Protocol):
         ...
 
 
+class KnownTurns:
+    """The part of an `Episode` that keeps its answers and their turns."""
+
+    __slots__ = ("_turns", "replies")
+
+    def __init__(self) -> None:
+        self.replies: list[Message] = []
+        self._turns: dict[int, tuple[str, Turn]] = {}  # request id and turn of each trained request with known tokens, by its number
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for _, (_, turn) in sorted(self._turns.items(), key=lambda item: item[0]))
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        wanted = set(request_ids)
+        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
+
+
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:
     """The sampling seed of one request, 0 … 2^63 - 1: a hash of run seed, environment, example, task, member, attempt and turn.
 

@@ -9,20 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from rlx.policy.base import PolicyError
-from rlx.types import Task, Turn
-
-if TYPE_CHECKING:
-    from rlx.policy.openai import OpenAIPolicy
+from rlx.policy.openai import OpenAIPolicy
+from rlx.types import Task
 
 log = logging.getLogger(__name__)
 
-UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
-HOW = "vLLM returns both for the request's `return_token_ids` and `logprobs`"
 QUESTION = ({"role": "user", "content": "Say yes."},)
 TOOL = {
     "type": "function",
@@ -36,30 +30,6 @@ class Capabilities:
 
     no_tokens: str | None  # token ids with log-probabilities
     no_tools: str | None
-
-
-def turn_of(answer: Any, base_url: str) -> Turn:
-    """The tokens of a chat completion. Raises PolicyError if the endpoint left out token ids or log-probabilities."""
-    choice = answer.choices[0]
-    prompt: Any
-    completion: Any
-    prompt, completion = getattr(answer, "prompt_token_ids", None), getattr(choice, "token_ids", None)
-    missing = [name for name, ids in (("prompt_token_ids", prompt), ("token_ids", completion)) if ids is None]
-    if missing:
-        raise PolicyError(f"{base_url} returns no token ids: its answer has no {' and no '.join(missing)}. {HOW}")
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    if content is None:
-        raise PolicyError(f"{base_url} returns no log-probabilities: its answer has no logprobs. {HOW}")
-    if len(content) != len(completion):
-        raise PolicyError(f"{base_url} returns {len(completion)} token ids, but {len(content)} log-probabilities")
-    return Turn(
-        prompt_ids=np.asarray(prompt, dtype=np.int32),
-        completion_ids=np.asarray(completion, dtype=np.int32),
-        logprobs=np.asarray([token.logprob for token in content], dtype=np.float32),
-        versions=np.full(len(completion), UNKNOWN_VERSION, dtype=np.int32),
-        temperature=1.0,  # what most servers report, whatever the temperature was
-        finish_reason=choice.finish_reason or "stop",
-    )
 
 
 async def check(policy: OpenAIPolicy, *, tokens: bool = False, tools: bool = False) -> Capabilities:

@@ -10,17 +10,20 @@ import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rlx.plain import utf8
 from rlx.policy.asked import raw_text
-from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
-from rlx.policy.endpoint import turn_of
+from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.types import Task, Turn
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
+HOW = "vLLM returns both for the request's `return_token_ids` and `logprobs`"
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
@@ -40,9 +43,12 @@ class Standing:
     refusal: str | None = None  # why it will answer no request at all
     answered: bool = False  # whether it has answered a request
     forbidden: int = 0  # answers 403 since the last request that it answered
+    models: set[str] = field(default_factory=set)  # the endpoint's names for what answered, as `gpt-4.1-mini-2025-04-14`
 
-    def succeed(self) -> None:
+    def succeed(self, model: str | None) -> None:
         self.answered, self.forbidden = True, 0
+        if model:
+            self.models.add(model)
 
     def forbid(self) -> bool:
         """Count an answer 403. Returns whether it concerns every request."""
@@ -105,23 +111,14 @@ class OpenAIPolicy:
         await self.client.close()
 
 
-class OpenAIEpisode:
+class OpenAIEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
     def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:
+        super().__init__()
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
-        self.replies: list[Message] = []
         self._num_requests = 0
-        self._turns: dict[int, tuple[str, Turn]] = {}  # request id and turn of each trained request with known tokens, by its number
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(turn for _, (_, turn) in sorted(self._turns.items(), key=lambda item: item[0]))
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        wanted = set(request_ids)
-        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -187,7 +184,7 @@ class OpenAIEpisode:
             raise PolicyError(f"{policy.base_url} cannot be reached, {tried}: {error.__cause__ or error}") from error
         except openai.APIError as error:
             raise PolicyError(f"{policy.base_url}: {error.message}") from error
-        policy.standing.succeed()
+        policy.standing.succeed(getattr(answer, "model", None))
         return answer
 
 
@@ -233,6 +230,30 @@ def reply_of(answer: Any, base_url: str) -> Reply:
         request_id=answer.id or "",
         num_prompt_tokens=usage.prompt_tokens if usage else 0,
         num_tokens=usage.completion_tokens if usage else 0,
+    )
+
+
+def turn_of(answer: Any, base_url: str) -> Turn:
+    """The tokens of a chat completion. Raises PolicyError if the endpoint left out token ids or log-probabilities."""
+    choice = answer.choices[0]
+    prompt: Any
+    completion: Any
+    prompt, completion = getattr(answer, "prompt_token_ids", None), getattr(choice, "token_ids", None)
+    missing = [name for name, ids in (("prompt_token_ids", prompt), ("token_ids", completion)) if ids is None]
+    if missing:
+        raise PolicyError(f"{base_url} returns no token ids: its answer has no {' and no '.join(missing)}. {HOW}")
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    if content is None:
+        raise PolicyError(f"{base_url} returns no log-probabilities: its answer has no logprobs. {HOW}")
+    if len(content) != len(completion):
+        raise PolicyError(f"{base_url} returns {len(completion)} token ids, but {len(content)} log-probabilities")
+    return Turn(
+        prompt_ids=np.asarray(prompt, dtype=np.int32),
+        completion_ids=np.asarray(completion, dtype=np.int32),
+        logprobs=np.asarray([token.logprob for token in content], dtype=np.float32),
+        versions=np.full(len(completion), UNKNOWN_VERSION, dtype=np.int32),
+        temperature=1.0,  # what most servers report, whatever the temperature was
+        finish_reason=choice.finish_reason or "stop",
     )
 
 

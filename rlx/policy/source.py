@@ -6,7 +6,7 @@ It is in this room because rows become samples by the chat format of the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,11 @@ from rlx.types import StepBatch
 FAKE_PROMPT = 0.5  # share of a fake sample's tokens that are context
 
 
-def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str) -> Source:
-    """The source of the run's batches. `model`: folder or hub name of the initial model."""
+def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str, streams: Collection[str] = ()) -> Source:
+    """The source of the run's batches. `model`: folder or hub name of the initial model. `streams`: what the objectives read."""
     if isinstance(cfg, Config):
+        if cfg.bench:
+            return fake_rollouts(cfg, streams)
         if cfg.replay is not None:
             return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches)
         return OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
@@ -48,6 +50,23 @@ def fake(cfg: SftRoot) -> FakeSource:
         vocab_size=cfg.model.vocab_size,
         seed=cfg.seed,
         sampled=False,
+    )
+
+
+def fake_rollouts(cfg: Config, streams: Collection[str] = ()) -> FakeSource:
+    """Groups of random tokens: a prompt, and answers of `sampling.max_tokens`, together `seq_len` or up to that (`bench_length`)."""
+    answer = min(cfg.sampling.max_tokens, cfg.seq_len - 1)
+    prompt = cfg.seq_len - answer
+    fixed = cfg.bench_length == "fixed"
+    return FakeSource(
+        groups=cfg.num_groups,
+        members=cfg.orchestrator.rollouts_per_example,
+        prompt_tokens=(prompt if fixed else 1, prompt),
+        completion_tokens=(answer if fixed else 1, answer),
+        vocab_size=cfg.model.vocab_size,
+        seed=cfg.seed,
+        streams=sorted(streams),
+        mini_batches=cfg.trainer.num_minibatches,
     )
 
 

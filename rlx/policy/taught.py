@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.policy.asked import raw_text
-from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
+from rlx.policy.base import KnownTurns, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
 from rlx.types import Task, Turn
@@ -32,26 +32,14 @@ class TaughtPolicy:
         return TaughtEpisode(self, self.endpoint.episode(task, member, attempt))
 
 
-class TaughtEpisode:
+class TaughtEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_turns", "inner", "policy")
+    __slots__ = ("inner", "policy")
 
     def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode) -> None:
-        self.policy, self.inner = policy, inner
-        self._turns: list[tuple[str, Turn]] = []
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(turn for _, turn in self._turns)
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        wanted = set(request_ids)
-        return tuple(turn for request_id, turn in self._turns if request_id in wanted)
-
-    @property
-    def replies(self) -> Sequence[Message]:
-        return self.inner.replies
+        super().__init__()
+        self.policy, self.inner, self.replies = policy, inner, inner.replies
 
     async def respond(
         self,
@@ -66,7 +54,7 @@ class TaughtEpisode:
         if not trained:
             return reply
         turn = self._turn(list(messages), reply, [dict(tool) for tool in tools] if tools else None)
-        self._turns.append((reply.request_id, turn))
+        self._turns[len(self._turns)] = (reply.request_id, turn)
         return replace(reply, turn=turn)
 
     def _turn(self, messages: list[Message], reply: Reply, tools: list[dict] | None) -> Turn:

@@ -4,7 +4,10 @@
 
 Any server with vLLM's route serves: vLLM's own, or rlx's. The numbers are at temperature 1, whatever the request says. A server that is
 overloaded (429), fails (5xx), does not answer or is gone is tried again with growing waits, at another address if there is one, until the
-deadline of the whole call. A request that it refuses (4xx) ends the call at once: a retry would not help.
+caller gives up. A request that it refuses (4xx) ends the call at once: a retry would not help.
+
+The servers may be the run's own (self-distillation). They come and go, and one that has restarted is not asked before it has the policy's
+version again.
 
 `check` compares tokenizers before any work. The log-probability of a token id under another vocabulary would be a number without meaning.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +25,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from rlx.inference.protocol import CONNECT
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import CONNECT, PolicyState
 from rlx.types import Float, Int
 
 log = logging.getLogger(__name__)
@@ -60,9 +64,9 @@ class _Models(msgspec.Struct):
 
 @dataclass(slots=True)
 class Scores:
-    """What a call returned."""
+    """What a call has returned so far."""
 
-    logprobs: list[Float | None]  # [L] of each sequence, 0 for its first token; None: not scored by the deadline
+    logprobs: list[Float | None]  # [L] of each sequence, 0 for its first token; None: not scored
     retries: int = 0  # attempts that failed and were made again
     trouble: list[str] = field(default_factory=list)  # the different failures
 
@@ -85,18 +89,25 @@ class Teacher:
         max_concurrent: int = 4,
         timeout: float = 120.0,
         deadline: float = 600.0,
+        own: Callable[[], Sequence[Endpoint]] | None = None,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
-        """See `rlx.config.schema_teacher.TeacherConfig` for all arguments. `model` of None: `check` finds the only one."""
-        self.addresses = [url.rstrip("/").removesuffix("/v1") for url in base_urls]
+        """See `rlx.config.schema_teacher.TeacherConfig` for all arguments. `model` of None: `check` finds the only one.
+
+        `own`: the run's own servers at the moment, in place of `base_urls`; they are asked when they have at least `version()`.
+        """
+        fixed = [Endpoint(url.rstrip("/").removesuffix("/v1"), api_key or "") for url in base_urls]
+        self.servers = own or (lambda: fixed)
         self.model, self.batch_size, self.timeout, self.deadline = model, batch_size, timeout, deadline
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._free = asyncio.Semaphore(max_concurrent * len(self.addresses))
+        self.context: int | None = None  # tokens that every server takes; None: not known
+        self._version = version if own is not None else None
+        self._free = asyncio.Semaphore(max_concurrent * len(self.servers()))
         self._session: aiohttp.ClientSession | None = None
         self._turn = 0
 
     async def __aenter__(self) -> Teacher:
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=self.timeout, sock_connect=CONNECT)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -105,9 +116,13 @@ class Teacher:
 
     # -- scoring
 
-    async def score(self, sequences: Sequence[Int]) -> Scores:
-        """The log-probabilities of these sequences [L], for as many as are scored by the deadline. Raises TeacherError for a refusal."""
-        scores = Scores([None] * len(sequences))
+    async def score(self, sequences: Sequence[Int], scores: Scores | None = None, *, deadline: float | None = None) -> Scores:
+        """The log-probabilities of these sequences [L], for as many as are scored in `deadline` seconds. Raises TeacherError for a refusal.
+
+        `scores`: where they are noted as they arrive, for a caller who gives up by cancelling.
+        """
+        if scores is None:
+            scores = Scores([None] * len(sequences))
         # Sequences of similar length share a request, so that no short one waits for a long one.
         order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
         parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
@@ -115,7 +130,7 @@ class Teacher:
         if not tasks:
             return scores
         try:
-            done, _ = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
@@ -134,19 +149,23 @@ class Teacher:
             "add_special_tokens": False,
         }
         async with self._free:
-            answer, address = await self._ask("/v1/completions", body, scores, self.addresses)
+            answer, address = await self._ask("/v1/completions", body, scores)
         for place, logprobs in zip(part, _read(answer, [sequences[place] for place in part], address), strict=True):
             scores.logprobs[place] = logprobs
 
-    async def _ask(self, path: str, body: Any, scores: Scores, addresses: Sequence[str]) -> tuple[bytes, str]:
+    async def _ask(self, path: str, body: Any, scores: Scores, only: Endpoint | None = None) -> tuple[bytes, str]:
         """(the answer, the address that gave it), after retries without end: the caller has the deadline."""
         wait = FIRST_WAIT
         while True:
-            address = addresses[self._turn % len(addresses)]
+            servers = [only] if only is not None else self.servers()
+            server = servers[self._turn % len(servers)].refreshed()
+            address = server.url
             self._turn += 1
             asked_to_wait = 0.0
             try:
-                async with self._request(address, path, body) as answer:
+                if self._version is not None and (late := await self._late(server)):
+                    raise aiohttp.ClientError(late)
+                async with self._request(server, path, body) as answer:
                     content = await answer.read()
                     if answer.status < 400:
                         return content, address
@@ -165,11 +184,19 @@ class Teacher:
             await asyncio.sleep(max(asked_to_wait, wait * random.uniform(0.5, 1.0)))
             wait = min(2 * wait, LONGEST_WAIT)
 
-    def _request(self, address: str, path: str, body: Any) -> Any:
+    async def _late(self, server: Endpoint) -> str:
+        """Why one of the run's servers must not be asked: after a restart it has the initial weights for a while."""
+        assert self._version is not None
+        async with self._request(server, "/policy", None) as answer:
+            has = _decoded(await answer.read(), PolicyState, server.url).version if answer.status == 200 else -1
+        return "" if has >= self._version() else f"it has version {has} of the weights, the run has {self._version()}"
+
+    def _request(self, server: Endpoint, path: str, body: Any) -> Any:
         assert self._session is not None, "used outside `async with`"
+        headers = server.headers if server.api_key else {}
         if body is None:
-            return self._session.get(address + path)
-        return self._session.post(address + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"})
+            return self._session.get(server.url + path, headers=headers)
+        return self._session.post(server.url + path, data=msgspec.json.encode(body), headers=headers | {"Content-Type": "application/json"})
 
     # -- before any work
 
@@ -181,14 +208,14 @@ class Teacher:
         scores = Scores([])
         try:
             async with asyncio.timeout(self.deadline):
-                for address in self.addresses:
-                    await self._check_one(address, tokenizer, longest, scores)
+                for server in self.servers():
+                    await self._check_one(server, tokenizer, longest, scores)
         except TimeoutError:
             trouble = "; ".join(scores.trouble[-3:]) or "no answer"
             raise TeacherError(f"the teacher could not be checked in {self.deadline:g} s (teacher.deadline): {trouble}") from None
 
-    async def _check_one(self, address: str, tokenizer: Any, longest: int, scores: Scores) -> None:
-        answer, _ = await self._ask("/v1/models", None, scores, [address])
+    async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int, scores: Scores) -> None:
+        answer, address = await self._ask("/v1/models", None, scores, server)
         models = _decoded(answer, _Models, address).data
         names = [model.id for model in models]
         if self.model is None:
@@ -203,9 +230,11 @@ class Teacher:
                 f"the teacher's context is too short: samples have up to seq_len={longest} tokens and a request needs one more, but "
                 f"{address} takes {found.max_model_len}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
             )
+        if found.max_model_len is not None:
+            self.context = min(found.max_model_len, self.context or found.max_model_len)
         texts = probe_texts(tokenizer, longest)
         body = {"model": self.model, "prompt": texts, "prompt_logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
-        answer, _ = await self._ask("/v1/completions", body, scores, [address])
+        answer, _ = await self._ask("/v1/completions", body, scores, server)
         for text, entries in zip(texts, _entries(answer, len(texts), address), strict=True):
             ours = [str(token) for token in tokenizer.encode(text, add_special_tokens=False)]
             theirs = [next(iter(entry)) for entry in entries[1:] if entry]

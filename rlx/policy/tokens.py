@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlx.config.sampling import biases
 from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text
-from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat
+from rlx.policy.demonstrated import Demonstrated
 from rlx.types import Int, Task, Turn
 
 log = logging.getLogger(__name__)
@@ -40,33 +43,25 @@ class TokenPolicy:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
     exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
     learn: frozenset[str] = frozenset()  # roles of the environment's messages whose tokens are marked, for cross-entropy
+    demonstrated: Demonstrated | None = None  # what a teacher reads in addition; its prompts are kept beside the policy's (`Turn.shown`)
     label: str = ""  # prefix of every request id, so that two runs may share a server
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
         return TokenEpisode(self, task, member, attempt)
 
 
-class TokenEpisode:
+class TokenEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_call_ids", "_history", "_num_requests", "_turns", "attempt", "member", "policy", "replies", "task")
+    __slots__ = ("_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
+        super().__init__()
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
-        self.replies: list[Message] = []
         self._num_requests = 0
         self._call_ids: set[str] = set()
-        self._turns: dict[int, tuple[str, Turn]] = {}  # by request number: request id and turn, unless asked for with trained=False
         self._history: list[tuple[list[Message], Turn, list[dict] | None]] = []  # prompt and answer as messages, their tokens, the tools
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number][1] for number in sorted(self._turns))
-
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        wanted = set(request_ids)
-        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
 
     async def respond(
         self,
@@ -96,6 +91,8 @@ class TokenEpisode:
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
+        if policy.demonstrated is not None and trained:
+            turn = replace(turn, shown=np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32))
         if policy.learn and raw is None and trained:
             turn = replace(turn, answered=self._answered(ids, prompt, functions))
         if raw is None:
@@ -136,6 +133,16 @@ class TokenEpisode:
             named.append(replace(call, id=own if not call.id or call.id in self._call_ids else call.id))
             self._call_ids.add(named[-1].id)
         return tuple(named)
+
+    def _shown(self, ids: list[int], prompt: list[Message], tools: list[dict] | None, raw: str | None, how: Demonstrated) -> list[int]:
+        """The prompt's ids with the demonstration. What follows an earlier prompt follows it there, too, token for token."""
+        for _, (_, earlier) in sorted(self._turns.items(), key=lambda item: item[0]):
+            known = len(earlier.prompt_ids)
+            if earlier.shown is not None and ids[:known] == earlier.prompt_ids.tolist():
+                return [*earlier.shown.tolist(), *ids[known:]]
+        if raw is not None:
+            return self.policy.chat.tokenizer.encode(how.text(raw, self.task.row))
+        return self.policy.chat.render(how.messages(prompt, self.task.row), tools)
 
     def _answered(self, ids: list[int], prompt: list[Message], tools: list[dict] | None) -> Int | None:
         """Marks of what the environment said since an earlier request; None if this prompt continues none."""

@@ -36,7 +36,7 @@ from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import keep_digests
+from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.waiting import Preempted, first_failure
 
@@ -68,17 +68,17 @@ class Evaluator:
         for version in await self.model.versions(self.config.versions):
             if version not in done:
                 self.phase = f"loading version {version} into the servers"
-                attested = await self.model.reach(version)
-                await self._evaluate(version, attested)
+                await self.model.reach(version)
+                await self._evaluate(version)
             await asyncio.to_thread(self._summarize)
 
-    async def _evaluate(self, version: int, attested: float | None) -> None:
+    async def _evaluate(self, version: int) -> None:
         """Evaluate the version that the model has now, and write its record."""
         self.now = now = Scored(self.config, self.paths, self.envs, version, self.model)
         if now.player.finished:
             log.info("version %d: %d rollouts are done already", version, now.player.finished)
         await now.play()
-        values = await asyncio.to_thread(now.write, attested)
+        values = await asyncio.to_thread(now.write, await self.model.origin())
         self.metrics.write(version, values)
         now.forget()
 

@@ -12,7 +12,6 @@ It is one asyncio loop. Longer computations (encoding, compressing) run in a thr
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -30,10 +29,10 @@ from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, advantages_of, describe, make_batch, make_groups, max_tokens_of, scores_of
+from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -43,7 +42,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, data_digest
+from rlx.rollout.tasks import check_rows, keep_digests
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
@@ -77,7 +76,7 @@ class Orchestrator:
         self.envs = envs
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away)
+        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = rules_of(config.orchestrator.difficulty_filter)
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
@@ -87,10 +86,9 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        # While a version was evaluated, the trainer may have gone on by max_async_level + 1 versions, and written a checkpoint.
-        oldest = self.first_step - config.max_async_level - 1
-        busy, away = lambda: self.collector.in_flight, lambda: sampler.away
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, busy, away, oldest=oldest)
+        oldest = self.first_step - config.max_async_level - 1  # the trainer may have been so far ahead of an evaluation
+        at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -160,9 +158,9 @@ class Orchestrator:
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
-            batch, taught = await self.teaching.score(batch)
-            values = describe(groups, batch, self.collector.tally, filtered, self.rules) | self.collector.tasks.pool_sizes()
-            values |= taught | worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            batch, taught = await self.teaching.score(batch, rollouts)
+            values = step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -221,7 +219,7 @@ async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local]
     drain = config.weight_broadcast.drain_tokens
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat, drain_tokens=drain) as (fleet, sampler),
-        Teaching.of(config, chat.tokenizer, heartbeat.beat) as teaching,
+        Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
@@ -234,7 +232,7 @@ def main() -> int:
     assert chat is not None
     for name in config.envs:
         check_rows(name, envs[name].rows)
-    write_text(paths.data, json.dumps({"envs": {name: data_digest(env.rows) for name, env in envs.items()}}, indent=1) + "\n")
+    keep_digests(paths, envs)
     return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat), paths)
 
 

@@ -1,10 +1,12 @@
-"""The prepare role: makes the tiny model before a run, or finds it in the cache, and writes its path to `initial_model.txt`.
+"""The prepare role: makes the initial model before a run, or finds it in the cache, and writes its path to `initial_model.txt`.
 
     hash the recipe → cached? → environments' rows → demonstrations → supervised training → folder in the cache → initial_model.txt
 
 The recipe is everything that determines what the model learns: the `model.warm_start` section; the environments with their arguments,
 weights and code; and the code that makes the tokenizer, the demonstrations and the model. If the model is cached, neither torch nor
 verifiers is imported.
+
+With `model.gguf` it makes a plain model folder of that file instead. The recipe is then the file's digest.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def main() -> int:
 
 
 def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
-    """The folder of the warm-started model. If several runs want the same model at once, one makes it and the others wait."""
+    """The folder of the initial model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
     if not (folder / COMPLETE).exists():
@@ -86,13 +88,17 @@ def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
             if not (folder / COMPLETE).exists():
                 make(config, what, folder, heartbeat)
                 return folder
-    log.info("the warm start is cached: %s", folder)
+    log.info("the model is cached: %s", folder)
     return folder
 
 
 def recipe(config: CommandConfig) -> dict[str, Any]:
     """Everything that determines what the model learns, as values for JSON."""
-    assert config.model.warm_start is not None, "the plan has this role only for models with a warm start"
+    if config.model.gguf is not None:
+        with Path(config.model.gguf).expanduser().open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"gguf": content, "dtype": config.model.dtype, "code": digest([Path(rlx.__path__[0]) / "models/gguf.py"])}
+    assert config.model.warm_start is not None, "the plan has this role only for models that rlx makes"
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
@@ -150,9 +156,25 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
-    """Train the model and move its complete folder into the cache. The caller holds the lock."""
+    """Make the model and move its complete folder into the cache. The caller holds the lock."""
     for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
+        unfinished = Path(name) / "model"
+        if config.model.gguf is not None:
+            from rlx.models.gguf import convert
+
+            with heartbeat.during(f"reading {config.model.gguf}"):
+                convert(Path(config.model.gguf).expanduser(), unfinished, config.model.dtype)
+        else:
+            train(config, unfinished, heartbeat)
+        write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
+        os.replace(unfinished, folder)
+    log.info("the model is made: %s", folder)
+
+
+def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
+    """Train the tiny model on the environments' examples and save it in `folder`."""
     assert config.model.warm_start is not None
     settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(envs_of(config)))
 
@@ -165,7 +187,7 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
     from rlx.policy.templates import read_template, refusal
     from rlx.train.warm_start import warm_start
 
-    tokenizer = tiny.build_tokenizer(config.model.context_length)
+    tokenizer = tiny.build_tokenizer(config.model.context_length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
     chat = load_chat(tokenizer, config.model)
@@ -200,12 +222,7 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
         model = warm_start(settings, demonstrations, config.model.context_length, report)
     else:
         model = tiny.build_model(settings, config.model.context_length)  # of `rlx sft`: its own rows train it
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
-        unfinished = Path(name) / "model"
-        tiny.save(model, tokenizer, unfinished)
-        write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
-        os.replace(unfinished, folder)
-    log.info("the warm start is done: %s", folder)
+    tiny.save(model, tokenizer, folder)
 
 
 def samples_of(env: str, conversations: Sequence[Conversation], chat: Chat) -> list[TrainingSample]:

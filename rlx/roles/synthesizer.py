@@ -26,10 +26,11 @@ from rlx.policy.transcript import TranscribedPolicy
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.failures import Failures
 from rlx.rollout.models import Model, connected
-from rlx.rollout.play import Job, Player
+from rlx.rollout.play import Job, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
-from rlx.rollout.synthesis import NothingKept, NothingWorks, Synthesis, keep_digests
+from rlx.rollout.synthesis import NothingKept, Synthesis
+from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.types import Rollout
 from rlx.waiting import Preempted, first_failure

@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.checkpoints.best import not_evaluated
@@ -50,6 +51,7 @@ class Trainer:
         from rlx.parallel.mesh import build_mesh
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
+        from rlx.train.flops import Meter
         from rlx.train.scores import ScoreKeeper
         from rlx.train.validation import Validation
         from rlx.weights.publish import Publisher
@@ -65,7 +67,7 @@ class Trainer:
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
         if self.mesh.first:
             write_text(paths.kernels, json.dumps(self.summary) + "\n")
-        self.source = source_of(cfg, paths, self.mesh, name)
+        self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
         self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
@@ -79,7 +81,7 @@ class Trainer:
         )
         watch.checks.append(self.publisher.check)
         self.checkpoints = Checkpoints(
-            *(paths, cfg.ckpt, self.step_trainer),
+            *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, self.step_trainer),
             last=cfg.max_steps,
             facts={"ranks": self.mesh.world_size, "model": cfg.model.name},
             with_orchestrator=cfg.has_orchestrator,
@@ -88,6 +90,7 @@ class Trainer:
         )
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
+        self.meter = Meter(self.model, self.mesh)
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if (begin := read_start(paths)) is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
@@ -174,11 +177,7 @@ class Trainer:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
             write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
-        seconds = values["time/forward_backward"] + values["time/optimizer"]
-        return values | {
-            "perf/tokens_per_second": iterations * batch.num_tokens / seconds,
-            "perf/peak_memory_gb": self.mesh.peak_memory(),
-        }
+        return values | self.meter.measure(step_batch, values["time/forward_backward"] + values["time/optimizer"], iterations)
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then announce the version and delete old ones.

@@ -77,17 +77,18 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
     return StepBatch(step=step, mini_batches=tuple(mini_batches))
 
 
-def describe(
+def step_metrics(
     groups: Sequence[Group],
     batch: StepBatch,
     tally: Tally,
     filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
     rules: Sequence[str] = (),
+    taught: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """The step's metrics that are computed from its rollouts (`rlx.metrics`, source orchestrator).
 
     `filtered`: rule and rollouts of each group that a filter dropped; they count in all metrics except `batch/…`.
-    `rules`: the active filter rules.
+    `rules`: the active filter rules. `taught`: the metrics of the teachers.
     """
     played = [list(group.rollouts) for group in groups] + [list(rollouts) for _, rollouts in filtered]
     rollouts = [rollout for group in played for rollout in group]
@@ -95,17 +96,18 @@ def describe(
     rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])
-    taught = {sample.env for sample in samples if sample.ce_weights is not None and not sample.loss_mask.any()}  # a teacher sampled these
-    sampled = sum(rollout.num_completion_tokens for group in groups if group.task.env not in taught for rollout in group.rollouts)
-    trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # all sampled tokens, except those of masked overlong rollouts
-    values = {
+    by_teacher = {sample.env for sample in samples if sample.ce_weights is not None and not sample.loss_mask.any()}  # a teacher played
+    sampled = sum(rollout.num_completion_tokens for group in groups if group.task.env not in by_teacher for rollout in group.rollouts)
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # all sampled, but masked overlong rollouts and what was not scored
+    unscored = (taught or {}).get("teacher/unscored_tokens", 0)
+    values = dict(taught or {}) | {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "batch/groups": len(groups),
         "batch/rollouts": sum(len(group.rollouts) for group in groups),
         "batch/samples": len(samples),
         "batch/loss_tokens": trained,
-        "batch/overlong_frac": 1 - trained / sampled if sampled else 0.0,
+        "batch/overlong_frac": 1 - (trained + unscored) / sampled if sampled else 0.0,
         "batch/tokens": sum(len(sample.token_ids) for sample in samples),
         "batch/zero_advantage_frac": sum(not group.advantages.any() for group in groups) / max(len(groups), 1),
         "length/completion_mean": lengths.mean(),

@@ -61,8 +61,9 @@ def collector_of(
     envs: Mapping[str, Environment],
     left_out: Callable[[Sequence[Rollout]], str | None],
     away: Callable[[], float] = lambda: 0.0,
+    kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
 ) -> Collector:
-    """The collector of a run. `left_out`, `away`: see `Collector`. Raises ValueError for data that does not suit the configuration."""
+    """The collector of a run. `left_out`, `away`, `kept`: see `Collector`. Raises ValueError for data that does not suit the run."""
     orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
     envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
     weights = {name: env.weight for name, env in config.envs.items()}
@@ -78,6 +79,7 @@ def collector_of(
         max_retries=orchestrator.max_retries,
         left_out=left_out,
         away=away,
+        kept=kept,
         max_rounds=orchestrator.difficulty_filter.max_rounds,
         oversampling_factor=orchestrator.oversampling_factor,
     )
@@ -100,6 +102,7 @@ class Collector:
         max_retries: int,
         left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
         away: Callable[[], float] = lambda: 0.0,
+        kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
         max_rounds: int = 10,
         oversampling_factor: float = 1.0,
     ) -> None:
@@ -107,6 +110,8 @@ class Collector:
 
         `left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
         their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
+
+        `kept`: called with each finished group that no filter drops, for work on it that need not wait for the batch.
 
         `away`: see `play_through`. `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
         """
@@ -120,6 +125,7 @@ class Collector:
         self.max_retries = max_retries
         self.left_out = left_out
         self.away = away
+        self.kept = kept
         self.most_filtered = {env: math.ceil(max_rounds * num_groups * tasks.share(env) - 1e-9) for env in tasks.envs}  # of one batch
         self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
         self.version = 0
@@ -333,6 +339,8 @@ class Collector:
                 env, task, self.sizes[task.env], self.max_retries, self.tally, member_ended, to_the_end=on_policy, away=self.away
             )
             rule = self.left_out(pending.rollouts)
+            if rule is None:
+                self.kept(pending.rollouts)
         except GroupFailed as failed:
             failure = failed
         except Exception as error:  # a bug of ours, not of the environment: end the run with the traceback

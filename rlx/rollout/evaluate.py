@@ -23,11 +23,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlx.config.evaluated import PREFIX, evaluated, is_due
-from rlx.config.schema import EvaluatedRun, ScoredEnvConfig
+from rlx.config.schema import EvaluatedRun, PlayRoot, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
@@ -39,7 +41,7 @@ from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
 
-log = logging.getLogger("rlx.orchestrator")
+log = logging.getLogger("rlx.evaluation")
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Evaluations:
         busy: Callable[[], int] = lambda: 0,
         away: Callable[[], float] = lambda: 0.0,
         *,
-        oldest: int,
+        oldest: int = 0,
     ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
@@ -178,10 +180,10 @@ class Evaluations:
         seconds = time.monotonic() - now.began
         values: dict[str, float] = {"time/evaluation": seconds}
         for name in self.specs:
-            examples = now.examples(name)
-            values |= describe(name, examples, self.config.eval.pass_threshold)
-            await asyncio.to_thread(self._write, name, now.version, examples, seconds)
-            self._say(name, now.version, examples, values)
+            folder = self.paths.evaluation_of(name, self.config.model.name, now.version)
+            examples, threshold = now.examples(name), self.config.eval.pass_threshold
+            facts = facts_of(name, self.config, self.specs[name], now.version) | {"time": seconds}
+            values |= await asyncio.to_thread(write_scores, folder, examples, facts, threshold)
         return values
 
     def _room(self) -> int:
@@ -198,30 +200,6 @@ class Evaluations:
         assert self._now is not None
         check_version(rollout, self._now.version)
 
-    def _write(self, name: str, version: int, examples: Sequence[Sequence[Outcome]], seconds: float) -> None:
-        spec, config = self.specs[name], self.config
-        facts = {
-            "env_id": spec.id,
-            "name": name,
-            "env_args": spec.args,
-            "model": config.model.name,
-            "base_url": ", ".join(config.inference.base_url),
-            "policy_version": version,
-            "split": spec.split,
-            "seed": config.seed,
-            "sampling_args": sampling_of(config, spec),
-            "time": seconds,
-        }
-        write_results(self.paths.evaluation_of(name, config.model.name, version), examples, facts, config.eval.pass_threshold)
-
-    def _say(self, name: str, version: int, examples: Sequence[Sequence[Outcome]], values: Mapping[str, float]) -> None:
-        """Log the result, and the last error if some rollouts failed."""
-        avg = f"eval/{name}/avg@{len(examples[0])}"
-        log.info("evaluated version %d on %d examples of %s: %s %.4f", version, len(examples), name, avg, values[avg])
-        if failed := [outcome for example in examples for outcome in example if outcome.failed]:
-            last = failed[-1]
-            log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), last.stop, last.error)
-
     def _look_for_best(self, version: int, values: Mapping[str, float]) -> None:
         """Warn if the record has no value to choose the best checkpoint by."""
         wanted = self.config.ckpt.keep_best
@@ -232,7 +210,38 @@ class Evaluations:
         log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
 
 
-def describe(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
+def facts_of(name: str, config: PlayRoot, spec: ScoredEnvConfig, version: int) -> dict[str, Any]:
+    """What `metadata.json` says of the evaluation of one environment."""
+    return {
+        "env_id": spec.id,
+        "name": name,
+        "env_args": spec.args,
+        "model": config.model.name,
+        "base_url": ", ".join(config.inference.base_url),
+        "policy_version": version,
+        "split": spec.split,
+        "seed": config.seed,
+        "sampling_args": sampling_of(config, spec),
+    }
+
+
+def write_scores(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> dict[str, float]:
+    """Write the results of one environment's evaluation, and log its score and the last failure. Returns its metrics. Call it in a thread.
+
+    `examples` [N][n]: the rollouts of each example. `facts`: as of `facts_of`.
+    """
+    name, version = facts["name"], facts["policy_version"]
+    values = score_metrics(name, examples, pass_threshold)
+    write_results(folder, examples, facts, pass_threshold)
+    average = f"eval/{name}/avg@{len(examples[0])}"
+    log.info("evaluated version %d on %d examples of %s: %s %.4f", version, len(examples), name, average, values[average])
+    if failures := [outcome for example in examples for outcome in example if outcome.failed]:
+        last = failures[-1]
+        log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failures), last.stop, last.error)
+    return values
+
+
+def score_metrics(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
     """The metrics of one environment's evaluation (`rlx.metrics`, source eval). `examples` [N][n]: the rollouts of each example."""
     rewards = [[outcome.reward for outcome in example] for example in examples]
     outcomes = [outcome for example in examples for outcome in example]

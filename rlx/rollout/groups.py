@@ -126,10 +126,22 @@ async def _play(
     env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, away: Callable[[], float]
 ) -> list[Rollout]:
     """Play these members until all of them succeed in one attempt. Raises GroupFailed."""
+    done: dict[int, list[Rollout]] = {member: [] for member in members}
+    left = list(members)
     for attempt in range(max_retries + 1):
-        rollouts = [checked(rollout) for rollout in await play_through(env, task, members, attempt, away)]
+        played = await play_through(env, task, left, attempt, away)
+        rollouts = [checked(rollout) for rollout in played]
         if all(rollout.status == "ok" for rollout in rollouts):
-            return [_count(rollout, tally) for rollout in rollouts]
+            for rollout in rollouts:
+                done[rollout.member].append(rollout)
+            return [_count(rollout, tally) for member in members for rollout in done[member]]
+        if not all(rollout.status == "ok" for rollout in played) and not any(rollout.status == "cancelled" for rollout in played):
+            # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
+            # (`EnvGroup`) whose other members do compare asks for whole groups, too.
+            left = sorted({rollout.member for rollout in rollouts if rollout.status != "ok"})
+            for rollout in rollouts:
+                if rollout.member not in left:
+                    done[rollout.member].append(rollout)
         failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
         assert failed, f"{task.env} cancelled rollouts although none failed: {[rollout.stop for rollout in rollouts]}"
         for rollout in failed:

@@ -63,7 +63,7 @@ class RolloutIndex:
 class _Line(msgspec.Struct):
     """The fields of a line that an index needs, of our files and of results in verifiers' layout."""
 
-    example_id: int
+    example_id: int | None = None
     env: str = ""
     group: int | None = None
     member: int | None = None
@@ -81,6 +81,8 @@ class _Line(msgspec.Struct):
     is_truncated: bool | None = None  # results
     error: Any = None
     versions: list[int] = []
+    failed: bool = False  # a synthesis
+    about: dict[str, Any] | None = None  # a synthesis: `rlx.rollout.selection.Candidate.about`
 
     @property
     def length(self) -> int:
@@ -113,7 +115,11 @@ class Indexer:
             raise ValueError(f"line {len(self.begins)} is no rollout: {error}") from error
 
     def _add(self, one: _Line, size: int) -> None:
-        status = one.status or ("ok" if one.error is None else "error")
+        if one.about is not None:
+            one.example_id, one.num_tokens, one.stop = (one.about.get(name) for name in ("example_id", "num_tokens", "stop"))
+        if one.example_id is None:
+            raise ValueError("it has no `example_id`")
+        status = one.status or ("ok" if one.error is None and not one.failed else "error")
         texts = {"env": one.env, "stop": one.stop or one.stop_condition or "", "status": status, "left_out": one.left_out or ""}
         numbers = {
             "member": next((n for n in (one.member, one.rollout) if n is not None), NONE),

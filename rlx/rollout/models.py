@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,14 +28,23 @@ from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.endpoint import UNKNOWN_VERSION, check
-from rlx.policy.openai import OpenAIPolicy
+from rlx.policy.endpoint import check
+from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.types import Rollout
 from rlx.weights.files import version_at
 
 log = logging.getLogger(__name__)
 
 NO_KEY = "none"  # sent to endpoints that ask for no key
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What answered, in its own words."""
+
+    model: str | None = None  # the servers' model (a folder, several joined with commas), or the endpoint's name for what it served
+    weights: str | None = None  # the folder of the served version; None: an endpoint
+    attested: float | None = None  # share of the weights that the servers compared with the trainer's; None: version 0, or an endpoint
 
 
 class Model(Protocol):
@@ -44,8 +54,12 @@ class Model(Protocol):
         """The versions to play, of those wanted. A model that cannot be changed has one version, whatever was wanted."""
         ...
 
-    async def reach(self, version: int) -> float | None:
-        """Play this version from now on. Returns the share of its weights that the servers compared; None if that is not known."""
+    async def reach(self, version: int) -> None:
+        """Play this version from now on."""
+        ...
+
+    async def origin(self) -> Origin:
+        """What has played this version. Ask when the version has been played: an endpoint says it with its answers."""
         ...
 
     def away(self) -> float:
@@ -69,19 +83,22 @@ class Served:
             return wanted
         return [self.fleet.version]  # of servers that somebody else updates
 
-    async def reach(self, version: int) -> float | None:
-        attested = None
+    async def reach(self, version: int) -> None:
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
             where = Path(self.config.weights_dir) / f"step_{version}"
             await self.fleet.update(version_at(where, version), self.config.weight_broadcast.timeout)
-            states = await self.fleet.states()
-            attested = min(state.attested for state in states)
-            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * attested, where)
-            if any(state.version != version for state in states):
-                raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {version}")
+            origin = await self.origin()
+            assert origin.attested is not None
+            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, where)
         self.version = self.sampler.version = version
-        return attested
+
+    async def origin(self) -> Origin:
+        states = await self.fleet.states()
+        if any(state.version != self.fleet.version for state in states):
+            raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {self.fleet.version}")
+        model, weights = (", ".join(sorted({getattr(state, name) for state in states})) for name in ("model", "weights"))
+        return Origin(model, weights, min(state.attested for state in states) if self.fleet.version else None)
 
     def away(self) -> float:
         return self.sampler.away
@@ -99,8 +116,11 @@ class ApiModel:
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
         return [0]
 
-    async def reach(self, version: int) -> float | None:
-        return None
+    async def reach(self, version: int) -> None:
+        pass
+
+    async def origin(self) -> Origin:
+        return Origin(", ".join(sorted(self.policies[0].standing.models)) or None)
 
     def away(self) -> float:
         return 0.0
@@ -144,8 +164,9 @@ async def connect_servers(
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     patience = config.inference.startup_timeout
+    run = "" if adopt else str(paths.root)
     async with (
-        Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths)) as fleet,
+        Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths), run=run) as fleet,
         Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler,
     ):
         fleet.on_change = sampler.use

@@ -9,9 +9,10 @@ What a rollout is worth, and which weights play it, belongs to the callers.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,6 +25,7 @@ from rlx.types import Rollout, Task
 
 T = TypeVar("T")
 
+FIRST = 16  # if so many rollouts of an environment failed and none succeeded, a command that plays stops
 GLANCE = 0.2  # seconds between two looks at how many rollouts may be in flight
 
 
@@ -52,6 +54,22 @@ def jobs_of(
         task = Task(env=env.name, example_id=int(row["example_id"]), index=place, row=row)
         for part in [tuple(range(rollouts))] if env.scores_groups else [(member,) for member in left]:
             yield Job(name, task, part)
+
+
+def in_turn(streams: Sequence[Iterator[Job]]) -> Iterator[Job]:
+    """The jobs of all environments, one of each in turn."""
+    return (job for together in itertools.zip_longest(*streams) for job in together if job is not None)
+
+
+class NothingWorks(RuntimeError):
+    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
+
+    def __init__(self, what: str, env: str, failed: int, example_id: int, stop: str, error: str | None) -> None:
+        """`what`: an evaluation, a synthesis. `example_id`, `stop`, `error`: of the last failure."""
+        super().__init__(
+            f"{failed} rollouts of {env} in a row failed, so the {what} stops; resume=latest plays them again. "
+            f"The last, example {example_id}: {stop}: {error}"
+        )
 
 
 class Player:
@@ -109,6 +127,10 @@ class Player:
         """The jobs in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each."""
         now = time.monotonic()
         return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
+
+    def now(self) -> dict[str, float]:
+        """For the console: rollouts in flight, and the seconds of the oldest job."""
+        return {"in_flight": self.in_flight, "oldest": max((seconds for _, _, seconds in self.waiting()), default=0.0)}
 
     async def _play(self, job: Job) -> None:
         env, entry = self.envs[job.env], (job, time.monotonic())

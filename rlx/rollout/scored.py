@@ -6,7 +6,6 @@ eval/<env>--<model>/step_N/results.jsonl, metadata.json     in verifiers' layout
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,23 +13,18 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
-from rlx.envs.base import Environment, sampling_of
+from rlx.envs.base import Environment
 from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
-from rlx.rollout.evaluate import describe
-from rlx.rollout.models import Model
-from rlx.rollout.play import Job, Player, Records, jobs_of
-from rlx.rollout.results import Outcome, outcome_of, write_results
+from rlx.rollout.evaluate import facts_of, write_scores
+from rlx.rollout.models import Model, Origin
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
+from rlx.rollout.results import Outcome, outcome_of
 from rlx.types import Rollout
 
 log = logging.getLogger("rlx.evaluator")
 
 PLAYED = "played.jsonl"
-FIRST = 16  # if so many rollouts of an environment failed and none succeeded, the evaluation stops
-
-
-class NothingWorks(RuntimeError):
-    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
 
 
 class Scored:
@@ -68,49 +62,31 @@ class Scored:
 
     def progress(self) -> dict[str, Any]:
         """For the console: rollouts, tokens and seconds of this attempt."""
-        waiting = self.player.waiting()
         failed = sum(one.failed for known in self._outcomes.values() for one in known.values())
         return {
-            "what": f"{'model' if self.config.weights_dir is None else f'step_{self.version}' if self.version else 'base'}",
+            "what": "model" if self.config.weights_dir is None else f"step_{self.version}" if self.version else "base",
             "done": self.player.finished,
             "total": self.total,
             "before": self.before,
-            "seconds": time.monotonic() - self.began,
             "tokens": self.tokens,
             "failed": failed + sum(map(len, self._failures.values())),
-            "in_flight": self.player.in_flight,
-            "oldest": max((seconds for _, _, seconds in waiting), default=0.0),
+            "seconds": time.monotonic() - self.began,
+            **self.player.now(),
         }
 
-    def write(self, attested: float | None) -> dict[str, float]:
-        """Write the results of all environments; return the metrics of the version's record. Call it in a thread."""
+    def write(self, origin: Origin) -> dict[str, float]:
+        """Write the results of all environments; return the metrics of the version's record. Call it in a thread.
+
+        `origin`: what has played.
+        """
         seconds = time.monotonic() - self.began
-        values: dict[str, float] = {"time/evaluation": seconds} | ({} if attested is None else {"eval/attested": attested})
+        values: dict[str, float] = {"time/evaluation": seconds} | ({} if origin.attested is None else {"eval/attested": origin.attested})
         for name, spec in self.specs.items():
-            examples = self._examples(name)
-            described = describe(name, examples, self.config.pass_threshold)
-            facts = {
-                "env_id": spec.id,
-                "name": name,
-                "env_args": spec.args,
-                "model": self.config.model.name,
-                "base_url": self.config.client.base_url or ", ".join(self.config.inference.base_url),
-                "policy_version": self.version,
-                "weights": None
-                if self.config.weights_dir is None or not self.version
-                else f"{self.config.weights_dir}/step_{self.version}",
-                "attested": attested,
-                "split": spec.split,
-                "seed": self.config.seed,
-                "sampling_args": sampling_of(self.config, spec),
-                "time": seconds,
-            }
-            write_results(self._folder(name), examples, facts, self.config.pass_threshold)
-            values |= described
-            average = f"eval/{name}/avg@{len(examples[0])}"
-            log.info("version %d on %d examples of %s: %s %.4f", self.version, len(examples), name, average, described[average])
-            if failed := [one for example in examples for one in example if one.failed]:
-                log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failed), failed[-1].stop, failed[-1].error)
+            facts = facts_of(name, self.config, spec, self.version)
+            if self.config.client.base_url:
+                facts["base_url"] = self.config.client.base_url
+            facts |= {"served_model": origin.model, "weights": origin.weights, "attested": origin.attested, "time": seconds}
+            values |= write_scores(self._folder(name), self._examples(name), facts, self.config.pass_threshold)
         return values
 
     def forget(self) -> None:
@@ -125,7 +101,7 @@ class Scored:
             jobs_of(name, self.envs[name], self._places(name), self._rollouts(name), self._outcomes[name].__contains__)
             for name in self.specs
         ]
-        return (job for together in itertools.zip_longest(*each) for job in together if job is not None)
+        return in_turn(each)
 
     def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         """Keep the outcomes of a job.
@@ -153,10 +129,7 @@ class Scored:
 
     def _hopeless(self, name: str) -> NothingWorks:
         failed = self._failures[name]
-        return NothingWorks(
-            f"{len(failed)} rollouts of {name} in a row failed, so the evaluation stops; resume=latest plays them again. "
-            f"The last, example {failed[-1].example_id}: {failed[-1].stop}: {failed[-1].error}"
-        )
+        return NothingWorks("evaluation", name, len(failed), failed[-1].example_id, failed[-1].stop, failed[-1].error)
 
     def _examples(self, name: str) -> list[list[Outcome]]:
         """The rollouts of each example [N][n], in a fixed order."""

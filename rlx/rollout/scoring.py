@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def rows_of(paths: RunPaths, envs: Sequence[str]) -> list[Row]:
-    """One row per version and environment, ordered by version, then as in `envs`; the names without `eval/<env>/`."""
+    """One row per version and environment, ordered by version, then as in `envs`; the names without `eval/<env>/`, and `attested`."""
     records = {record["step"]: record for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
     rows = []
     for step, record in sorted(records.items()):
@@ -28,7 +28,8 @@ def rows_of(paths: RunPaths, envs: Sequence[str]) -> list[Row]:
             prefix = f"eval/{env}/"
             values = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
             if values:
-                rows.append({"step": step, "env": env, **values})
+                attested = {"attested": record["eval/attested"]} if "eval/attested" in record else {}
+                rows.append({"step": step, "env": env, **values, **attested})
     return rows
 
 
@@ -40,7 +41,19 @@ def score_of(row: Mapping[str, Any]) -> str:
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """All columns: the scores with their intervals first, then the shares, then rewards and metrics by name."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    kinds = ("step", "env", "avg@", "pass@", "examples", "error_frac", "truncated_frac", "completion_mean", "reward/", "metric/")
+    kinds = (
+        "step",
+        "env",
+        "avg@",
+        "pass@",
+        "examples",
+        "error_frac",
+        "truncated_frac",
+        "completion_mean",
+        "attested",
+        "reward/",
+        "metric/",
+    )
 
     def place(name: str) -> tuple[int, int, str]:
         kind = next((n for n, each in enumerate(kinds) if name.startswith(each)), len(kinds))

@@ -8,7 +8,6 @@ Plays nothing itself and knows no servers.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -24,23 +23,16 @@ import rlx
 from rlx.config.schema_synthesize import SelectionConfig, SynthesizeRoot
 from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.policy.transcript import TranscribedPolicy, Transcript
-from rlx.rollout.play import Job, Player, Records, jobs_of
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
-from rlx.rollout.tasks import data_digest
 from rlx.types import Rollout
-
-FIRST = 16  # if so many rollouts of an environment failed and none succeeded, the synthesis stops
 
 
 class NothingKept(ValueError):
     """No rollout is left to train on. The message says why, and what to change."""
-
-
-class NothingWorks(RuntimeError):
-    """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
 
 
 class Synthesis:
@@ -67,17 +59,8 @@ class Synthesis:
 
     def progress(self, player: Player) -> dict[str, Any]:
         """For the console: rollouts, tokens and seconds of this attempt."""
-        return {
-            "what": "playing",
-            "done": self.played,
-            "total": self.total,
-            "before": self.before,
-            "seconds": time.monotonic() - self._began,
-            "tokens": self.tokens,
-            "failed": self.failed,
-            "in_flight": player.in_flight,
-            "oldest": max((seconds for _, _, seconds in player.waiting()), default=0.0),
-        }
+        counts = {"done": self.played, "total": self.total, "before": self.before, "tokens": self.tokens, "failed": self.failed}
+        return {"what": "playing", **counts, "seconds": time.monotonic() - self._began, **player.now()}
 
     def members(self, name: str) -> int:
         """Rollouts of each example of an environment."""
@@ -105,7 +88,7 @@ class Synthesis:
             jobs_of(name, env, self._places[name], self.members(name), {key[1:] for key in self.done if key[0] == name}.__contains__)
             for name, env in envs.items()
         ]
-        return (job for jobs in itertools.zip_longest(*streams) for job in jobs if job is not None)
+        return in_turn(streams)
 
     def take(self, job: Job, rollouts: Sequence[Rollout], policy: TranscribedPolicy) -> None:
         """Keep the rollouts of a job, after its retries. `policy`: of its environment. Raises NothingWorks if too many fail in a row."""
@@ -121,11 +104,7 @@ class Synthesis:
                 self._failed_in_a_row[job.env] = 0
         in_a_row = self._failed_in_a_row[job.env]
         if in_a_row >= FIRST and (in_a_row >= self.config.concurrency or all(place[0] != job.env for place in self.done)):
-            last = rollouts[-1]
-            raise NothingWorks(
-                f"{in_a_row} rollouts of {job.env} in a row failed, so the synthesis stops; resume=latest plays them "
-                f"again. The last, example {last.task.example_id}: {last.stop}: {last.error}"
-            )
+            raise NothingWorks("synthesis", job.env, in_a_row, rollouts[-1].task.example_id, rollouts[-1].stop, rollouts[-1].error)
 
     def close(self) -> None:
         """Close the file of finished rollouts."""
@@ -275,19 +254,3 @@ def commit_of(paths: RunPaths) -> str | None:
     """The commit of rlx's code, with `-dirty` if it had changes; None if it is not known."""
     source = provenance_of(paths).get("source") or {}
     return f"{source['commit']}{'-dirty' if source.get('diff') else ''}" if source.get("commit") else None
-
-
-def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool) -> None:
-    """Write the digests of the environments' examples.
-
-    `kept`: whether earlier attempts left finished rollouts. Then ValueError is raised, and nothing written, if their examples were others.
-    """
-    digests = {name: data_digest(env.rows) for name, env in envs.items()}
-    if kept and paths.data.is_file():
-        before = json.loads(paths.data.read_text())["envs"]
-        if changed := [name for name in digests if before.get(name, digests[name]) != digests[name]]:
-            raise ValueError(
-                f"the examples of {', '.join(changed)} are not those of the earlier attempts, so their finished rollouts belong to others. "
-                "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
-            )
-    write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")

@@ -7,6 +7,7 @@ replaced.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import xxhash
 
 from rlx.config.schema import BufferConfig
 from rlx.envs.base import Environment
+from rlx.paths import RunPaths, write_text
 from rlx.plain import CodecError, to_json
 from rlx.rollout.pools import Examples
 from rlx.rollout.state import PoolState, SequenceState
@@ -36,6 +38,22 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
     for start in range(0, len(rows), CHUNK):
         digest.update(encoder.encode(rows[start : start + CHUNK]))
     return {"examples": len(rows), "xxh3": digest.hexdigest()}
+
+
+def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool = False) -> None:
+    """Write the digests of the environments' examples, by their names in `envs`.
+
+    `kept`: whether earlier attempts left finished rollouts. Then ValueError is raised, and nothing written, if their examples were others.
+    """
+    digests = {name: data_digest(env.rows) for name, env in envs.items()}
+    if kept and paths.data.is_file():
+        before = json.loads(paths.data.read_text())["envs"]
+        if changed := [name for name in digests if before.get(name, digests[name]) != digests[name]]:
+            raise ValueError(
+                f"the examples of {', '.join(changed)} are not those of the earlier attempts, so their finished rollouts belong to others. "
+                "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
+            )
+    write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
 
 
 def check_rows(name: str, rows: Sequence[Any]) -> None:
@@ -72,7 +90,7 @@ class TaskSequence:
         curricula: Mapping[str, str | None] | None = None,
     ) -> None:
         """Raises ValueError if no environment has a positive weight, if one with a positive weight has no examples, or if its examples
-        lack the column of its curriculum. `curricula`: the column by environment.
+        lack the column of its curriculum, or for pools if it trains several agents. `curricula`: the column by environment.
         """
         self.envs = {name: env for name, env in envs.items() if weights[name] > 0}
         if not self.envs:
@@ -84,6 +102,13 @@ class TaskSequence:
         self._examples = {
             name: Examples(name, env.rows, seed, buffer or BufferConfig(), (curricula or {}).get(name)) for name, env in self.envs.items()
         }
+        for name, env in self.envs.items():
+            if self._examples[name].pooled and len(env.agents) > 1:
+                raise ValueError(
+                    f"envs.{name} trains several agents in turn ({', '.join(env.agents)}), and orchestrator.buffer has one pool for an "
+                    "example: what is easy for one agent may be hard for the other. Train one (envs."
+                    f"{name}.agents=[{env.agents[0]}]), or remove orchestrator.buffer.easy_threshold and .hard_threshold"
+                )
         self._credit = dict.fromkeys(self.envs, 0.0)
         self._used = dict.fromkeys(self.envs, 0)
 

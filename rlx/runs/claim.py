@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -125,8 +125,8 @@ def create(
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
-    if cfg.model.chat_template is not None:
-        cfg = replace(cfg, model=replace(cfg.model, chat_template=str(Path(cfg.model.chat_template).expanduser().absolute())))
+    files: dict[str, Any] = {k: str(Path(f).expanduser().absolute()) for k in ("chat_template", "gguf") if (f := getattr(cfg.model, k))}
+    cfg = replace(cfg, model=replace(cfg.model, **files))
     if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
         raise ConfigError(
             f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
@@ -393,7 +393,7 @@ def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: S
     _keep_secrets(paths, cfg)
     if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
         write_text(paths.initial_model, f"{started_from}\n")
-    elif cfg.model.warm_start is None and not paths.initial_model.exists():
+    elif not cfg.model.prepared and not paths.initial_model.exists():
         # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")

@@ -22,6 +22,7 @@ WITHOUT_EFFECT = (
     "seed",
     "max_async_level",
     "model.name",  # the replay begins with the model that the run began with
+    "model.gguf",
     "model.warm_start",
     "envs",
     "sampling",

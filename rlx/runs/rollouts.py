@@ -1,7 +1,8 @@
 """The rollouts of a run or an evaluation, as a table of numbers for lists, and one by one as records.
 
-Reads `rollouts/step_N.jsonl.zst`, and `results.jsonl` in verifiers' layout, which this command, training runs and verifiers' own
-commands write. The table holds about 80 bytes a rollout; texts stay on the disk until one rollout is asked for. It writes nothing.
+Reads `rollouts/step_N.jsonl.zst`; `rollouts/finished.jsonl` of `rlx synthesize`; and `results.jsonl` in verifiers' layout, which
+`rlx eval`, training runs and verifiers' own commands write. The table holds about 80 bytes a rollout; texts stay on the disk until one
+rollout is asked for. It writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlx.paths import RunPaths
 from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
 
-TRAIN, EVAL = "train", "eval"
+TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
 PART, PAUSE = 1000, 0.25  # a file is shown while it is read on, after this many lines and seconds
 DEPTH = 5  # folders below an evaluation's in which results are searched
 _TEXTS = ("env", "stop", "status", "left_out")
@@ -61,6 +62,8 @@ def sources_of(root: Path) -> list[Source]:
     paths = RunPaths(root)
     trained = sorted(paths.rollouts.glob("step_*.jsonl.zst")) if paths.rollouts.is_dir() else []
     found = [Source(path=path, set=TRAIN, step=_number(path.name), run=root) for path in trained]
+    if paths.finished.is_file():
+        found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
     found += _results(paths.evaluations if paths.evaluations.is_dir() else root, root if paths.config.is_file() else None)
     if not found:
         what = "(no step yet, or orchestrator.save_rollouts=false)" if paths.config.is_file() else f"and no {RESULTS} below it"
@@ -239,6 +242,12 @@ def _plain(record: Mapping[str, Any], env: str) -> dict[str, Any]:
     """A line in either layout, by the names of `rlx.rollout.record`."""
     if "num_tokens" in record:
         return dict(record)
+    if about := record.get("about"):  # a synthesis
+        first, *more = record["transcripts"] or [{}]
+        rest = [message for one in more for message in (*_messages(one["prompt"]), *_messages(one["completion"]))]
+        said = [*_messages(first.get("completion")), *rest] if rest else first.get("completion")
+        status = {"status": "error" if record["failed"] else "ok", "prompt": first.get("prompt"), "completion": said}
+        return {**record, **about, **status, "reward": None if record["failed"] else record["reward"]}
     error = record.get("error")
     usage, timing = (found if isinstance(found := record.get(name), Mapping) else {} for name in ("token_usage", "timing"))
     return {
@@ -254,6 +263,11 @@ def _plain(record: Mapping[str, Any], env: str) -> dict[str, Any]:
         "status": "ok" if error is None else "error",
         "seconds": timing.get("total"),
     }
+
+
+def _messages(said: Any) -> list[Any]:
+    """The messages of a part of a transcript, which is a `str` for raw text."""
+    return said if isinstance(said, list) else [] if said is None else [said]
 
 
 class Rollouts:

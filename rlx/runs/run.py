@@ -20,6 +20,7 @@ import yaml
 from rlx.checkpoints import folders
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
+from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
@@ -64,6 +65,16 @@ class Run:
     @property
     def config(self) -> CommandConfig | None:
         return self._once("config", self.paths.config, lambda path: load_command(path.parent, secrets=False))
+
+    @property
+    def command(self) -> str | None:
+        """The command that made the run: `train`, `sft`, `eval`, `synthesize`. Unlike `config`, also known of a run of another version."""
+
+        def read(path: Path) -> str:
+            data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            return root_named(data.get("defaults") if isinstance(data, dict) else None).command
+
+        return self._once("command", self.paths.config, read)
 
     @property
     def overrides(self) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from rlx.config.tree import closest
 from rlx.runs.rollouts import Table
 
 NUMBERS = {  # name in a filter -> column
@@ -50,7 +51,8 @@ def _meets(table: Table, condition: str) -> NDArray[np.bool_]:
     match = _CONDITION.fullmatch(condition)
     name = match[2] if match else ""
     if match is None or name not in {*NUMBERS, *TEXTS, *FLAGS}:
-        raise ValueError(f"{condition!r} is no condition. {HELP}")
+        near = closest(re.split("[^a-z_]", condition.lstrip("!").lower())[0], [*NUMBERS, *TEXTS, *FLAGS], 1)
+        raise ValueError(f"{condition!r} is no condition.{f' Did you mean {near[0]}?' if near else ''} {HELP}")
     negated, _, sign, value = match.groups()
     if name in FLAGS:
         if sign is not None:
@@ -106,7 +108,8 @@ def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = Fals
     elif by in NUMBERS:
         keys = table.columns[NUMBERS[by]][rows].astype(np.float64)
     else:
-        raise ValueError(f"{by!r} is no column. Columns: {', '.join(SORTS)}")
+        near = closest(by, list(SORTS), 1)
+        raise ValueError(f"{by!r} is no column.{f' Did you mean {near[0]}?' if near else ''} Columns: {', '.join(SORTS)}")
     keys = -keys if descending else keys
     return rows[np.argsort(keys, kind="stable")]  # numpy sorts NaN to the end
 

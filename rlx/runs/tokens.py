@@ -1,12 +1,15 @@
 """The tokens of one rollout with their numbers, from the recorded batch of its step, and their texts, if the run's tokenizer is at hand.
+The weights that `rlx replay` gave them come from the files of that command.
 
 Needs neither torch nor the model. It reads the whole batch of the step, about 8 bytes a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,21 @@ from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
 from rlx.types import Bool, Float, Int, TrainingSample
 
+REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
+"""The files of `rlx replay` (docs/replay.md); the second is written last."""
+
 
 class NoTokens(LookupError):
     """Why there are no tokens to show. The message is for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What two objectives do with the tokens of one sample (`rlx replay`). NaN where no loss reads the token."""
+
+    recorded: Float  # [L] weight under the run's objective
+    other: Float  # [L] weight under the other
+    norms: tuple[float, float]  # of the gradients of its mini-batch, the run's and the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +50,7 @@ class Tokens:
     temperature: Float  # [L]
     entropy: Float | None = None  # [L] in nats, of the trainer's forward pass; None: not recorded
     mismatch: Float | None = None  # [L] log-probability of the trainer's forward pass minus `logprobs`; None: not recorded
+    replays: Mapping[str, Replayed] = field(default_factory=dict)  # by the other objective's overrides
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +73,33 @@ def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
         ranks = read_scores(RunPaths(run), step)
     except ValueError as error:
         raise NoTokens(str(error)) from error
-    return [_tokens(samples[place], _scores(ranks, place)) for place in places]
+    replays = _replays(RunPaths(run), step, [samples[place] for place in places])
+    return [_tokens(samples[place], _scores(ranks, place), found) for place, found in zip(places, replays, strict=True)]
+
+
+def _replays(paths: RunPaths, step: int, samples: Sequence[TrainingSample]) -> list[dict[str, Replayed]]:
+    """The replays of each sample of one rollout, by their names. Those of a batch that was recorded anew since are left out."""
+    found: list[dict[str, Replayed]] = [{} for _ in samples]
+    rollout = (str(samples[0].group), str(samples[0].member))
+    for folder in sorted(paths.replays.glob(f"step_{step}--*")):
+        try:
+            parts = json.loads((folder / REPLAY_SUMMARY).read_text())["mini_batches"]
+            with (folder / REPLAY_TOKENS).open(newline="") as file:
+                rows = [row for row in csv.DictReader(file) if (row["group"], row["member"]) == rollout]
+            weights = [np.full((2, len(sample.token_ids)), np.nan, np.float32) for sample in samples]
+            part_of, same = [0] * len(samples), bool(rows)
+            for row in rows:
+                number, at = int(row["sample"]), int(row["position"])
+                same = same and int(samples[number].token_ids[at]) == int(row["token_id"])
+                weights[number][:, at] = float(row["weight_recorded"]), float(row["weight_other"])
+                part_of[number] = int(row["mini_batch"])
+            norms = [(parts[part]["recorded"]["gradient_norm"], parts[part]["other"]["gradient_norm"]) for part in part_of]
+        except (OSError, ValueError, KeyError, IndexError):  # not finished, or of another version
+            continue
+        if same:
+            for one, both, pair in zip(found, weights, norms, strict=True):
+                one[folder.name.partition("--")[2]] = Replayed(recorded=both[0], other=both[1], norms=pair)
+    return found
 
 
 def _scores(ranks: Sequence[TokenScores], place: int) -> tuple[Float, Float] | None:
@@ -70,12 +112,13 @@ def _scores(ranks: Sequence[TokenScores], place: int) -> tuple[Float, Float] | N
     return None
 
 
-def _tokens(sample: TrainingSample, scores: tuple[Float, Float] | None) -> Tokens:
+def _tokens(sample: TrainingSample, scores: tuple[Float, Float] | None, replays: Mapping[str, Replayed]) -> Tokens:
     """A copy, so that the rest of the batch can go."""
     entropy, mismatch = (None, None) if scores is None else (np.full(len(sample.token_ids), np.nan, np.float32) for _ in range(2))
     if scores is not None and entropy is not None and mismatch is not None:
         entropy[sample.loss_mask], mismatch[sample.loss_mask] = scores
     return Tokens(
+        replays=replays,
         entropy=entropy,
         mismatch=mismatch,
         ids=sample.token_ids.copy(),

@@ -14,7 +14,7 @@ One process, any device that fits the model twice and its gradient twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from rlx.config.schema import Config
 from rlx.data.packing import pack
 from rlx.data.source import read_recorded
-from rlx.losses.diagnostics import Stats, finish
+from rlx.losses.diagnostics import Stats, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.parallel.mesh import one_process
@@ -91,7 +91,7 @@ def in_one_process(cfg: Config, device: str) -> Config:
     return replace(cfg, model=model, trainer=trainer, hardware=replace(cfg.hardware, device=device))
 
 
-def prepare(device: str, threads: int) -> None:
+def set_up_torch(device: str, threads: int) -> None:
     """Make this process compute as a trainer of that device does. On a CPU the results are then the same bit for bit, each time."""
     from transformers.utils import logging as transformers_logging
 
@@ -142,9 +142,6 @@ def compare(
             trainer.reference.after_step(earlier, trainer.model)
     if beta is not None:
         _set_beta(trainer.losses, beta)
-    say(f"step {step} under the run's objective")
-    first, gradients, logp = _measure(trainer, batch, cfg.micro_batch_tokens)
-
     second = make(other)
     if begin.step < step or begin.checkpoint is not None:
         second.model.load_state_dict(trainer.model.state_dict())
@@ -152,10 +149,12 @@ def compare(
             second.reference.model.load_state_dict(trainer.reference.model.state_dict())
     if beta is not None and other.loss.get("kl") == recorded.loss.get("kl"):
         _set_beta(second.losses, beta)
-    del trainer
-    say(f"step {step} under the other objective")
-    last, others, _ = _measure(second, batch, cfg.micro_batch_tokens)
-    return _together(batch, first, last, gradients, others, logp)
+    trainer.optimizer.state.clear()
+    say(f"step {step} under both objectives")
+    first, last = (Measured(one, batch, cfg.micro_batch_tokens) for one in (trainer, second))
+    # Mini-batch by mini-batch: only two gradients are in memory, however many mini-batches there are.
+    cosines = [cosine(a, b) for a, b in zip(first.gradients(), last.gradients(), strict=True)]
+    return _together(batch, first, last, cosines)
 
 
 def _set_beta(losses: LossMix, beta: float) -> None:
@@ -186,32 +185,38 @@ class Probe:
         return getattr(self.losses, name)
 
 
-def _measure(trainer: PolicyTrainer, batch: StepBatch, tokens: int) -> tuple[Side, list[list[Tensor]], Array]:
-    """One objective on a batch: its side, its gradient in each mini-batch, and the log-probabilities [T]."""
-    packed = pack(batch, rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
-    # The same batch with each token's number in place of its version is packed alike, and so tells where each token went.
-    numbers = pack(_numbered(batch), rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
-    total = sum(len(sample.token_ids) for samples in batch.mini_batches for sample in samples)
-    weights, logp = np.full(total, np.nan), np.full(total, np.nan, dtype=np.float32)
-    gradients, norms, metrics = [], [], []
-    losses = trainer.losses
-    for mini_batch, numbered in zip(packed.mini_batches, numbers.mini_batches, strict=True):
-        probe = Probe(losses)
-        trainer.losses = probe  # type: ignore[assignment]
-        try:
-            stats = trainer.accumulate_gradients(mini_batch, step=batch.step if packed.sampled else None)
-        finally:
-            trainer.losses = losses
-        for row, weight, found in zip(numbered.micro_batches, probe.weights, probe.logp, strict=True):
-            where = row.versions[row.scored]
-            weights[where], logp[where] = weight.numpy() * mini_batch.num_trained_tokens, found.numpy()
-        norms.append(clip_gradients(trainer.parameters, None, f"step {batch.step}"))
-        slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
-        gradients.append([slope.detach().cpu().clone() for slope in slopes])
-        trainer.optimizer.zero_grad(set_to_none=True)
-        metrics.append(_metrics(stats))
-    counts = [mini_batch.num_trained_tokens for mini_batch in packed.mini_batches]
-    return Side(weights=weights, gradient_norms=norms, metrics=metrics, num_tokens=counts), gradients, logp
+class Measured:
+    """One objective on a batch. `side` and `logp` are whole when `gradients` has ended."""
+
+    def __init__(self, trainer: PolicyTrainer, batch: StepBatch, tokens: int) -> None:
+        """`tokens`: of one row."""
+        self.trainer, self.step = trainer, batch.step
+        self.packed = pack(batch, rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
+        # The same batch with each token's number in place of its version is packed alike, and so tells where each token went.
+        self.numbers = pack(_numbered(batch), rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
+        total = sum(len(sample.token_ids) for samples in batch.mini_batches for sample in samples)
+        counts = [mini_batch.num_trained_tokens for mini_batch in self.packed.mini_batches]
+        self.side = Side(weights=np.full(total, np.nan), gradient_norms=[], metrics=[], num_tokens=counts)
+        self.logp = np.full(total, np.nan, dtype=np.float32)  # [T]
+
+    def gradients(self) -> Iterator[list[Tensor]]:
+        """The gradient in each mini-batch, on the host. It is not kept here."""
+        trainer, losses = self.trainer, self.trainer.losses
+        for mini_batch, numbered in zip(self.packed.mini_batches, self.numbers.mini_batches, strict=True):
+            probe = Probe(losses)
+            trainer.losses = probe  # type: ignore[assignment]
+            try:
+                stats = trainer.accumulate_gradients(mini_batch, step=self.step if self.packed.sampled else None)
+            finally:
+                trainer.losses = losses
+            for row, weight, found in zip(numbered.micro_batches, probe.weights, probe.logp, strict=True):
+                where = row.versions[row.scored]
+                self.side.weights[where], self.logp[where] = weight.numpy() * mini_batch.num_trained_tokens, found.numpy()
+            self.side.gradient_norms.append(clip_gradients(trainer.parameters, None, f"step {self.step}"))
+            self.side.metrics.append(_metrics(stats))
+            slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
+            trainer.optimizer.zero_grad(set_to_none=True)
+            yield [slope.detach().cpu() for slope in slopes]
 
 
 def _numbered(batch: StepBatch) -> StepBatch:
@@ -226,12 +231,10 @@ def _numbered(batch: StepBatch) -> StepBatch:
 
 
 def _metrics(stats: Stats) -> dict[str, float]:
-    return finish({name: float(value) for name, value in stats.sums.items()}, {name: float(v) for name, v in stats.maxima.items()})
+    return completed({name: float(value) for name, value in stats.sums.items()}, {name: float(v) for name, v in stats.maxima.items()})
 
 
-def _together(
-    batch: StepBatch, first: Side, last: Side, gradients: list[list[Tensor]], others: list[list[Tensor]], logp: Array
-) -> Comparison:
+def _together(batch: StepBatch, first: Measured, last: Measured, cosines: list[float]) -> Comparison:
     samples = [sample for part in batch.mini_batches for sample in part]
     lengths = [len(sample.token_ids) for sample in samples]
     part_of = [number for number, part in enumerate(batch.mini_batches) for _ in part]
@@ -242,10 +245,10 @@ def _together(
         mini_batch=np.repeat(np.array(part_of, dtype=np.int32), lengths),
         sample=np.repeat(np.arange(len(samples), dtype=np.int32), lengths),
         position=position,
-        logp=logp,
-        recorded=first,
-        other=last,
-        cosines=[cosine(a, b) for a, b in zip(gradients, others, strict=True)],
+        logp=first.logp,
+        recorded=first.side,
+        other=last.side,
+        cosines=cosines,
     )
 
 

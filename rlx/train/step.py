@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.losses.base import Objective
-from rlx.losses.diagnostics import Stats, check_counts, finish
+from rlx.losses.diagnostics import Stats, check_counts, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
@@ -224,9 +224,23 @@ class PolicyTrainer:
             else:
                 trained = logp if inputs.sampled is None or not mini_batch.num_loss_tokens else logp[inputs.sampled]
                 more.sums["loss/nll"] = -trained.detach().double().sum() / max(mini_batch.num_trained_tokens, 1)
-            loss.backward()
+            self._backward(loss, logp, entropy)
             stats.add(more)
         return stats
+
+    def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> None:
+        """Add the row's gradients. A row whose tokens do not move the loss (all groups with equal rewards) costs no backward.
+
+        The first row always has one, so that the optimizer finds gradients. Several ranks have one for each row, because they reduce
+        gradients together.
+        """
+        if self.mesh.grouped or self.parameters[0].grad is None:
+            loss.backward()
+            return
+        gradients = zip((logp, entropy), torch.autograd.grad(loss, (logp, entropy), allow_unused=True), strict=True)
+        moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
+        if any(gradient.any() for _, gradient in moving):
+            torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
         """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
@@ -284,7 +298,7 @@ class PolicyTrainer:
         self.mesh.max(maxima)
         totals = dict(zip(stats.sums, sums.tolist(), strict=True))
         check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
-        return finish(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
+        return completed(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
 def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:

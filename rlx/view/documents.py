@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from rlx.runs.tokens import Tokens
-from rlx.view.colours import ENTROPY, MISMATCH, PLAIN, SURPRISE, has_colours, legend, of_kind, of_sign, on_scale
+from rlx.view.colours import ENTROPY, MISMATCH, PLAIN, SURPRISE, WEIGHT, Scale, has_colours, legend, of_kind, of_sign, on_scale
 from rlx.view.flow import Piece, flow, words
 from rlx.view.lines import conversation, facts, more_facts, printable
 
@@ -21,6 +21,8 @@ Lines = list[list[Segment]]
 
 BOLD, DIM, ITALIC = Style(bold=True), Style(dim=True), Style(italic=True)
 _ROLE = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "cyan"}
+REPLAY = "replay "  # before the name of a replay
+_SCALES = {"log-probability": SURPRISE, "entropy": ENTROPY, "mismatch": MISMATCH}
 QUANTITIES = ("log-probability", "entropy", "mismatch", "version", "advantage", "none")
 
 
@@ -52,11 +54,21 @@ def known(samples: Sequence[Tokens]) -> list[str]:
         lacking.add("entropy")
     if any(one.mismatch is None for one in samples):
         lacking.add("mismatch")
-    return [name for name in QUANTITIES if name not in lacking]
+    return [*(name for name in QUANTITIES if name not in lacking), *(REPLAY + name for name in _replays(samples))]
+
+
+def _replays(samples: Sequence[Tokens]) -> list[str]:
+    return list(dict.fromkeys(name for one in samples for name in one.replays))
+
+
+def _scale(quantity: str) -> Scale | None:
+    return WEIGHT if quantity.startswith(REPLAY) else _SCALES.get(quantity)
 
 
 def values_of(one: Tokens, quantity: str) -> NDArray[np.float32]:
-    """A quantity of each token [L]; NaN where it is unknown. Surprise is the negative log-probability."""
+    """A quantity of each token [L]; NaN where it is unknown. Surprise is the negative log-probability; of a replay, it is |Δ weight|."""
+    if replay := one.replays.get(quantity.removeprefix(REPLAY)):
+        return np.abs(replay.other - replay.recorded)
     if quantity == "entropy" and one.entropy is not None:
         return one.entropy
     if quantity == "mismatch" and one.mismatch is not None:
@@ -74,14 +86,20 @@ def style_of(quantity: str, value: float) -> Style:
         return of_kind(int(value))
     if quantity == "advantage":
         return of_sign(value)
-    return on_scale({"log-probability": SURPRISE, "entropy": ENTROPY, "mismatch": MISMATCH}[quantity], value)
+    scale = _scale(quantity)
+    assert scale is not None, quantity
+    return on_scale(scale, value)
 
 
 def key_to_colours(samples: Sequence[Tokens], quantity: str) -> list[Piece]:
     """The legend of a quantity."""
-    scale = {"log-probability": SURPRISE, "entropy": ENTROPY, "mismatch": MISMATCH}.get(quantity)
+    scale = _scale(quantity)
     if scale is not None:
-        what = {"log-probability": "sampled with", "entropy": "entropy", "mismatch": "|log-probability: trainer − engine|"}[quantity]
+        what = {"log-probability": "sampled with", "mismatch": "|log-probability: trainer − engine|"}.get(quantity, quantity)
+        if quantity.startswith(REPLAY):
+            name = quantity.removeprefix(REPLAY)
+            norms = dict.fromkeys("{:.4g} → {:.4g}".format(*one.replays[name].norms) for one in samples if name in one.replays)
+            what = f"|weight under {name} − under the run's objective|, gradient norm {', '.join(norms)}"
         return [(f"{what} ", PLAIN), *((piece, style) for label, style in legend(scale) for piece, style in ((label, style), (" ", PLAIN)))]
     if quantity == "version":
         versions = sorted({int(v) for one in samples for v in np.unique(one.versions[one.sampled])})
@@ -111,6 +129,8 @@ def numbered(samples: Sequence[Tokens], pieces: Sequence[Sequence[str]], width: 
     """A line for each sampled token with all its numbers. Tokens between are counted."""
     names = ["token", "id", "logprob", "p", "entropy", "mismatch", "version", "advantage", "temp"]
     names = [name for name in names if name in {*known(samples), "token", "id", "logprob", "p", "temp"}]
+    replays = _replays(samples)
+    names += [*(["w"] if replays else []), *(f"w {name}" for name in replays)]
     lines: Lines = []
     for one, texts in zip(samples, pieces, strict=True):
         lines.append([Segment("place  " + "  ".join(_cell(name, name) for name in names), BOLD)])
@@ -130,8 +150,10 @@ def numbered(samples: Sequence[Tokens], pieces: Sequence[Sequence[str]], width: 
                     "version": str(one.versions[i]),
                     "advantage": f"{one.advantages[i]:+.3f}",
                     "temp": f"{one.temperature[i]:g}",
+                    **{f"w {name}": f"{replay.other[i]:+.4f}" for name, replay in one.replays.items()},
+                    "w": next((f"{replay.recorded[i]:+.4f}" for replay in one.replays.values()), ""),
                 }
-                lines.append([Segment(f"{i:>5}  " + "  ".join(_cell(name, shown[name]) for name in names))])
+                lines.append([Segment(f"{i:>5}  " + "  ".join(_cell(name, shown.get(name, "")) for name in names))])
         lines.append([])
     return lines
 

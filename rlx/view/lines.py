@@ -13,6 +13,10 @@ _BIDI = {ord(char): "�" for char in "\u202a\u202b\u202c\u202d\u202e\u2066\u206
 _PRINTABLE = {**_CONTROL, **_BIDI, ord("\t"): "    "}
 
 
+IN_WORDS = {"max_turns_reached": "the environment's last turn was played (max_turns_reached)"}
+"""Stop conditions whose names read like errors."""
+
+
 def printable(text: str) -> str:
     """The text without characters that steer a terminal; line breaks stay."""
     return text.translate(_PRINTABLE)
@@ -38,7 +42,8 @@ def facts(record: Mapping[str, Any]) -> str:
     reward = "no reward" if record.get("reward") is None else f"reward {record['reward']:.3f}"
     tokens = "" if record.get("num_tokens") is None else f"{record['num_tokens']} tokens, "
     head = f"{record.get('env')}, example {record.get('example_id')}"
-    return f"{head}   {reward}{advantage}   {tokens}{record.get('stop') or 'no stop condition'}"
+    stop = record.get("stop") or "no stop condition"
+    return f"{head}   {reward}{advantage}   {tokens}{IN_WORDS.get(stop, stop)}"
 
 
 def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:

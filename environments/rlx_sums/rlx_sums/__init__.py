@@ -2,6 +2,7 @@
 
 The reward is 1.0 for a right answer and 0.0 otherwise, so the mean reward is the accuracy.
 A row is `question` ("3 + 4 =") and `answer` ("7"). There is no system prompt, so a prompt has a dozen characters.
+With `words=true` a language model is asked ("What is 3 + 4? End with the number."), and the last number of its reply is the answer.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LEVELS: dict[int, Level] = {
 }
 
 
-def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level. The same seed gives the same rows."""
+def build_rows(level: int, num_examples: int, seed: int, words: bool = False) -> list[dict[str, Any]]:
+    """`num_examples` rows of a level. The same seed gives the same rows. `words`: the question is a sentence."""
     spec = LEVELS[level]
     rng = random.Random(seed)
     smallest = 0 if spec.digits == 1 else 10 ** (spec.digits - 1)
@@ -45,7 +46,7 @@ def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]
             operator, term = rng.choice(spec.operators), rng.randint(smallest, 10**spec.digits - 1)
             value += term if operator == "+" else -term
             text += f" {operator} {term}"
-        question = f"{text} ="
+        question = f"What is {text}? End with the number." if words else f"{text} ="
         rows.append({"question": question, "answer": str(value), "prompt": [{"role": "user", "content": question}]})
     return rows
 
@@ -55,6 +56,17 @@ class AnswerParser(vf.Parser):
 
     def parse(self, text: str) -> str:
         return text.strip()
+
+
+class LastNumberParser(vf.Parser):
+    """The answer is the last whole number of the reply; a reply without one is its own answer. `7.0` and `1,234` are numbers, too."""
+
+    def parse(self, text: str) -> str:
+        numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
+        if not numbers:
+            return text.strip()
+        whole, _, fraction = numbers[-1].replace(",", "").partition(".")
+        return whole if not fraction.strip("0") else f"{whole}.{fraction}"
 
 
 def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
@@ -67,7 +79,9 @@ def is_number(parser: vf.Parser, completion: vf.Messages) -> float:
     return float(re.fullmatch(r"-?\d+", parser.parse_answer(completion) or "") is not None)
 
 
-def load_environment(level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0) -> vf.SingleTurnEnv:
+def load_environment(
+    level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0, words: bool = False
+) -> vf.SingleTurnEnv:
     """The environment.
 
     Args:
@@ -75,15 +89,16 @@ def load_environment(level: int = 1, num_examples: int = 4096, num_eval_examples
         num_examples: problems to train on.
         num_eval_examples: problems for evaluation, drawn from another seed. Easy levels have so few problems that most occur in both.
         seed: seed of the problems.
+        words: ask in a sentence, and take the last number of the reply as the answer.
     """
     if level not in LEVELS:
         known = "; ".join(f"{number}: {spec.meaning}" for number, spec in LEVELS.items())
         raise ValueError(f"level={level} is not one of {known}")
-    parser = AnswerParser()
+    parser = LastNumberParser() if words else AnswerParser()
     rubric = vf.Rubric(funcs=[correct, is_number], weights=[1.0, 0.0], parser=parser)
     return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
+        dataset=Dataset.from_list(build_rows(level, num_examples, seed, words)),
+        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003, words)),
         parser=parser,
         rubric=rubric,
     )

@@ -235,7 +235,7 @@ def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
 
 @loss_rule("ref", "teacher")
 def teacher_named(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str]:
-    if declared(loss).needs_teacher and cfg.ref.name is None and not cfg.teacher.base_url:
+    if declared(loss).needs_teacher and not declared(loss).demonstrated and cfg.ref.name is None and not cfg.teacher.base_url:
         yield (
             f"the objective {target_name(loss)} learns from a teacher, but there is none: {of('ref.name')}, {of('teacher.base_url')}.\n"
             "Set ref.name to a model with the policy's vocabulary, which the trainer loads; or teacher.base_url to servers that have it."

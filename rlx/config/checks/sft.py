@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.rules import Show, declared, rule, target_name
-from rlx.config.schema import SftRoot
+from rlx.config.schema import Config, SftRoot
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 
@@ -74,3 +74,18 @@ def one_update_per_batch(cfg: SftRoot, of: Show) -> Iterator[str]:
             f"a batch of rows is one optimizer step: {of('trainer.num_minibatches')}.\n"
             f"Use trainer.num_minibatches=1, and a smaller data.batch_size for more steps."
         )
+
+
+@rule("data", "bench", "eval.interval", "val.name")
+def bench_on_random_tokens(cfg: SftRoot, of: Show) -> Iterator[str]:
+    if cfg.bench and cfg.data.type != "fake":
+        yield f"a benchmark trains on random tokens: {of('bench')} with {of('data.type')}. Use data=fake, and data.length for the lengths."
+    for key, value in (("eval.interval", cfg.eval.interval), ("val.name", cfg.val.name)):
+        if cfg.bench and value is not None:
+            yield f"a benchmark measures the trainer alone: {of('bench')} with {of(key)}. Remove one of the two."
+
+
+@rule("replay", "bench")
+def bench_or_replay(cfg: Config, of: Show) -> Iterator[str]:
+    if cfg.bench and cfg.replay is not None:
+        yield f"a benchmark trains on random tokens, a replay on recorded ones: {of('bench')} with {of('replay')}. Remove one of the two."

@@ -9,10 +9,18 @@ from rlx.config.objectives import loss_of
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
 
+FIELDS = ("{prompt}", "{demonstration}")  # of `teacher.template`
+
 
 def taught(cfg: Config) -> list[str]:
     """The environments whose rollouts the endpoint's teacher scores."""
-    return [name for name in cfg.envs if cfg.teacher.base_url and declared(loss_of(cfg, name)).needs_teacher]
+    needs = {name: declared(loss_of(cfg, name)) for name in cfg.envs if cfg.teacher.base_url}
+    return [name for name, facts in needs.items() if facts.needs_teacher and not facts.demonstrated]
+
+
+def shown(cfg: Config) -> list[str]:
+    """The environments whose rollouts the policy itself scores, with a demonstration in its prompt."""
+    return [name for name in cfg.envs if declared(loss_of(cfg, name)).demonstrated]
 
 
 def played(cfg: Config) -> list[str]:
@@ -46,7 +54,8 @@ def teacher_addresses(cfg: Config, of: Show) -> Iterator[str]:
     if same := [url for url in cfg.teacher.base_url if _origin(url) in own]:
         yield (
             f"the teacher would be the policy itself, so there is nothing to learn from it: {same[0]} is in both "
-            f"{of('teacher.base_url')} and {of('inference.base_url')}.\nGive the teacher servers of its own."
+            f"{of('teacher.base_url')} and {of('inference.base_url')}.\nGive the teacher servers of its own; or let the policy teach "
+            "itself with a demonstration in its prompt: loss=sdft teacher.demonstration=COLUMN, without teacher.base_url."
         )
 
 
@@ -62,9 +71,38 @@ def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
         yield f"{name} would have two teachers: {of('ref.name')} and {of('teacher.base_url')}. Set one of them to null or []."
 
 
+@rule("teacher", "loss", "envs", "inference.max_model_len", "seq_len")
+def demonstrations(cfg: Config, of: Show) -> Iterator[str]:
+    envs, column = shown(cfg), cfg.teacher.demonstration
+    if not envs:
+        if column is not None:
+            yield (
+                f"no objective in use reads a demonstration: {of('teacher.demonstration')}.\n"
+                "Set loss=sdft, or envs.NAME.loss=sdft for one environment; or remove the key."
+            )
+        return
+    if column is None:
+        yield (
+            f"the policy would be its own teacher and read the same as before, so there is nothing to learn: {_target(cfg, envs[0])} "
+            f"with {of('teacher.demonstration')}.\nName the column of the rows that holds a demonstration: teacher.demonstration=answer."
+        )
+    for part in FIELDS:
+        if part not in cfg.teacher.template:
+            yield f"the teacher would not read its {part[1:-1]}: {of('teacher.template')} has no {part}. Write both {' and '.join(FIELDS)}."
+    if cfg.max_model_len <= cfg.seq_len:
+        yield (
+            f"a sample of seq_len tokens leaves no room for a demonstration: {of('inference.max_model_len')}, {of('seq_len')}.\n"
+            "Set inference.max_model_len to seq_len + the tokens of the longest demonstration and of teacher.template + 1."
+        )
+
+
+def _target(cfg: Config, env: str) -> str:
+    return f"{f'envs.{env}.loss' if cfg.envs[env].loss else 'loss'}={target_name(loss_of(cfg, env))}"
+
+
 @rule("teacher", "sampling.temperature", "loss", "envs")
 def teachers_temperature(cfg: Config, of: Show) -> Iterator[str]:
-    for name in taught(cfg):
+    for name in [*taught(cfg), *shown(cfg)]:
         own = cfg.envs[name].sampling.temperature
         key = "sampling.temperature" if own is None else f"envs.{name}.sampling.temperature"
         if (cfg.sampling.temperature if own is None else own) != 1:

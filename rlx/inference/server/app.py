@@ -1,7 +1,7 @@
 """The server's HTTP application (ASGI): our own routes, which are cheap, and vLLM's `/v1/…`.
 
-`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/policy` and `/health` are answered here, without a framework. Every
-other path goes to vLLM's own application. That one is built on its first request, because it takes seconds and a run never needs it.
+`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/claim`, `/policy` and `/health` are answered here, without a framework.
+Every other path goes to vLLM's own application. That one is built on its first request, because it takes seconds and a run never needs it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import msgspec
 import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlx.inference.protocol import Answer, Asked, Failure, GenerateRequest, UpdateRequest
+from rlx.inference.protocol import Answer, Asked, Claim, Failure, GenerateRequest, UpdateRequest
 from rlx.inference.server.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
+from rlx.inference.server.holder import Holder
 
 log = logging.getLogger(__name__)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -30,6 +31,7 @@ WRONG_KEY = "the header `Authorization: Bearer KEY` is missing or wrong; the key
 
 _asked = msgspec.msgpack.Decoder(Asked)
 _update_request = msgspec.json.Decoder(UpdateRequest)
+_claim = msgspec.json.Decoder(Claim)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -46,6 +48,7 @@ class PolicyApp:
     ) -> None:
         """`chat_template`: a file; vLLM's own routes use it instead of the model's template. `chat_template_kwargs`: its arguments."""
         self.engine = engine
+        self._holder = Holder()
         self._authorization = f"Bearer {api_key}".encode()
         self._vllm_args = {**vllm_args, "chat_template": chat_template, "default_chat_template_kwargs": chat_template_kwargs or None}
         self._vllm: asyncio.Task[Any] | None = None
@@ -54,6 +57,7 @@ class PolicyApp:
             ("GET", "/policy"): self._policy,
             ("POST", "/update_weights"): self._update_weights,
             ("POST", "/reload_weights"): self._reload_weights,
+            ("POST", "/claim"): self._claim,
         }
         self._paths = {path for _, path in self._routes}
 
@@ -99,14 +103,36 @@ class PolicyApp:
         except msgspec.MsgspecError as error:
             await _fail(send, 400, str(error))
             return
-        await self._change(send, self.engine.update_weights(Path(request.weight_dir), request.version, request.kind, request.drain_tokens))
+        where = Path(request.weight_dir)
+        update = lambda: self.engine.update_weights(where, request.version, request.kind, request.drain_tokens)  # noqa: E731
+        await self._change(send, request.run, update)
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
-        await self._change(send, self.engine.reload_weights())
-
-    async def _change(self, send: Send, change: Awaitable[None]) -> None:
         try:
-            await change
+            request = _claim.decode(await _body(receive) or b"{}")
+        except msgspec.MsgspecError as error:
+            await _fail(send, 400, str(error))
+            return
+        await self._change(send, request.run, self.engine.reload_weights)
+
+    async def _claim(self, receive: Receive, send: Send) -> None:
+        try:
+            request = _claim.decode(await _body(receive))
+        except msgspec.MsgspecError as error:
+            await _fail(send, 400, str(error))
+            return
+        if why := self._holder.claim(request.run, keep=request.keep):
+            await _fail(send, 409, why, self.engine.version)
+        else:
+            await self._policy(receive, send)
+
+    async def _change(self, send: Send, run: str, change: Callable[[], Awaitable[None]]) -> None:
+        """Change the weights for a run, if they are not another run's."""
+        if why := self._holder.claim(run):
+            await _fail(send, 409, why, self.engine.version)
+            return
+        try:
+            await change()
         except BadWeights as error:
             await _fail(send, 422, str(error), self.engine.version)
         except Broken as error:

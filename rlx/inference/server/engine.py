@@ -61,7 +61,7 @@ class PolicyEngine:
         self.llm = llm
         assert isinstance(llm.engine_core, SeparateCore | InProcessCore)
         self.core = llm.engine_core
-        self.model = model
+        self.model = self.weights = model
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
@@ -178,6 +178,7 @@ class PolicyEngine:
             waiting=core.waiting,
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
+            weights=str(self.weights),
         )
 
     async def update_weights(self, folder: Path, version: int, kind: str = "files", drain_tokens: int = 0) -> None:
@@ -237,7 +238,7 @@ class PolicyEngine:
             shares: list[float] = await self.core.collective_rpc_async(method, None, (what,))  # of each worker
             compared = min(shares)
             self.core.version = version
-            self.attested = compared
+            self.attested, self.weights = compared, folder
             await self.core.resume_scheduler_async()
         except Exception as error:
             message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"

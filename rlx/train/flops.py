@@ -1,0 +1,87 @@
+"""How many floating-point operations a training step needs, and what share of the device's peak that is (MFU).
+
+Forward and backward of a token in a sequence of n tokens, without recomputation:
+
+    6 · N            N: weights of the matrices that the token meets, head included, embedding not; of experts, the active ones
+    + 12 · L · H·d · n   attention: scores and weighted values of L layers with H heads of width d, as if not causal
+
+Summed over the packed sequences the second part is 12 · L · H·d · Σn². A causal model needs half of it. The head counts for every token,
+as in other frameworks' numbers, although this trainer computes it only for trainable tokens; prompts that samples share count each time.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import Mesh
+from rlx.types import StepBatch
+
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bfloat16 operations per second, by a part of the device's name (NVIDIA's data sheets)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """What a model needs, for forward and backward."""
+
+    matrices: float  # per token
+    attention: float  # per pair of tokens of one sequence, as if not causal
+
+    @classmethod
+    def of(cls, hf: Any) -> Flops:
+        """Of a `…ForCausalLM` of transformers, also if it is sharded."""
+        config = hf.config.get_text_config()
+        looked_up = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
+        matrices = sum(p.numel() for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up)
+        head = hf.get_output_embeddings().weight
+        matrices += head.numel() if id(head) in looked_up else 0  # tied: one tensor, looked up and multiplied
+        experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3)
+        active = getattr(config, "num_experts_per_tok", 1) / max(_num_experts(config), 1)
+        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return cls(matrices=6.0 * (matrices + experts * active), attention=12.0 * config.num_hidden_layers * width)
+
+    def count(self, lengths: Iterable[int], *, causal: bool = False) -> float:
+        """The operations for sequences of these lengths."""
+        lengths = list(lengths)
+        pairs = float(sum(n * n for n in lengths))
+        return self.matrices * sum(lengths) + self.attention * pairs * (0.5 if causal else 1.0)
+
+
+def _num_experts(config: Any) -> int:
+    return next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1)
+
+
+class Meter:
+    """Turns the seconds of a step into speed, share of the peak and memory."""
+
+    def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
+        self.mesh, self.flops = mesh, Flops.of(model.hf)
+        name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        self.peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+
+    def measure(self, batch: StepBatch, seconds: float, iterations: int) -> dict[str, float]:
+        """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together."""
+        lengths = [len(sample.token_ids) for sample in chain.from_iterable(batch.mini_batches)]
+        rate = iterations / seconds / self.mesh.world_size
+        flops = rate * self.flops.count(lengths)
+        values = {
+            "perf/tokens_per_second": iterations * sum(lengths) / seconds,
+            "perf/tflops": flops / 1e12,
+            "perf/peak_memory_gb": self._memory(),
+        }
+        if self.peak is not None:
+            values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate * self.flops.count(lengths, causal=True) / self.peak}
+        return values
+
+    def _memory(self) -> float:
+        if self.mesh.device.type == "cuda":
+            return self.mesh.peak_memory()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

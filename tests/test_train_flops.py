@@ -1,0 +1,37 @@
+"""Operations of a step, against a count by hand and against torch's own count of an unpacked forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlx.train.flops import Flops
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LENGTHS = (3, 7, 5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_model(tied: bool) -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, head_dim=8, tie_word_embeddings=tied, attn_implementation="eager", **SHAPE))
+    queries = outputs = 16 * (4 * 8)
+    keys = values = 16 * (2 * 8)
+    weights = 2 * (queries + keys + values + outputs + 3 * 16 * 24) + 16 * 10
+    by_hand = 6 * weights * sum(LENGTHS) + 12 * 2 * (4 * 8) * sum(n * n for n in LENGTHS)
+    assert Flops.of(model).count(LENGTHS) == by_hand
+    assert Flops.of(model).count(LENGTHS, causal=True) == by_hand - 6 * 2 * (4 * 8) * sum(n * n for n in LENGTHS)
+    with FlopCounterMode(display=False) as counter:
+        for n in LENGTHS:
+            model(input_ids=torch.zeros(1, n, dtype=torch.long)).logits.sum().backward()
+    assert counter.get_total_flops() == by_hand
+
+
+def test_of_experts_only_the_active_ones_count() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=10, head_dim=8, tie_word_embeddings=False, **SHAPE, **experts))
+    attention = 2 * 16 * (4 * 8) + 2 * 16 * (2 * 8)
+    router = 16 * 4
+    active = 2 * (3 * 16 * 8)
+    assert Flops.of(model).matrices == 6 * (2 * (attention + router + active) + 16 * 10)
