@@ -81,6 +81,9 @@ class Rollout:
     is_truncated: bool = False  # cut by a length limit
     timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
     agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
+    others: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
+    episode: int | None = None  # which of the group's episodes it is a run of; None: that of its member
+    compared: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property

@@ -31,7 +31,7 @@ from rlx.weights.files import facts
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
 EOS = VOCABULARY.index("<|im_end|>")
-START = "from rlx.roles import inference; inference.run()"
+START = "from rlx.roles import inference; inference.end_at_once(inference.main)"
 
 
 def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -> Qwen3ForCausalLM:

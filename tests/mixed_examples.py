@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer_examples import make_samples
 
 from rlx.config.schema import KlTerms, LossTerms
-from rlx.losses.aipo import opd
+from rlx.losses.aipo import opd, sdft
 from rlx.losses.base import Objective
 from rlx.losses.dppo import dppo
 from rlx.losses.grpo import grpo
@@ -47,6 +47,7 @@ GRPO = Spec(grpo, naive.grpo, "policy", terms("token_mean", beta=0.2, ce_coef=0.
 GRPO_OF_GROUPS = Spec(grpo, naive.grpo, "policy", terms("group_token_mean"))
 GRPO_FIXED = Spec(grpo, naive.grpo, "policy", terms("fixed_length", entropy_coef=0.01))
 OPD = Spec(opd, naive.opd, "ref_kl", terms("token_mean", beta=0.1))
+SDFT = Spec(sdft, naive.opd, "ref_kl", terms("token_mean"))
 SFT = Spec(sft, naive.sft, "ce", terms("token_mean", ce_coef=1.0))
 DPPO = Spec(dppo, naive.dppo, "policy", terms("token_mean"))
 
@@ -56,6 +57,8 @@ MIXES: dict[str, dict[str, Spec]] = {  # objective of each environment; equal on
     "cross-entropy alone": dict.fromkeys("abc", SFT),
     "three kinds": {"a": GSPO, "b": OPD, "c": SFT},
     "two policy losses and a distillation": {"a": GRPO, "b": GSPO, "c": OPD},
+    "self-distillation beside two policy losses": {"a": GRPO, "b": GSPO, "c": SDFT},
+    "self-distillation alone": dict.fromkeys("abc", SDFT),
     "aggregates": {"a": GRPO_OF_GROUPS, "b": GRPO_FIXED, "c": DPPO},
 }
 

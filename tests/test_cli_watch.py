@@ -130,7 +130,8 @@ def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)
     command = [sys.executable, "-m", "rlx.cli", "watch", str(paths.root)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  (a shell starts its background jobs with SIGINT ignored)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run ")
     time.sleep(0.1)

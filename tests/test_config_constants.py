@@ -29,12 +29,14 @@ PRESETS = {
     "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}, "seq_mean", "group_norm"),
     "sft": ("sft", {}, "token_mean", "none"),
     "opd": ("opd", {"delta": 8.0}, "token_mean", "none"),
+    "sdft": ("sdft", {"delta": 8.0}, "token_mean", "none"),
 }
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_its_papers_constants(name: str):
-    cfg = compose([f"loss={name}", "ref.name=a/teacher"], {}).cfg
+    teacher = ["teacher.demonstration=answer", "inference.max_model_len=128"] if name == "sdft" else ["ref.name=a/teacher"]
+    cfg = compose([f"loss={name}", *teacher], {}).cfg
     terms, own = split_terms(cfg.loss, LossTerms)
     target = own.pop("_target_").rpartition(".")[2]
     assert (target, own, terms.aggregate, cfg.advantage["_target_"].rpartition(".")[2]) == PRESETS[name]

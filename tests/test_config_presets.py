@@ -24,6 +24,7 @@ PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_gro
 NEEDED = {
     ("env", "custom"): ["env.id=rlx_sums"],
     ("loss", "opd"): ["ref.name=a/teacher"],
+    ("loss", "sdft"): ["teacher.demonstration=answer", "inference.max_model_len=128"],
     ("model", "endpoint"): ["model.name=x"],
     ("model", "tiny_trained"): ["model.name=x"],
     ("data", "rows"): ["data.name=a/b"],

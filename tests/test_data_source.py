@@ -127,7 +127,7 @@ class Rank:
             self.line.put(bytes(content))
             return content
         assert content is None
-        return bytearray(self.line.get(timeout=20))
+        return bytearray(self.line.get(timeout=120))
 
     read = Mesh.read  # type: ignore[assignment]
 
@@ -147,7 +147,7 @@ def on_two_ranks(receive: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return found
 
 
@@ -155,7 +155,7 @@ def test_rank_0_alone_reads_and_the_others_get_its_bytes(tmp_path: Path) -> None
     paths, nowhere = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "not" / "here")
     send(paths, batch_of(0))
     record_batch(paths.recorded_of(0), batch_of(0))
-    for make in (lambda where, rank: OrchestratorSource(where, rank, timeout=5), RecordedSource):
+    for make in (lambda where, rank: OrchestratorSource(where, rank, timeout=60), RecordedSource):
         found = on_two_ranks(lambda rank, make=make: make(paths if rank.first else nowhere, rank).receive(0, nothing))
         assert [same(one, batch_of(0)) for one in found] == [True, True]
         assert found[1].mini_batches[0][0].token_ids.flags.writeable
@@ -166,7 +166,7 @@ def test_a_run_that_gives_way_while_rank_0_waits_gives_way_on_every_rank(tmp_pat
         raise Preempted
 
     def receive(rank: Any) -> StepBatch:
-        return OrchestratorSource(RunPaths(tmp_path), rank, timeout=5).receive(0, leave if rank.first else pytest.fail)
+        return OrchestratorSource(RunPaths(tmp_path), rank, timeout=60).receive(0, leave if rank.first else pytest.fail)
 
     assert [type(one) for one in on_two_ranks(receive)] == [Preempted, Preempted]
 

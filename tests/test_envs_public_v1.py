@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from policy_stand_in import SAMPLING, task_of, tiny_chat
+from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_environments import Answers, calling, local_data, on_path, one_of, played, stock
 
 from rlx.config.schema import EnvConfig
@@ -147,3 +148,43 @@ def test_a_package_without_a_taskset_is_no_environment(monkeypatch):
     on_path("compact", monkeypatch)
     with pytest.raises(ValueError, match="the module compact is no verifiers environment"):
         kind_of("compact")
+
+
+@pytest.mark.slow
+def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_are_compared_by_what_solvers_made_of_them(monkeypatch):
+    from rlx.advantages.group import group_mean
+    from rlx.advantages.mix import AdvantageMix
+    from rlx.envs.verifiers_v1 import load_environment
+    from rlx.rollout.batch import make_groups, scores_of
+    from rlx.rollout.groups import Tally, compared, play_group
+
+    on_path("proposer_solver", monkeypatch)
+    asked = itertools.count()
+
+    def says(prompt: str) -> str:
+        number = next(asked)
+        if "word problem" in prompt:
+            return f'{{"problem": "What is 3 + 4, for the {number}th time?", "answer": 7}}'
+        return "7" if number % 3 else "8"
+
+    config = EnvConfig(id="proposer_solver", args={"n": 4}, agents_per_group="all", num_tasks=3)
+    env = load_environment("e", config, dict(SAMPLING), 120.0)
+    env.policy = policy_of(Answers(says), context_length=8000, sampling={**SAMPLING, "max_tokens": 400})
+
+    async def group() -> list[Rollout]:
+        try:
+            return await play_group(env, task_of(env), 3, 0, Tally())
+        finally:
+            await env.close()
+
+    parts = compared(asyncio.run(group()))
+    groups = make_groups(parts, scores_of(parts), AdvantageMix([group_mean], {}))
+    assert sorted(len(each.rollouts) for each in groups) == [3, 4, 4, 4]
+    for each in groups:
+        assert len({(one.agent, one.compared) for one in each.rollouts}) == 1
+        assert len({one.episode for one in each.rollouts}) == (3 if each.rollouts[0].agent == "proposer" else 1)
+        rewards = [one.reward for one in each.rollouts]
+        assert each.advantages.tolist() == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards])
+    solved = {each.rollouts[0].episode: sum(one.reward for one in each.rollouts) / 4 for each in groups if len(each.rollouts) == 4}
+    (proposers,) = (each.rollouts for each in groups if each.rollouts[0].agent == "proposer")
+    assert {one.episode: one.reward for one in proposers} == {episode: 4 * p * (1 - p) for episode, p in solved.items()}

@@ -21,7 +21,9 @@ sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 def load(id: str = "rlx_test_v1", timeout: float = 30.0, agents: tuple[str, ...] = (), num_tasks: int | None = 40, **args: Any) -> Any:
     from rlx.envs.verifiers_v1 import load_environment
 
-    return load_environment("e", EnvConfig(id=id, args=args, agents=list(agents), num_tasks=num_tasks), dict(SAMPLING), timeout)
+    how = args.pop("agents_per_group", "one")
+    config = EnvConfig(id=id, args=args, agents=list(agents), agents_per_group=how, num_tasks=num_tasks)
+    return load_environment("e", config, dict(SAMPLING), timeout)
 
 
 class Recorder(StandIn):
@@ -241,3 +243,16 @@ def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_re
 def test_an_unquoted_null_in_yaml_is_the_chat_loop():
     env = load(left={"harness": {"id": None}})
     assert env.env.config.left.harness.id == "null"
+
+
+def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_tokens_and_reward():
+    env, generator = load(twice=True, agents_per_group="all"), Recorder()
+    rollouts = [one for played in play(env, generator, members=(0, 1)) for one in (played, *played.others)]
+    assert sorted(one.agent for one in rollouts) == ["left"] * 4 + ["right"] * 2  # not the host, who never trains
+    assert all(one.status == "ok" for one in rollouts)
+    kept = [turn for one in rollouts for turn in one.turns]
+    assert len(kept) == len({id(turn) for turn in kept}) == 2 * 4, "each sampled token of an agent that trains, once"
+    marks = {agent: {one.compared for one in rollouts if one.agent == agent} for agent in ("left", "right")}
+    assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
+    assert not marks["left"] & marks["right"]
+    assert {one.compared for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])

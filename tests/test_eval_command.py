@@ -402,10 +402,8 @@ def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluatio
     assert beside[20] > beside[0]
     killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
     file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED
-    deadline = time.monotonic() + 300
     while not (file.exists() and len(file.read_bytes().splitlines()) >= 8):
         assert killed.process.poll() is None, killed.text
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     killed.kill()
     assert not (tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_20" / PLAYED).exists()

@@ -23,7 +23,7 @@ from rlx.weights.publish import Publisher
 
 pytestmark = pytest.mark.slow
 ALONE = one_process(torch.device("cpu"))
-SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda config: False\ninference.run()\n"
+SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda config: False\ninference.end_at_once(inference.main)\n"
 
 
 def store_head(run: Run, head: torch.Tensor) -> None:

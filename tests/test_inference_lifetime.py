@@ -74,7 +74,7 @@ def half(folder):
             raise OSError("the disk is gone")
         yield entry
 worker.tensors = half
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 
@@ -87,7 +87,7 @@ def stale(folder):
         wrong = name == "model.layers.1.self_attn.k_proj.weight" and (folder / "COMPLETE").exists()
         yield name, 0.5 * tensor if wrong else tensor
 worker.tensors = stale
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 
@@ -124,7 +124,7 @@ def test_a_load_that_fails_midway_or_serves_other_values_ends_the_server(tmp_pat
 SEPARATE = """
 from rlx.roles import inference
 inference.runs_in_process = lambda config: False
-inference.run()
+inference.end_at_once(inference.main)
 """
 
 

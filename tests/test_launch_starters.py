@@ -66,9 +66,9 @@ def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: 
     paths.endpoints.mkdir()
     (paths.endpoints / "trainer.json").write_text('{"host": "localhost", "port": 1, "token": "an earlier attempt"}')
     said: list[bytes] = []
-    other = threading.Thread(target=lambda: said.append(meet(paths, 1, 2, timeout=20).get("word")))
+    other = threading.Thread(target=lambda: said.append(meet(paths, 1, 2, timeout=120).get("word")))
     other.start()
-    store = meet(paths, 0, 2, timeout=20)
+    store = meet(paths, 0, 2, timeout=120)
     store.set("word", "here")
-    other.join(20)
+    other.join(300)
     assert said == [b"here"]

@@ -22,7 +22,7 @@ def test_memory_open_files_and_temporary_files_stay_flat_over_20000_rollouts(tmp
         capture_output=True,
         text=True,
         check=False,
-        timeout=550,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     count = re.search(r"^(\d+) rollouts", done.stdout, re.MULTILINE)

@@ -41,7 +41,7 @@ def rank(number: int, folder: str) -> None:
         threads.append(threading.current_thread().name)
         yield
 
-    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=dist.FileStore(f"{folder}/store", 2), alive=alive)
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=300, store=dist.FileStore(f"{folder}/store", 2), alive=alive)
     heard = [mesh.any(number == 1), mesh.any(False)]
     module.PIECE = 1000  # so that the message takes several broadcasts
     content = mesh.broadcast_bytes(bytes(range(256)) * 10 if mesh.first else None)

@@ -91,7 +91,7 @@ def test_no_answer_raises_or_takes_long(name: str) -> None:
     began = time.process_time()
     for text in texts:
         TOOL_PARSERS[name](text, [ADD])
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
+from test_rollout_collector import FakeEnv, collector, run
 from test_rollout_order import group
 
 from rlx.envs.errors import kind_of_text
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.failures import MOST, Failures, in_words
+from rlx.types import Task
 
 
 def test_failures_are_counted_by_cause_and_said_with_the_users_line(tmp_path):
@@ -49,3 +52,23 @@ def test_rewards_that_raise_need_not_end_the_run():
     errors = RewardErrors(max_reward_errors=None)
     for index in range(50):
         errors.check([group(index, 1, 1)])
+
+
+def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:
+    away = 0.0
+
+    def behave(task: Task, member: int, attempt: int) -> Any:
+        nonlocal away
+        late = len(env.started) <= 3
+        away += late  # the outage grows during these
+        return "timeout" if late else 0.0
+
+    env = FakeEnv(behave)
+    groups = collector(env, num_groups=1)
+    groups.away = lambda: away
+    (rollouts,) = run(groups.collect)
+    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
+    assert {attempt for _, _, attempt in env.started} == {0}
+    assert len(env.started) > 3
+    assert not groups.tally.failed
+    assert not groups.tally.dropped

@@ -38,7 +38,7 @@ class Scored(FakeEnv):
 def filtering(env: Scored, **settings: Any) -> Collector:
     """With a filter that drops groups whose rewards are all equal."""
     contrast = DifficultyFilter(min_reward_variance=1e-6)
-    return collector(env, left_out=lambda rollouts: reason_to_drop(rollouts, contrast, lambda _: np.ones(1)), **settings)
+    return collector(env, left_out=lambda rollouts: reason_to_drop(rollouts, contrast, lambda _: [np.ones(1)]), **settings)
 
 
 def rollouts_of(*rewards: float) -> list[Rollout]:
@@ -66,7 +66,7 @@ def rollouts_of(*rewards: float) -> list[Rollout]:
 )
 def test_a_group_is_left_out_by_the_first_rule_it_breaks(rules, rewards, reason):
     config = DifficultyFilter(**rules)
-    found = reason_to_drop(rollouts_of(*rewards), config, lambda group: np.array([r.reward - group[0].reward for r in group]))
+    found = reason_to_drop(rollouts_of(*rewards), config, lambda group: [np.array([r.reward - group[0].reward for r in group])])
     assert found == reason
     assert rules_of(config) == list(rules)
 
@@ -201,3 +201,28 @@ def test_the_reported_reward_is_that_of_all_rollouts_played_and_rules_are_counte
         assert {(line["left_out"], line["advantage"]) for line in lines if line not in trained} <= {("min_reward_variance", None)}
     assert sum(record["filter/min_reward_variance"] for record in metrics(paths)) > 0
     assert len(trainer.batches) == 3
+
+
+def test_a_group_of_several_agents_is_compared_agent_by_agent_and_task_by_task() -> None:
+    from rlx.advantages.group import group_mean
+    from rlx.advantages.mix import AdvantageMix
+    from rlx.rollout.batch import make_groups, scores_of
+    from rlx.rollout.groups import Tally, compared, play_group
+    from rlx.rollout.tasks import TaskSequence
+
+    class Game(FakeEnv):
+        """Each episode has a proposer and three solvers of its problem; the second proposer's problem has one."""
+
+        async def rollout(self, task: Any, member: int, attempt: int) -> Any:
+            one = replace(await super().rollout(task, member, attempt), agent="proposer", compared="proposer-topic", reward=float(member))
+            solvers = [replace(one, agent="solver", compared=f"solver-{member}", reward=10.0 * n) for n in range(3 if member == 0 else 1)]
+            return replace(one, others=tuple(solvers))
+
+    env = Game()
+    task = TaskSequence({"e": env}, {"e": 1.0}, 0).next()  # type: ignore[dict-item]
+    rollouts = run(lambda: play_group(env, task, 2, 0, Tally()))
+    assert [(one.member, one.episode, one.others) for one in rollouts] == [(n, int(n > 3), ()) for n in range(6)]
+    parts = compared(rollouts)
+    groups = make_groups(parts, scores_of(parts), AdvantageMix([group_mean], {}))
+    assert [[one.agent for one in group.rollouts] for group in groups] == [["proposer"] * 2, ["solver"] * 3, ["solver"]]
+    assert [group.advantages.tolist() for group in groups] == [[-0.5, 0.5], [-10.0, 0.0, 10.0], [0.0]]

@@ -104,7 +104,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(120)
 
     async def _serve(self) -> None:
         application = web.Application(client_max_size=2**30)

@@ -25,17 +25,15 @@ COMMANDS = {
     "squeue": "echo 12_1.0 toy; echo 12_1.batch batch",
     "scontrol": "echo Restarts=0",
 }
-WAITS = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path(sys.argv[1], "waits").touch()
-time.sleep(3600)
-"""
-FAILS_BESIDE_IT = """
-import pathlib, sys, time
-while not pathlib.Path(sys.argv[1], "waits").exists(): time.sleep(0.05)
-sys.exit(3)
-"""
+# Each in one line, because the fake commands write down what they were called with.
+WAITS = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "pathlib.Path(sys.argv[1], 'waits').touch(); time.sleep(3600)"
+)
+FAILS_BESIDE_IT = (
+    "import pathlib, sys, time; beside = pathlib.Path(sys.argv[1], 'waits'); "
+    "[time.sleep(0.05) for _ in iter(beside.exists, True)]; sys.exit(3)"
+)
 LEAVES = "import sys; sys.exit(75)"
 
 

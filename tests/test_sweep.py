@@ -131,7 +131,7 @@ def test_the_shipped_sweeps_are_what_they_say():
     def of(name: str) -> list:
         return [e.cfg for e in shipped(name)]
 
-    losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft", "opd"}
+    losses = {path.stem for path in (conf_directory() / "loss").glob("*.yaml")} - {"sft", "opd", "sdft"}
     assert {cfg.run.name for cfg in of("losses")} == {f"loss={loss}" for loss in losses}
     clips = of("lr_clip")
     assert {(cfg.optim["lr"], cfg.loss["eps_low"]) for cfg in clips} == {(lr, e) for lr in (1e-4, 3e-4, 1e-3) for e in (0.1, 0.2, 0.4)}

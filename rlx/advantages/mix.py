@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from rlx.advantages.base import Advantage, GroupScores, Remembers
+from rlx.config.declared import declared_in
 
 
 class AdvantageMix:
@@ -20,12 +22,12 @@ class AdvantageMix:
     def __call__(self, groups: GroupScores) -> Sequence[NDArray]:
         """[G] of every group."""
         if len(self.advantages) == 1:
-            return self.advantages[0](groups)
+            return _of(self.advantages[0], groups)
         found: dict[int, NDArray] = {}
         for number, advantage in enumerate(self.advantages):
             own = self._places(groups, number)
             if own:
-                found |= dict(zip(own, advantage(groups.pick(own)), strict=True))
+                found |= dict(zip(own, _of(advantage, groups.pick(own)), strict=True))
         return [found[place] for place in range(len(groups.envs))]
 
     def update(self, groups: GroupScores) -> None:
@@ -50,3 +52,14 @@ class AdvantageMix:
 
     def _places(self, groups: GroupScores, number: int) -> list[int]:
         return [place for place, env in enumerate(groups.envs) if self.by_env.get(env, 0) == number]
+
+
+def _of(advantage: Advantage, groups: GroupScores) -> Sequence[NDArray]:
+    """[G] of every group. Where groups are compared, a rollout that has nobody to be compared with (`Rollout.compared`) gets 0."""
+    many = [place for place, rewards in enumerate(groups.rewards) if len(rewards) > 1]
+    if not declared_in(advantage).compares_group or len(many) == len(groups.rewards):
+        return advantage(groups)
+    found: list[NDArray] = [np.zeros(len(rewards), dtype=np.float32) for rewards in groups.rewards]
+    for place, values in zip(many, advantage(groups.pick(many)) if many else (), strict=True):
+        found[place] = values
+    return found

@@ -37,6 +37,12 @@ class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
     args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
     agents: list[str] = key([], "agents of a v1 taskset that train, one in each group, in turn; empty: all that the environment trains")
+    agents_per_group: str = key(
+        "one",
+        "of a v1 taskset with several agents: `one` trains one agent of each episode, in turn by group; `all` trains every run of all of "
+        "them, each compared with the runs of the same agent in the same task (solvers of one proposed problem; proposers of one topic)",
+        choices=("one", "all"),
+    )
     num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
     split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
     weight: float = key(1.0, "weight of this environment in the mix: its share of the prompts, relative to the others", low=0)

@@ -92,4 +92,6 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         is_truncated=result.is_truncated,
         timing=result.timing,
         agent=result.agent,
+        compared=result.compared,
+        others=tuple(_rollout(playing, other) for other in result.others),
     )

@@ -74,7 +74,7 @@ class RemoteEpisode:
         self.policy, self.play, self.member = policy, play, member
         self.replies: list[Message] = []
         self.turns: tuple[Turn, ...] = ()
-        self.kept: list[str] | None = None
+        self.kept: list[list[str]] = []
 
     async def respond(
         self,
@@ -100,8 +100,8 @@ class RemoteEpisode:
         return reply
 
     def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        """Remember the requests to train on. They travel with the rollout, and the orchestrator picks their turns."""
-        self.kept = list(request_ids)
+        """Remember the requests of the episode's next rollout. They travel with it, and the orchestrator picks their turns."""
+        self.kept.append(list(request_ids))
         return ()
 
 

@@ -6,13 +6,16 @@ agents play. The policy's tokens never pass through verifiers: its client is the
 An agent's run leaves a *trace* with rewards of its own, so a rollout trains **one** trace: each group trains one of the agents, in turn by
 the task's index, and its other agents are answered and not trained. So an advantage compares rewards of the same agent on the same task,
 and no token gets the advantage of an opponent. If an agent runs several times in an episode, member m trains its run m modulo their number.
+With `agents_per_group=all` the other runs come along (`Rollout.others`), each with a mark of its agent and its task (`Rollout.compared`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+import json
 import logging
 import math
 import re
@@ -21,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,6 +100,7 @@ class V1Environment:
         self.env = env
         self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
+        self.whole = config.agents_per_group == "all"
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
         self.rows: Sequence[dict[str, Any]] = [
@@ -187,8 +192,12 @@ class V1Environment:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
         agent = self.trained_agent(task)
         timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
-        traces = [trace for trace in played.traces if trace.agent.name == agent and trace.agent.trainable]
-        traces.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
+        able = [trace for trace in played.traces if trace.agent.name in self.agents and trace.agent.trainable]
+        able.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
+        if self.whole and (asked := [trace for trace in able if client.requests.get(trace.id)]):
+            able = asked  # who was never asked has nothing to train
+            agent = agent if any(trace.agent.name == agent for trace in able) else able[0].agent.name
+        traces = [trace for trace in able if trace.agent.name == agent]
         if not played.ok:
             stop, failure = self._failure(played, client)
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
@@ -198,14 +207,23 @@ class V1Environment:
             hint = f"; those that trained are {', '.join(others)}: set envs.{self.name}.agents" if others else ""
             return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
         trace = traces[member % len(traces)]
-        turns = episode.keep(client.requests.get(trace.id, []))
-        too_long = trace.id in client.too_long
         if not client.requests.get(trace.id):
-            if too_long:
+            if trace.id in client.too_long:
                 assert self.policy is not None
                 room = self.policy.context_length
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
+        first = self._trained(task, member, episode, client, played, trace, timing)
+        if not self.whole:
+            return first
+        others = [self._trained(task, member, episode, client, played, other, timing) for other in able if other is not trace]
+        return replace(first, others=tuple(others))
+
+    def _trained(
+        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, trace: vf.Trace, timing: dict[str, float]
+    ) -> Rollout:
+        """The rollout that trains one trace."""
+        turns, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
         reward = float(trace.reward)
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         if len(self.env._agent_specs) > 1:
@@ -226,7 +244,8 @@ class V1Environment:
             error=None if math.isfinite(reward) else f"the reward is {reward}",
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
-            agent=agent if len(self.agents) > 1 else None,
+            agent=trace.agent.name if len(self.agents) > 1 else None,
+            compared=_mark(trace) if self.whole else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
@@ -348,6 +367,12 @@ def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _mark(trace: vf.Trace) -> str:
+    """Equal for the runs of one agent in one task, whichever episode they are in."""
+    said = json.dumps(trace.task.data.model_dump(mode="json"), sort_keys=True, default=repr)
+    return f"{trace.agent.name}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

@@ -144,6 +144,8 @@ class Result(msgspec.Struct, array_like=True, gc=False):
     timing: dict[str, float]
     kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
     agent: str | None = None
+    compared: str | None = None
+    others: list[Result] = []
 
 
 class Played(Message):

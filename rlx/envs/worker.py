@@ -208,6 +208,8 @@ def _result(rollout: Rollout, episode: RemoteEpisode | None) -> Result:
         rollout.error,
         rollout.is_truncated,
         rollout.timing,
-        None if episode is None else episode.kept,
+        None if episode is None or not episode.kept else episode.kept.pop(0),
         rollout.agent,
+        rollout.compared,
+        [_result(other, episode) for other in rollout.others],
     )

@@ -37,6 +37,7 @@ from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop, rules_of
+from rlx.rollout.groups import compared
 from rlx.rollout.models import connect_servers
 from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
@@ -150,11 +151,11 @@ class Orchestrator:
     async def _train(self) -> None:
         clock = StepClock(self.collector)
         for step in range(self.first_step, self.config.max_steps):
-            self.step, rollouts = step, await self.collector.collect()
+            self.step, collected = step, await self.collector.collect()
             clock.collected()
-            filtered = self.collector.filtered
-            self.reward_errors.check([*rollouts, *(group for _, group in filtered)])
-            scores = self._scores(rollouts)
+            rollouts = [part for group in collected for part in compared(group)]
+            scores, filtered = self._scores(rollouts), self.collector.filtered
+            self.reward_errors.check([*collected, *(group for _, group in filtered)])
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
@@ -181,7 +182,7 @@ class Orchestrator:
     def _left_out(self, rollouts: Sequence[Rollout]) -> str | None:
         """The filter rule that a finished group breaks; None if it is trained on."""
         filters = self.config.orchestrator.difficulty_filter
-        return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores([group]))[0])
+        return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores(compared(group))))
 
     def _in_words(self, groups: Sequence[Group], clock: StepClock) -> str:
         versions = [int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns]

@@ -118,8 +118,10 @@ def step_metrics(
     }
     for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
-        values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
-        values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
+        begun = {group[0].task.index: group[0].task.env for group in played}  # the parts of a group (`compared`) are one
+        values[f"env/{name}/share"] = sum(env == name for env in begun.values()) / len(begun)
+        trained_on = {group.id: group.task.env for group in groups}
+        values[f"env/{name}/trained_share"] = sum(env == name for env in trained_on.values()) / max(len(trained_on), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
         values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
         values |= means(f"env/{name}", [rollout.metrics for rollout in own])

@@ -222,7 +222,8 @@ class Collector:
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
             task = self.tasks.carried(group.task, state.tasks)
-            fits = task is not None and len(group.rollouts) == self.sizes[task.env]
+            episodes = {one.member if one.episode is None else one.episode for one in group.rollouts}
+            fits = task is not None and len(episodes) == self.sizes[task.env]
             return [replace(one, task=task) for one in group.rollouts] if task is not None and fits else []
 
         for group in state.finished:

@@ -13,11 +13,11 @@ RULES = ("min_reward", "max_reward", "min_reward_variance", "zero_advantage")
 
 
 def reason_to_drop(
-    rollouts: Sequence[Rollout], config: DifficultyFilter, advantages: Callable[[Sequence[Rollout]], np.ndarray]
+    rollouts: Sequence[Rollout], config: DifficultyFilter, advantages: Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 ) -> str | None:
     """The config key of the first rule that the group breaks, or None. The rules use the environment's rewards, before shaping.
 
-    `advantages` computes the advantages of this group alone; only `zero_advantage` calls it.
+    `advantages` computes the advantages of this group alone, of each part that is compared; only `zero_advantage` calls it.
     """
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     if config.min_reward is not None and rewards.mean() < config.min_reward:
@@ -26,7 +26,7 @@ def reason_to_drop(
         return "max_reward"
     if config.min_reward_variance is not None and rewards.var() < config.min_reward_variance:
         return "min_reward_variance"
-    if config.zero_advantage and not np.any(advantages(rollouts)):
+    if config.zero_advantage and not any(map(np.any, advantages(rollouts))):
         return "zero_advantage"
     return None
 

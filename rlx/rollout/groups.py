@@ -27,6 +27,14 @@ log = logging.getLogger(__name__)
 LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
 
+def compared(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The parts of a group whose rewards are compared with each other, in the order of their first rollouts."""
+    parts: dict[str | None, list[Rollout]] = {}
+    for rollout in rollouts:
+        parts.setdefault(rollout.compared, []).append(rollout)
+    return list(parts.values())
+
+
 class GroupFailed(Exception):
     """One rollout of a group failed for good, so the group is dropped."""
 
@@ -95,7 +103,9 @@ async def play_group(
     to_the_end: bool = False,
     away: Callable[[], float] = lambda: 0.0,
 ) -> list[Rollout]:
-    """The scored rollouts of `task`, by member. `on_end` is called once for each member when it has ended.
+    """The scored rollouts of `task`, by member: `size` of them, or more if several runs of an episode are trained.
+
+    `on_end` is called once for each member when it has ended.
 
     Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request, and when one fails the
     others are cancelled. With `to_the_end` the others finish first, so that the counts do not depend on which member ends first.
@@ -114,7 +124,11 @@ async def play_group(
     try:
         if to_the_end:
             await asyncio.wait(members)
-        return [rollout for (rollout,) in await asyncio.gather(*members)]
+        played = await asyncio.gather(*members)
+        if all(len(rollouts) == 1 for rollouts in played):
+            return [rollout for (rollout,) in played]
+        whole = [rollout for rollouts in played for rollout in rollouts]
+        return [replace(rollout, member=member, episode=rollout.member) for member, rollout in enumerate(whole)]
     except BaseException:
         for member in members:
             member.cancel()
@@ -129,7 +143,8 @@ async def _play(
     done: dict[int, list[Rollout]] = {member: [] for member in members}
     left = list(members)
     for attempt in range(max_retries + 1):
-        played = await play_through(env, task, left, attempt, away)
+        answered = await play_through(env, task, left, attempt, away)
+        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
         rollouts = [checked(rollout) for rollout in played]
         if all(rollout.status == "ok" for rollout in rollouts):
             for rollout in rollouts:

@@ -72,6 +72,8 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "example_id": task.example_id,
         "group": task.index,
         "member": rollout.member,
+        "agent": rollout.agent,  # that it trains; null: there is one
+        "compared": rollout.compared,  # its reward is compared with those of its group that have the same mark; null: with all
         "prompt": rollout.prompt,
         "completion": rollout.completion,
         "answer": task.row.get("answer"),

@@ -82,6 +82,20 @@ def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
         yield f"the difficulty filter drops every group: {keys}. Lower the first or raise the second."
 
 
+@rule("orchestrator.difficulty_filter", "orchestrator.buffer", "envs")
+def rewards_of_several_agents(cfg: Config, of: Show) -> Iterator[str]:
+    keys = [f"orchestrator.difficulty_filter.{name}" for name in ("min_reward", "max_reward", "min_reward_variance")]
+    keys += ["orchestrator.buffer.easy_threshold", "orchestrator.buffer.hard_threshold"]
+    filters, buffer = cfg.orchestrator.difficulty_filter, cfg.orchestrator.buffer
+    used = [key for key in keys if getattr(filters if "filter" in key else buffer, key.rpartition(".")[2]) is not None]
+    for name, env in cfg.envs.items():
+        if env.agents_per_group == "all" and used:
+            yield (
+                f"a group of envs.{name} has the rewards of several agents, whose mean says nothing: {of(f'envs.{name}.agents_per_group')} "
+                f"with {' and '.join(map(of, used))}.\nUse orchestrator.difficulty_filter.zero_advantage=true, or train one agent a group."
+            )
+
+
 @rule("orchestrator.buffer")
 def pools(cfg: Config, of: Show) -> Iterator[str]:
     buffer = cfg.orchestrator.buffer
