@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
 from rlx.config.load import compose
+from rlx.config.roots import EVAL
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
+from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.explain import explain
 from rlx.rollout.evaluate import score_metrics
+from rlx.runs.weights import initial_model, resolve
 
 
 def cfg(*argv: str) -> Config:
@@ -117,3 +121,29 @@ def test_a_dry_run_says_what_is_evaluated() -> None:
     composed = compose(["eval.interval=30", "eval.rollouts_per_example=4"], {})
     text = explain(composed.cfg, [], composed.choices, [], "outputs/x")
     assert "5 in the run, of reverse_text 128 × 4 (examples × rollouts), each at one policy version" in text
+
+
+def test_adapters_need_a_run_with_adapters_and_the_model_that_they_belong_to(tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    for step in (2, 4):
+        (trained / "weights" / f"step_{step}").mkdir(parents=True)
+        (trained / "weights" / f"step_{step}" / COMPLETE).touch()
+    (trained / "config.yaml").write_text(compose([], {}).yaml)
+
+    def mistake(*overrides: str) -> str:
+        cfg = compose(["dry_run=true", f"weights_dir={trained}", "eval_base=false", *overrides], {}, EVAL).cfg
+        with pytest.raises(ConfigError) as caught:
+            resolve(cfg)
+        return str(caught.value)
+
+    assert "step_2 holds a whole model, but lora.rank=8 expects adapters" in mistake("lora.rank=8")
+    for step in (2, 4):
+        (trained / "weights" / f"step_{step}" / "adapter_config.json").write_text('{"r": 16}')
+    assert "step_2 holds adapters, but lora.rank is not set.\n  fix: lora.rank=16" in mistake()
+    config = trained / "config.yaml"
+    config.write_text(config.read_text().replace("rank: null", "rank: 16"))
+    assert "the initial model of" in mistake()
+    (tmp_path / "model").mkdir()
+    RunPaths(trained).initial_model.write_text(f"{tmp_path / 'model'}\n")
+    cfg = resolve(compose(["dry_run=true", f"weights_dir={trained}"], {}, EVAL).cfg)
+    assert (cfg.lora.rank, cfg.versions, initial_model(cfg)) == (16, [0, 2, 4], str(tmp_path / "model"))

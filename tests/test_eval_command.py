@@ -85,26 +85,6 @@ def test_the_complete_steps_are_found_and_the_servers_start_from_the_runs_model(
         resolve(replace(whole, weights_dir=None, steps=[1]))
 
 
-def test_adapters_need_a_run_with_adapters_and_the_model_that_they_belong_to(trained: Path, tmp_path: Path) -> None:
-    def mistake(*overrides: str) -> str:
-        cfg = compose(["dry_run=true", f"weights_dir={trained}", "eval_base=false", *overrides], {}, EVAL).cfg
-        with pytest.raises(ConfigError) as caught:
-            resolve(cfg)
-        return str(caught.value)
-
-    assert "step_2 holds a whole model, but lora.rank=8 expects adapters" in mistake("lora.rank=8")
-    for step in (2, 4):
-        (trained / "weights" / f"step_{step}" / "adapter_config.json").write_text('{"r": 16}')
-    assert "step_2 holds adapters, but lora.rank is not set.\n  fix: lora.rank=16" in mistake()
-    config = trained / "config.yaml"
-    config.write_text(config.read_text().replace("rank: null", "rank: 16"))
-    assert "the initial model of" in mistake()
-    (tmp_path / "model").mkdir()
-    RunPaths(trained).initial_model.write_text(f"{tmp_path / 'model'}\n")
-    cfg = resolve(compose(["dry_run=true", f"weights_dir={trained}"], {}, EVAL).cfg)
-    assert (cfg.lora.rank, cfg.versions, initial_model(cfg)) == (16, [0, 2, 4], str(tmp_path / "model"))
-
-
 def test_the_plan_has_servers_only_for_models_that_need_some(trained: Path, tmp_path: Path) -> None:
     cfg = config_of("env=sums", "rollouts_per_example=4")
 

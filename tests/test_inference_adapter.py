@@ -136,3 +136,26 @@ def test_adapters_of_another_model_version_or_rank_are_refused(tmp_path: Path) -
         check_adapter(folder, 1, {name: (*shape[:-1], shape[-1] + 1) for name, shape in shapes.items()}, 8)
     with pytest.raises(ValueError, match="no adapters for this model"):
         check_adapter(folder, 1, {}, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_product_is_that_of_vllms_own_operation(dtype: torch.dtype) -> None:
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from rlx.inference.server.adapter import _add_adapter
+
+    wrapper = PunicaWrapperCPU(64, max_batches=8, device="cpu")
+    wrapper.update_metadata(LoRAMapping((1,) * 7, (1, 1), is_prefill=True), [1], 2, 100)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, base, slices = draw(7, 12), draw(7, 14), (8, 6)
+    a, b = [draw(1, 1, 4, 12) for _ in slices], [draw(1, 1, size, 4) for size in slices]
+    theirs, ours = base.clone(), base.clone()
+    wrapper.add_lora_linear(theirs, x, tuple(a), tuple(b), 1.0, slices)
+    _add_adapter(wrapper, ours, x, a, b, 1.0, slices)
+    assert not torch.allclose(ours, base)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=1e-5 if dtype == torch.float32 else 0.2)

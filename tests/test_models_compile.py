@@ -10,9 +10,11 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
 
+from rlx.config.schema import LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
 from rlx.models.layout import build_layout
+from rlx.models.lora import add_adapters
 from rlx.models.shard import checkpoint_activations, compile_layers
 
 
@@ -23,9 +25,12 @@ def fresh():
     torch._dynamo.reset()
 
 
-def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, torch.Tensor]]:
+def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -> tuple[int, dict[str, torch.Tensor]]:
     """The number of graphs traced in two batches of different lengths, and the gradients."""
-    trainer = make_trainer(make_model())
+    hf = make_model()
+    if adapters:
+        add_adapters(hf, LoraConfig(rank=4), seed=0)
+    trainer = make_trainer(hf)
     checkpoint_activations(trainer.model, freq)
     traced: list[Any] = []
 
@@ -42,10 +47,12 @@ def graphs_and_gradients(freq: int, *, compiled: bool) -> tuple[int, dict[str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freq", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int):
-    _, expected = graphs_and_gradients(freq, compiled=False)
-    traced, found = graphs_and_gradients(freq, compiled=True)
+@pytest.mark.parametrize(
+    ("freq", "adapters"), [pytest.param(0, False, marks=pytest.mark.long), (1, False), pytest.param(1, True, marks=pytest.mark.long)]
+)
+def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int, adapters: bool):
+    _, expected = graphs_and_gradients(freq, compiled=False, adapters=adapters)
+    traced, found = graphs_and_gradients(freq, compiled=True, adapters=adapters)
     assert traced >= 2, "both layers must be compiled"
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)

@@ -7,6 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlx.config.schema import LoraConfig
+from rlx.models.lora import add_adapters
 from rlx.train.flops import Flops
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -26,6 +28,15 @@ def test_dense_model(tied: bool) -> None:
         for n in LENGTHS:
             model(input_ids=torch.zeros(1, n, dtype=torch.long)).logits.sum().backward()
     assert counter.get_total_flops() == by_hand
+
+
+def test_frozen_matrices_beside_adapters_have_no_gradients_of_their_own() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, head_dim=8, tie_word_embeddings=False, attn_implementation="eager", **SHAPE))
+    whole = Flops.of(model)
+    add_adapters(model, LoraConfig(rank=4), seed=0)
+    sides = 2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 24)  # q and o, k and v, gate, up and down
+    assert Flops.of(model).matrices == whole.matrices * 4 / 6 + 6 * 2 * 4 * sides
+    assert Flops.of(model).attention == whole.attention
 
 
 def test_of_experts_only_the_active_ones_count() -> None:

@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
-LOADED = ("files", "adapter")  # kinds of weights
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
 _state = msgspec.json.Decoder(PolicyState)
@@ -330,8 +329,8 @@ class Fleet:
             await self._load(server, weights)
 
     async def _load(self, server: _Replica, weights: WeightVersion) -> None:
-        if weights.kind not in LOADED:
-            raise ValueError(f"version {weights.version} is of kind {weights.kind!r}; servers can load {' and '.join(map(repr, LOADED))}")
+        if weights.kind == "memory":
+            raise ValueError(f"version {weights.version} is of kind 'memory'; servers can load 'files' and 'adapter'")
         where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
         request = where | {"drain_tokens": self._drain_tokens, "run": self._run}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)

@@ -2,7 +2,8 @@
 
 Forward and backward of a token in a sequence of n tokens, without recomputation:
 
-    6 · N            N: weights of the matrices that the token meets, head included, embedding not; of experts, the active ones
+    6 · N            N: weights of the matrices that the token meets, head included, embedding not; of experts, the active ones;
+                     4 instead of 6 for frozen ones (adapters)
     + 12 · L · H·d · n   attention: scores and weighted values of L layers with H heads of width d, as if not causal
 
 Summed over the packed sequences the second part is 12 · L · H·d · Σn². A causal model needs half of it. The head counts for every token,
@@ -40,19 +41,24 @@ class Flops:
         """Of a `…ForCausalLM` of transformers, also if it is sharded."""
         config = hf.config.get_text_config()
         looked_up = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
-        matrices = sum(p.numel() for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up)
+        matrices = sum(_of_matrix(p) for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up)
         head = hf.get_output_embeddings().weight
-        matrices += head.numel() if id(head) in looked_up else 0  # tied: one tensor, looked up and multiplied
-        experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3)
+        matrices += _of_matrix(head) if id(head) in looked_up else 0  # tied: one tensor, looked up and multiplied
+        experts = sum(_of_matrix(p) for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3)
         active = getattr(config, "num_experts_per_tok", 1) / max(_num_experts(config), 1)
         width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        return cls(matrices=6.0 * (matrices + experts * active), attention=12.0 * config.num_hidden_layers * width)
+        return cls(matrices=matrices + experts * active, attention=12.0 * config.num_hidden_layers * width)
 
     def count(self, lengths: Iterable[int], *, causal: bool = False) -> float:
         """The operations for sequences of these lengths."""
         lengths = list(lengths)
         pairs = float(sum(n * n for n in lengths))
         return self.matrices * sum(lengths) + self.attention * pairs * (0.5 if causal else 1.0)
+
+
+def _of_matrix(parameter: torch.Tensor) -> float:
+    """Operations of a token that meets a matrix. A frozen one needs no gradient of its own."""
+    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
 
 
 def _num_experts(config: Any) -> int:

@@ -7,13 +7,15 @@ Cached keys and values are dropped as for whole models: vLLM tells them apart by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 
 from rlx.paths import COMPLETE
@@ -41,7 +43,7 @@ def replace(manager: Any, folder: Path | None) -> float:
         manager.add_adapter(LoRARequest(POLICY.lora_name, POLICY.lora_int_id, str(folder), load_inplace=True))
         written = json.loads((folder / COMPLETE).read_text())["tensors"]
         tensors = load_file(folder / ADAPTER)
-        scaling = _scaling(folder)
+        scaling = PEFTHelper.from_local_dir(str(folder), None).vllm_lora_scaling_factor
     damaged = [name for name, tensor in tensors.items() if checksum(tensor) != written[name]["sum"]]
     wrong, compared = [], 0
     left = dict(tensors)
@@ -66,12 +68,6 @@ def replace(manager: Any, folder: Path | None) -> float:
     return compared / sum(tensor.numel() for tensor in tensors.values()) if tensors else 1.0
 
 
-def _scaling(folder: Path) -> float:
-    from vllm.lora.peft_helper import PEFTHelper
-
-    return PEFTHelper.from_local_dir(str(folder), None).vllm_lora_scaling_factor
-
-
 def served(manager: Any) -> Iterator[tuple[str, str, Tensor]]:
     """(layer, `A` or `B`, matrix) of everything that the policy's place in the engine holds, by the layers' names in the model's files.
 
@@ -82,3 +78,29 @@ def served(manager: Any) -> Iterator[tuple[str, str, Tensor]]:
         for number, layer in enumerate(manager.packed_modules.get(name, [name])):
             yield layer, "A", module.lora_a_stacked[number][place, 0]
             yield layer, "B", module.lora_b_stacked[number][place, 0]
+
+
+def multiply_plainly() -> None:
+    """Have the CPU engines that are made in this process, and in those forked from it, multiply by the one adapter as by any matrix.
+
+    vLLM's own CPU operation allows for a different adapter of each token, so it copies the adapter for each token: with the tiny model that
+    takes several times as long as the model itself.
+    """
+    PunicaWrapperCPU.add_lora_linear = _add_adapter  # type: ignore[method-assign, assignment]
+
+
+def _add_adapter(
+    wrapper: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **_: Any,
+) -> None:
+    """y [n, sum of slices] += x [n, in] Aᵀ Bᵀ for every slice, in place. All tokens belong to the adapter in the only place."""
+    if wrapper.no_lora:
+        return
+    for part, a, b in zip(y.split(list(output_slices), dim=1), lora_a_stacked, lora_b_stacked, strict=True):
+        part.add_((x @ a[0, 0].T) @ b[0, 0].T, alpha=scale)

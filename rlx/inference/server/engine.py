@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
-from rlx.inference.server.adapter import POLICY
+from rlx.inference.server.adapter import POLICY, multiply_plainly
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, tensor_shapes, twin_of_head
@@ -85,6 +85,7 @@ class PolicyEngine:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:
             keep_weights()
+            multiply_plainly()
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
         kind = InProcessCore if in_process else SeparateCore
 
