@@ -92,11 +92,11 @@ def test_environments_merge_into_one_mix():
         "sums": ("rlx-sums", 3.0),
         "reverse_text": ("rlx-reverse-text", 1.0),
     }
-    assert cfg.envs["sums"].args == {"level": 2}
+    assert cfg.envs["sums"].args["level"] == 2
 
 
 def test_env_dot_key_means_the_only_environment():
-    assert compose(["env=sums", "env.args.level=3"], {}).cfg.envs["sums"].args == {"level": 3}
+    assert compose(["env=sums", "env.args.level=3"], {}).cfg.envs["sums"].args["level"] == 3
     assert compose(["env.id=rlx_sums", "env.args.level=3"], {}).cfg.envs["custom"].args == {"level": 3}
     with pytest.raises(ConfigError, match=r"envs\.<name>\.weight=2"):
         compose(["env=[sums,reverse_text]", "env.weight=2"], {})

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_eval_command import Env, config_of, outcome
+from test_eval_command import config_of
+from test_rollout_play import Env, outcome
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
