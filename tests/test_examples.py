@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,16 @@ def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
             assert cfg.eval.interval is not None
         else:
             assert kind in ("eval", "show", "view", "runs", "report")
+
+
+@pytest.mark.parametrize("name", ["alphabet_sort", "tool_math"])
+def test_an_example_has_the_settings_of_its_preset(name: str, there: Path) -> None:
+    example = compose([f"--config-dir=examples/{name}", f"experiment={name}"]).cfg
+    preset = compose([f"experiment={name}_tiny"]).cfg
+    own = {"max_steps", "eval", "ckpt"}  # what the page shows
+    for field in fields(preset):
+        if field.name not in own:
+            assert getattr(example, field.name) == getattr(preset, field.name), field.name
 
 
 @pytest.mark.slow

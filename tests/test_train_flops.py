@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlx.config.schema import LoraConfig
+from rlx.data.packing import pack
 from rlx.models.lora import add_adapters
-from rlx.train.flops import Flops
+from rlx.train.flops import Flops, Meter
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTHS = (3, 7, 5)
@@ -28,6 +33,10 @@ def test_dense_model(tied: bool) -> None:
         for n in LENGTHS:
             model(input_ids=torch.zeros(1, n, dtype=torch.long)).logits.sum().backward()
     assert counter.get_total_flops() == by_hand
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for n in LENGTHS:
+            model(input_ids=torch.zeros(1, n, dtype=torch.long))
+    assert by_hand - Flops.of(model).count_backward(LENGTHS) == pytest.approx(counter.get_total_flops(), rel=1e-12)
 
 
 def test_frozen_matrices_beside_adapters_have_no_gradients_of_their_own() -> None:
@@ -36,7 +45,28 @@ def test_frozen_matrices_beside_adapters_have_no_gradients_of_their_own() -> Non
     add_adapters(model, LoraConfig(rank=4), seed=0)
     sides = 2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 24)  # q and o, k and v, gate, up and down
     assert Flops.of(model).matrices == whole.matrices * 4 / 6 + 6 * 2 * 4 * sides
+    assert Flops.of(model).backward == whole.matrices * 2 / 6 + 4 * 2 * 4 * sides
     assert Flops.of(model).attention == whole.attention
+
+
+def test_rows_without_backward_count_their_forward_alone() -> None:
+    samples = [
+        sample if sample.group % 2 else dataclasses.replace(sample, advantages=np.zeros_like(sample.advantages))
+        for sample in make_samples(groups=8)
+    ]
+    batch = step_batch(0, [samples])
+    rows = pack(batch, rank=0, ranks=1, tokens=60)
+    still = [n for row in rows.mini_batches[0].micro_batches if not row.advantages.any() for n in np.diff(row.cu_seqlens).tolist()]
+    moving = [len(sample.token_ids) for sample in samples if sample.group % 2]
+    trainer = make_trainer(make_model())
+    meter = Meter(trainer.model, trainer.mesh)
+    trainer.train_batch(rows, iterations=2)
+    assert sorted(trainer.forward_only) == sorted(2 * still)
+    flops = Flops.of(trainer.model.hf)
+    wanted = 2 * (flops.count(moving) + (flops.count(still) - flops.count_backward(still)))
+    assert meter.measure(batch, 4.0, 2, trainer.forward_only)["perf/tflops"] == pytest.approx(wanted / 4.0 / 1e12)
+    trainer.train_batch(pack(step_batch(1, [[s for s in samples if s.group % 2]]), rank=0, ranks=1, tokens=60))
+    assert trainer.forward_only == []
 
 
 def test_of_experts_only_the_active_ones_count() -> None:

@@ -177,7 +177,8 @@ class Trainer:
             self.summary["warning"] = self.step_trainer.warning
             log.warning("step %d: %s", batch.step, self.step_trainer.warning)
             write_text(self.paths.kernels, json.dumps(self.summary) + "\n")
-        return values | self.meter.measure(step_batch, values["time/forward_backward"] + values["time/optimizer"], iterations)
+        seconds = values["time/forward_backward"] + values["time/optimizer"]
+        return values | self.meter.measure(step_batch, seconds, iterations, self.step_trainer.forward_only)
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then announce the version and delete old ones.

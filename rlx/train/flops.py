@@ -6,6 +6,8 @@ Forward and backward of a token in a sequence of n tokens, without recomputation
                      4 instead of 6 for frozen ones (adapters)
     + 12 · L · H·d · n   attention: scores and weighted values of L layers with H heads of width d, as if not causal
 
+Of a row without backward (`PolicyTrainer.forward_only`) the forward alone counts: 2 · N and a third of the attention.
+
 Summed over the packed sequences the second part is 12 · L · H·d · Σn². A causal model needs half of it. The head counts for every token,
 as in other frameworks' numbers, although this trainer computes it only for trainable tokens; prompts that samples share count each time.
 """
@@ -13,7 +15,7 @@ as in other frameworks' numbers, although this trainer computes it only for trai
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,6 +36,7 @@ class Flops:
     """What a model needs, for forward and backward."""
 
     matrices: float  # per token
+    backward: float  # the part of `matrices` that a backward needs
     attention: float  # per pair of tokens of one sequence, as if not causal
 
     @classmethod
@@ -41,24 +44,33 @@ class Flops:
         """Of a `…ForCausalLM` of transformers, also if it is sharded."""
         config = hf.config.get_text_config()
         looked_up = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
-        matrices = sum(_of_matrix(p) for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up)
+        met = [(p, 1.0) for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up]  # with the share of it that a token meets
         head = hf.get_output_embeddings().weight
-        matrices += _of_matrix(head) if id(head) in looked_up else 0  # tied: one tensor, looked up and multiplied
-        experts = sum(_of_matrix(p) for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3)
+        met += [(head, 1.0)] if id(head) in looked_up else []  # tied: one tensor, looked up and multiplied
         active = getattr(config, "num_experts_per_tok", 1) / max(_num_experts(config), 1)
+        met += [(p, active) for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3]
+        backward = sum(_of_backward(p) * share for p, share in met)
+        forward = sum(2.0 * p.numel() * share for p, share in met)
         width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        return cls(matrices=matrices + experts * active, attention=12.0 * config.num_hidden_layers * width)
+        return cls(matrices=forward + backward, backward=backward, attention=12.0 * config.num_hidden_layers * width)
 
     def count(self, lengths: Iterable[int], *, causal: bool = False) -> float:
         """The operations for sequences of these lengths."""
         lengths = list(lengths)
-        pairs = float(sum(n * n for n in lengths))
-        return self.matrices * sum(lengths) + self.attention * pairs * (0.5 if causal else 1.0)
+        return self.matrices * sum(lengths) + self._pairs(lengths, causal)
+
+    def count_backward(self, lengths: Iterable[int], *, causal: bool = False) -> float:
+        """The part of `count` that a backward needs."""
+        lengths = list(lengths)
+        return self.backward * sum(lengths) + self._pairs(lengths, causal) * 2 / 3
+
+    def _pairs(self, lengths: list[int], causal: bool) -> float:
+        return self.attention * float(sum(n * n for n in lengths)) * (0.5 if causal else 1.0)
 
 
-def _of_matrix(parameter: torch.Tensor) -> float:
-    """Operations of a token that meets a matrix. A frozen one needs no gradient of its own."""
-    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+def _of_backward(parameter: torch.Tensor) -> float:
+    """Operations of a backward for a token that meets a matrix. A frozen one needs no gradient of its own."""
+    return (4.0 if parameter.requires_grad else 2.0) * parameter.numel()
 
 
 def _num_experts(config: Any) -> int:
@@ -73,18 +85,25 @@ class Meter:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak = next((peak for part, peak in PEAKS.items() if part in name), None)
 
-    def measure(self, batch: StepBatch, seconds: float, iterations: int) -> dict[str, float]:
-        """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together."""
+    def measure(self, batch: StepBatch, seconds: float, iterations: int, forward_only: Sequence[int] = ()) -> dict[str, float]:
+        """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together.
+
+        `forward_only`: the lengths of sequences that had no backward, each as often as that happened.
+        """
         lengths = [len(sample.token_ids) for sample in chain.from_iterable(batch.mini_batches)]
-        rate = iterations / seconds / self.mesh.world_size
-        flops = rate * self.flops.count(lengths)
+
+        def rate(causal: bool) -> float:
+            needed = iterations * self.flops.count(lengths, causal=causal) - self.flops.count_backward(forward_only, causal=causal)
+            return needed / seconds / self.mesh.world_size
+
+        flops = rate(causal=False)
         values = {
             "perf/tokens_per_second": iterations * sum(lengths) / seconds,
             "perf/tflops": flops / 1e12,
             "perf/peak_memory_gb": self._memory(),
         }
         if self.peak is not None:
-            values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate * self.flops.count(lengths, causal=True) / self.peak}
+            values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate(causal=True) / self.peak}
         return values
 
     def _memory(self) -> float:

@@ -83,6 +83,7 @@ class PolicyTrainer:
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
+        self.forward_only: list[int] = []  # lengths of the last batch's sequences without a backward, once for each forward
         self.warning: str | None = None  # for the user: the measured mismatch exceeds the objective's bounds
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
@@ -109,6 +110,7 @@ class PolicyTrainer:
         for mini_batch in batch.mini_batches:
             for micro_batch in mini_batch.micro_batches:
                 self._refuse_what_nobody_uses(micro_batch)
+        self.forward_only = []
         began, of = time.perf_counter(), iterations * len(batch.mini_batches)
         before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
         scored = time.perf_counter() - began
@@ -225,24 +227,27 @@ class PolicyTrainer:
                 own = logp.detach()
                 trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
                 more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
-            self._backward(loss, logp, entropy)
+            if not self._backward(loss, logp, entropy):
+                self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
             stats.add(more)
             del loss, logp, entropy, tokens  # they hold the activations of a row that had no backward, during the next forward
         return stats
 
-    def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> None:
+    def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> bool:
         """Add the row's gradients. A row whose tokens do not move the loss (all groups with equal rewards) costs no backward.
 
         The first row always has one, so that the optimizer finds gradients. Several ranks have one for each row, because they reduce
-        gradients together.
+        gradients together. Returns whether the row had one.
         """
         if self.mesh.grouped or self.parameters[0].grad is None:
             loss.backward()
-            return
+            return True
         gradients = zip((logp, entropy), torch.autograd.grad(loss, (logp, entropy), allow_unused=True), strict=True)
         moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
-        if any(gradient.any() for _, gradient in moving):
-            torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
+        if not any(gradient.any() for _, gradient in moving):
+            return False
+        torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
+        return True
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
         """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
