@@ -130,6 +130,7 @@ CASES = {
     "teacher_at_another_temperature": Case("loss=opd teacher.base_url=[http://host:8000] sampling.temperature=0.7"),
     "two_teachers": Case("loss=opd teacher.base_url=[http://host:8000] ref.name=a/teacher"),
     "self_teacher_that_reads_the_same": Case("loss=sdft inference.max_model_len=128"),
+    "self_teacher_and_a_second_one": Case("loss=sdft teacher.demonstration=answer inference.max_model_len=128 ref.name=a/teacher"),
     "self_teacher_without_room": Case("loss=sdft teacher.demonstration=answer teacher.template=shown sampling.temperature=0.7"),
     "filter_over_several_agents": Case("loss=dapo envs.reverse_text.agents_per_group=all orchestrator.buffer.easy_threshold=0.9"),
     "demonstration_for_nobody": Case("teacher.demonstration=answer"),
@@ -225,6 +226,7 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
         "loss=gspo_token loss.proximal=recompute loss.correction=tis",
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
+        "loss=sdft teacher.demonstration=answer inference.max_model_len=128 ref.name=a/model loss.kl.beta=0.1",
         "loss=dapo advantage=max_rl reward.soft_overlong=false",
         "model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved",  # has a renderer that keeps the reasoning
     ):

@@ -19,10 +19,13 @@ sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 
 
 def load(id: str = "rlx_test_v1", timeout: float = 30.0, agents: tuple[str, ...] = (), num_tasks: int | None = 40, **args: Any) -> Any:
+    how = args.pop("agents_per_group", "one")
+    return loaded(EnvConfig(id=id, args=args, agents=list(agents), agents_per_group=how, num_tasks=num_tasks), timeout)
+
+
+def loaded(config: EnvConfig, timeout: float = 30.0) -> Any:
     from rlx.envs.verifiers_v1 import load_environment
 
-    how = args.pop("agents_per_group", "one")
-    config = EnvConfig(id=id, args=args, agents=list(agents), agents_per_group=how, num_tasks=num_tasks)
     return load_environment("e", config, dict(SAMPLING), timeout)
 
 
@@ -256,6 +259,12 @@ def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_token
     assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
     assert not marks["left"] & marks["right"]
     assert {one.compared for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])
+
+
+def test_all_agents_of_an_environment_whose_episode_is_one_run_are_refused():
+    with pytest.raises(ValueError, match=r"an episode of rlx_test_v1 is one run of one agent.*agents_per_group=all\. Set it to one"):
+        loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, agents_per_group="all"))
+    assert loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1)).agents == ("agent",)
 
 
 @pytest.mark.slow

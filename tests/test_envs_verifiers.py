@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
+from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 
+from rlx.config.schema import EnvConfig
 from rlx.policy.base import request_seed
 from rlx.types import Rollout, Turn
 
@@ -75,6 +76,17 @@ def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
     assert tiny_chat().tokenizer.decode(turn.completion_ids) == f"{row['answer']}<|im_end|>"
     assert len(turn.logprobs) == len(turn.versions) == len(turn.completion_ids)
     assert set(turn.versions.tolist()) == {7}
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"agents_per_group": "all"}, r"but envs\.e\.agents_per_group=all\. Only v1 tasksets have agents; remove the key"),
+    ({"agents": ["a", "b"]}, r"but envs\.e\.agents=\[a,b\]\. Only v1"),
+])  # fmt: skip
+def test_agents_of_a_classic_environment_are_refused(keys: dict[str, Any], text: str) -> None:
+    from rlx.envs.verifiers_v0 import load_environment
+
+    with pytest.raises(ValueError, match="rlx_reverse_text is a classic environment, which has no agents to choose among, " + text):
+        load_environment("e", EnvConfig(id="rlx_reverse_text", **keys), SAMPLING, 30.0)
 
 
 def test_an_answer_that_ends_at_once_is_a_sample_with_reward_0() -> None:

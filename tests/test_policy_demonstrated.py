@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,11 +73,24 @@ def test_messages_are_a_demonstration_by_what_the_assistant_says():
     ({"info": {"solution": None}}, "is no text: None"),
 ])  # fmt: skip
 def test_a_row_without_a_demonstration_is_named(row: dict[str, Any], text: str):
-    episode, _ = episode_of(row=row)
+    episode, generator = episode_of(row=row)
     with pytest.raises(PolicyError, match=text):
         asyncio.run(episode.respond([{"role": "user", "content": "abc"}]))
+    assert not generator.requests, "nothing is sampled for it"
     with pytest.raises(PolicyError, match="this conversation has none"):
         HOW.messages([{"role": "system", "content": "x"}], ROW)
+
+
+def test_a_column_that_the_rows_do_not_have_is_refused_before_the_first_rollout():
+    loss = {"_target_": "rlx.losses.aipo.sdft", "aggregate": "token_mean"}
+    config = config_of(loss=loss, teacher__demonstration="nothing")
+    envs: Any = {"e": SimpleNamespace(rows=[{"question": "abc", "answer": "cba"}])}
+    text = r"envs\.e: in its first example, .* no column nothing \(teacher\.demonstration\); it has question, answer\. Name a column"
+    with pytest.raises(ValueError, match=text):
+        give_policy(envs, config, tiny_chat(), StandInServers())
+    config.teacher.demonstration = "answer"
+    give_policy(envs, config, tiny_chat(), StandInServers())
+    assert envs["e"].policy.demonstrated.column == "answer"
 
 
 def test_a_run_of_self_distillation_sends_the_trainer_the_teachers_numbers_for_every_sampled_token(tmp_path: Path):

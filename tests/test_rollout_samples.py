@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rlx.advantages.group import group_mean
-from rlx.rollout.batch import scores_of, step_metrics
+from rlx.config.schema import Config, TrainedEnvConfig, TrainerConfig
+from rlx.rollout.batch import make_batch, scores_of, step_metrics
 from rlx.rollout.groups import Tally, checked
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample, Turn
@@ -51,6 +52,22 @@ def test_a_single_turn_is_prompt_and_completion() -> None:
     assert (sample.group, sample.member, sample.env) == (5, 0, "e")
     assert sample.temperature.tolist() == [1, 1, 0.75, 0.75, 0.75]
     assert [str(a.dtype) for a in (sample.token_ids, sample.advantages, sample.versions)] == ["int32", "float32", "int32"]
+
+
+def test_the_parts_of_a_group_with_several_agents_are_in_one_mini_batch() -> None:
+    config = Config(envs={"e": TrainedEnvConfig(id="x")}, trainer=TrainerConfig(num_minibatches=2))
+
+    def part(index: int, member: int) -> Group:
+        task = replace(TASK, index=index)
+        rollouts = (replace(rollout(turn([1], [2, 3]), member=member), task=task),)
+        return Group(id=index, task=task, rollouts=rollouts, advantages=np.ones(1, dtype=np.float32))
+
+    def found(groups: list[Group]) -> list[list[tuple[int, int]]]:
+        return [[(sample.group, sample.member) for sample in part] for part in make_batch(0, groups, config).mini_batches]
+
+    parts = [part(9, 0), part(5, 0), part(5, 1), part(5, 2)]
+    assert found(parts) == [[(9, 0)], [(5, 0), (5, 1), (5, 2)]]
+    assert found([part(index, 0) for index in (3, 1, 2)]) == [[(3, 0), (1, 0)], [(2, 0)]]
 
 
 def test_a_turn_that_extends_the_one_before_joins_its_sample() -> None:

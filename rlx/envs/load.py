@@ -7,9 +7,9 @@ the function, because the import takes seconds: a run whose environments all hav
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
@@ -83,7 +83,7 @@ def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
 
 
 def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generator: Generator) -> None:
-    """Give the environments the run's policy, which samples with `generator`."""
+    """Give the environments the run's policy, which samples with `generator`. Raises the ValueError of `demonstrated`."""
     from rlx.config.checks.objective import needs_exact_sampling
     from rlx.policy.tokens import TokenPolicy
 
@@ -98,22 +98,31 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             sampling=sampling_of(config, configs[name]),
             exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
             learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
-            demonstrated=demonstrated(config, name) if isinstance(config, Config) and name in trained else None,
+            demonstrated=demonstrated(config, name, env.rows) if isinstance(config, Config) and name in trained else None,
             label=label,
         )
         if isinstance(config, Config) and name in trained and config.envs[name].played_by == "teacher":
             env.policy = teacher_of(config, name, chat, generator)
 
 
-def demonstrated(config: Config, name: str) -> Demonstrated | None:
-    """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if its first row has none."""
+def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -> Demonstrated | None:
+    """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if the first of its `rows` has none."""
     from rlx.config.checks.teacher import shown
+    from rlx.policy.base import PolicyError
     from rlx.policy.demonstrated import Demonstrated
 
     if name not in shown(config):
         return None
     assert config.teacher.demonstration is not None
-    return Demonstrated(config.teacher.demonstration, config.teacher.template)
+    how = Demonstrated(config.teacher.demonstration, config.teacher.template)
+    if len(rows):
+        try:
+            how.of(rows[0])
+        except PolicyError as error:
+            raise ValueError(
+                f"envs.{name}: in its first example, {error}. Name a column that holds a text or messages: teacher.demonstration=COLUMN"
+            ) from error
+    return how
 
 
 def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:

@@ -42,9 +42,17 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 
     `sampling`: the run's sampling parameters for it (`envs.base.sampling_of`). `timeout`: seconds for one rollout, unless `config`
     sets `rollout_timeout`. `concurrency`: size of the thread and process pools that verifiers keeps for reward functions.
-    Raises ValueError when the package is not installed, RuntimeError when its `load_environment` fails.
+    Raises ValueError when the package is not installed or `config` chooses agents, RuntimeError when its `load_environment` fails.
     """
     assert threading.current_thread() is threading.main_thread(), "verifiers installs signal handlers, which only the main thread can"
+    agents = {"agents": f"[{','.join(config.agents)}]"} if config.agents else {}
+    if config.agents_per_group != "one":
+        agents["agents_per_group"] = config.agents_per_group
+    if agents:
+        raise ValueError(
+            f"envs.{name}: {config.id} is a classic environment, which has no agents to choose among, but "
+            f"{' and '.join(f'envs.{name}.{key}={value}' for key, value in agents.items())}. Only v1 tasksets have agents; remove the key"
+        )
     import datasets
 
     datasets.disable_progress_bars()

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
@@ -61,8 +62,9 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 
     `config.args` is verifiers' `env` block without `taskset.id`: `taskset` (its own keys), one key for each agent, `timeout`, …
     `sampling` and `concurrency` are part of the protocol; the policy has the sampling parameters, and reward functions get no threads.
-    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, or
-    if it needs what rlx does not offer (a sandbox, a key, images). Errors of the package's own code are raised as they are.
+    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, if
+    `agents_per_group` is `all` but an episode has one run, or if it needs what rlx does not offer (a sandbox, a key, images). Errors of
+    the package's own code are raised as they are.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
@@ -76,6 +78,11 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
                 signal.signal(number, handler)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.agents_per_group == "all" and type(env) is SingleAgentEnv:
+        raise ValueError(
+            f"{where}: an episode of {config.id} is one run of one agent, so there is nothing else to train: {where}.agents_per_group=all. "
+            "Set it to one; all is for environments whose episodes have several runs"
+        )
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)

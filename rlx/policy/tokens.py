@@ -88,11 +88,14 @@ class TokenEpisode(KnownTurns):
         parameters = parameters_of(policy.sampling, sampling, policy.chat.stop_token_ids, room)
         parameters["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
         request_id = f"{policy.label}{self.task.env}-{self.task.index}-{self.member}-{self.attempt}-{number}"
+        shown = None
+        if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
+            shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
-        if policy.demonstrated is not None and trained:
-            turn = replace(turn, shown=np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32))
+        if shown is not None:
+            turn = replace(turn, shown=shown)
         if policy.learn and raw is None and trained:
             turn = replace(turn, answered=self._answered(ids, prompt, functions))
         if raw is None:

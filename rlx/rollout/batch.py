@@ -61,11 +61,14 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
 
 
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
-    """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
+    """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups. The parts of one stay together."""
+    parts: dict[int, list[Group]] = {}  # one per group; several with `agents_per_group=all`
+    for group in groups:
+        parts.setdefault(group.id, []).append(group)
     mini_batches = []
-    for part in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
+    for ids in np.array_split(np.array(list(parts), dtype=np.int64), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
-        for group in (groups[int(i)] for i in part):
+        for group in (one for number in ids for one in parts[int(number)]):
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,

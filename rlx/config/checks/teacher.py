@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from rlx.config.objectives import loss_of
+from rlx.config.objectives import kl_of, loss_of
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
 
@@ -69,6 +69,14 @@ def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
     if taught(cfg) and cfg.ref.name is not None:
         name = target_name(loss_of(cfg, taught(cfg)[0]))
         yield f"{name} would have two teachers: {of('ref.name')} and {of('teacher.base_url')}. Set one of them to null or []."
+    envs = shown(cfg)
+    if cfg.ref.name is not None and envs and len(envs) == len(cfg.envs) and not any(kl_of(loss_of(cfg, name)).get("beta") for name in envs):
+        key = f"envs.{envs[0]}.loss" if cfg.envs[envs[0]].loss else "loss"
+        yield (
+            f"the policy teaches itself, so nothing would read what the trainer scores with a second model: {_target(cfg, envs[0])} with "
+            f"{of('ref.name')}.\nSet ref.name=null; or {key}=opd, which learns from that model; or {key}.kl.beta above 0, which keeps "
+            "the policy close to it."
+        )
 
 
 @rule("teacher", "loss", "envs", "inference.max_model_len", "seq_len")
