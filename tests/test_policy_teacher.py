@@ -319,6 +319,32 @@ def test_groups_are_scored_as_they_finish_in_full_requests_while_the_teacher_is_
     assert not teaching._asked, "what a batch has taken is forgotten"
 
 
+def test_what_was_given_up_with_an_earlier_batch_is_asked_for_again_by_its_own():
+    samples = at_temperature_1(make_samples(groups=4, members=1))
+    groups, open_door = groups_of(samples), asyncio.Event()
+
+    async def first(_: int) -> web.Response | None:
+        await open_door.wait()
+        return None
+
+    async def conversation(teacher: Teacher) -> Any:
+        teaching = Teaching({"test": teacher}, "drop")
+        for group in groups:
+            teaching.begin(group)  # the first group alone; the others wait, and share the next request
+        results = [await teaching.score(step_batch(0, [of(0, 1)]), groups[:2])]
+        open_door.set()
+        return [*results, await teaching.score(step_batch(1, [of(2, 3)]), groups[2:])]
+
+    def of(*places: int) -> list[TrainingSample]:
+        names = {groups[place][0].task.index for place in places}
+        return [sample for sample in samples if sample.group in names]
+
+    (_, late), (batch, values) = talk(StandIn(first), conversation, deadline=0.1)
+    assert late["teacher/unscored"] == len(of(0, 1))
+    assert values["teacher/unscored"] == 0
+    assert [sample.teacher_logprobs is not None for sample in batch.mini_batches[0]] == [True] * len(of(2, 3))
+
+
 def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_numbers_belong_to_the_policys_tokens():
     samples = [sample for sample in at_temperature_1(make_samples(groups=2, members=1)) if sample.member == 0]
     server, shown = StandIn(), [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5]

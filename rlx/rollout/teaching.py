@@ -209,11 +209,20 @@ class Teaching:
             deadline = max(teacher.deadline for teacher in self.teachers.values())
             await asyncio.wait(asking, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
             for task in asking:
-                if task.done():
-                    task.result()
-                else:
+                if not task.done():
                     task.cancel()
+                elif not task.cancelled():  # else an earlier batch gave the rest of its request up
+                    task.result()
+            self._give_up({request for request in requests if request.asking is not None and not request.asking.done()})
         return requests
+
+    def _give_up(self, requests: set[_Request]) -> None:
+        """Forget what these requests have not scored: they may hold samples of later batches, which then ask again."""
+        self._asked = {
+            place: (request, number)
+            for place, (request, number) in self._asked.items()
+            if request not in requests or request.scores.logprobs[number] is not None
+        }
 
     def _found(self, place: Place) -> Float | None:
         """The log-probabilities of a sample [L]; None if it was not scored."""

@@ -224,11 +224,13 @@ class PolicyTrainer:
                 versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
                 _add_lag(more, step - versions, mini_batch.num_loss_tokens)
             else:
-                trained = logp if inputs.sampled is None or not mini_batch.num_loss_tokens else logp[inputs.sampled]
-                more.sums["loss/nll"] = -trained.detach().double().sum() / max(mini_batch.num_trained_tokens, 1)
+                own = logp.detach()
+                trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
+                more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
             if not self._backward(loss, logp, entropy):
                 self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
             stats.add(more)
+            del loss, logp, entropy, tokens  # they hold the activations of a row that had no backward, during the next forward
         return stats
 
     def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> bool:
