@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def test_every_preset_is_explained_and_none_that_does_not_ship():
     }
     for command in re.findall(r"^python train\.py (.*)$", page, re.MULTILINE):
         compose(command.split(), {})
+
+
+def test_the_commands_of_the_page_of_distillation_compose(monkeypatch: pytest.MonkeyPatch):
+    page = (ROOT / "docs" / "distillation.md").read_text()
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^python train\.py (.*)$", page, re.MULTILINE)]
+    assert len(commands) > 8
+    monkeypatch.setenv("KEY", "secret")
+    for argv in commands:
+        if "envs.custom.id=proposer-solver" not in argv:  # a taskset of verifiers' examples, which is not installed everywhere
+            compose([*argv, "dry_run=true"], {})
 
 
 def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

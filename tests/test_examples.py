@@ -9,15 +9,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from rlx.config.load import compose, load_run
-from rlx.config.roots import SFT, TRAIN
+from rlx.config.roots import EVAL, SFT, TRAIN
 from rlx.config.sweeps import expand
 from rlx.metrics import read_metrics
+from rlx.paths import COMPLETE
+from rlx.runs.weights import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "examples").glob("*/README.md"))
@@ -37,6 +39,20 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def keys_on_gpus(page: Path) -> list[str]:
+    """The keys that a page gives for GPUs: the first under that title."""
+    found = re.search(r"`([^`]*=[^`]*)`", page.read_text().partition("## On GPUs")[2])
+    assert found is not None, f"{page} does not say what changes on GPUs"
+    return found[1].replace("slurm=my_cluster", "slurm=example").split()
+
+
+def make_run(root: Path, config: str) -> None:
+    """What `rlx eval` reads of a finished run."""
+    (root / "weights" / "step_50").mkdir(parents=True)
+    (root / "weights" / "step_50" / COMPLETE).touch()
+    (root / "config.yaml").write_text(config)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
     commands = commands_of(page)
@@ -51,16 +67,37 @@ def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
         assert program == "rlx"
         kind, *rest = argv
         if kind == "train" and "-m" in rest:
-            assert len(expand(rest, None, TRAIN).elements) == 8
+            sweep = expand(rest, None, TRAIN)
+            assert len(sweep.elements) == 8
+            for element in sweep.elements:
+                make_run(Path("outputs", sweep.name, element.name), compose(list(element.argv)).yaml)
         elif kind in ("train", "sft"):
             for part in rest:
                 if part.startswith("model.name="):
-                    (folder := Path(part.partition("=")[2])).mkdir(parents=True)
+                    (folder := Path(part.partition("=")[2])).mkdir(parents=True, exist_ok=True)
                     (folder / "config.json").write_text("{}")
-            cfg = compose(rest, None, TRAIN if kind == "train" else SFT).cfg
-            assert cfg.eval.interval is not None
+            composed = compose(rest, None, TRAIN if kind == "train" else SFT)
+            assert composed.cfg.eval.interval is not None
+            make_run(Path("outputs", str(composed.cfg.run.name)), composed.yaml)
+        elif kind == "eval":
+            assert resolve(replace(compose(rest, None, EVAL).cfg, eval_base=False)).versions == [50]
         else:
-            assert kind in ("eval", "show", "view", "runs", "report")
+            assert kind in ("show", "view", "runs", "report")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_the_keys_of_a_page_for_gpus_compose(page: Path, there: Path) -> None:
+    argv = next(argv for program, kind, *argv in commands_of(page) if (program, kind) == ("rlx", "train"))
+    keys = keys_on_gpus(page)
+    given = {key.partition("=")[0] for key in keys}
+    first = [part for part in argv if part.partition("=")[0] not in {*given, "model.name"}]
+    if "-m" in first:
+        configs = [compose(list(element.argv)).cfg for element in expand([*first, *keys, "dry_run=true"], None, TRAIN).elements]
+        assert len(configs) == 8
+    else:
+        configs = [compose([*first, *keys, "dry_run=true"], None, TRAIN).cfg]
+    for cfg in configs:
+        assert (cfg.hardware.device, cfg.model.warm_start) == ("cuda", None)
 
 
 @pytest.mark.parametrize("name", ["alphabet_sort", "tool_math"])

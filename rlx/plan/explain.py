@@ -161,15 +161,17 @@ def _batch_of_rows(cfg: SftRoot) -> list[str]:
 
 def _time_on_cpu(cfg: Config, trained: int) -> str:
     """What a step of full length costs, from the operations of the matrix products."""
-    model, threads = cfg.model, cfg.hardware.cpu_threads
-    shared = cfg.trainer_ranks * threads
-    train = 6 * model.num_parameters * trained * cfg.trainer.num_iterations / (TRAINING * shared)
-    sampled = cfg.orchestrator.batch_size * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
-    sample = 2 * model.num_parameters * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas)
-    return (
-        f"at most about {_duration(train)} to train and {_duration(sample)} to sample, with {threads} thread{'s' * (threads > 1)} a role "
-        "and every sequence at full length"
-    )
+    weights, threads = cfg.model.num_parameters, cfg.hardware.cpu_threads
+    adapters = trained_parameters(cfg) if cfg.lora.on else 0.0
+    forward, backward = 2 * (weights + adapters), 2 * weights + 4 * adapters if adapters else 4 * weights
+    recomputes = any(node.get("proximal") == "recompute" for node in cfg.objectives.values())
+    before = (cfg.num_updates > 1 and recomputes) + cfg.uses_reference  # forwards before the first optimizer step
+    operations = before * forward + cfg.trainer.num_iterations * (forward + backward)
+    text = f"{_duration(operations * trained / (TRAINING * cfg.trainer_ranks * threads))} to train"
+    if cfg.plays:  # otherwise nothing is sampled
+        sampled = cfg.orchestrator.batch_size * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
+        text += f" and {_duration(2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas))} to sample"
+    return f"at most about {text}, with {threads} thread{'s' * (threads > 1)} a role and every sequence at full length"
 
 
 def _duration(seconds: float) -> str:
