@@ -37,7 +37,8 @@ class Beside:
     def __init__(
         self, config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], fleet: Fleet, sampler: Sampler, heartbeat: Heartbeat
     ) -> None:
-        self.config, self.paths, self.envs, self.sampler, self.heartbeat = config, paths, envs, sampler, heartbeat
+        self.config, self.paths, self.envs, self.heartbeat = config, paths, envs, heartbeat
+        self.fleet, self.sampler = fleet, sampler
         start = folders.read_start(paths)
         first = start.step if start else 0
         forked = start is not None and paths.root not in start.checkpoint.parents  # the other run has evaluated its own versions
@@ -52,7 +53,7 @@ class Beside:
         """Evaluate all versions that are due, up to the last. Raises the first error of any part, and Preempted."""
         explain_with(explainer(self.evaluations.waiting, self.envs, asyncio.get_running_loop()))
         try:
-            await first_failure(self._work(), forever=[self._beat()])
+            await first_failure(self._work(), forever=[self._beat(), self.fleet.held()])
         finally:
             await at_most(None, self.evaluations.close())
             await at_most(None, *(env.close() for env in self.envs.values()))
