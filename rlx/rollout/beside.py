@@ -60,9 +60,10 @@ class Beside:
 
     async def _work(self) -> None:
         self.evaluations.begin(0)
+        await self.evaluations.leave(delays=False)  # its record is not to wait for the next version, which may be hours away
         while self.updates.version < self.config.max_steps:
             await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
-        await self.evaluations.leave()
+            await self.evaluations.leave(delays=False)
         await asyncio.to_thread(prune, self.paths, self.config.versions_kept, folders.steps(self.paths))  # as the trainer does
 
     async def _beat(self) -> None:
