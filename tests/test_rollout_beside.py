@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlx.checkpoints.folders import Start, write_start
 from rlx.config.schema import SftRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
@@ -56,3 +57,13 @@ def test_a_record_is_written_as_soon_as_its_evaluation_has_ended(tmp_path: Path,
     asyncio.run(role._work())
     assert seen == [[0], [0, 1]]
     assert role.evaluations.recorded == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("resume", "oldest"), [(None, 0), ("latest", 0), ("3", 0), ("/runs/a/checkpoints/step_4", 4)])
+def test_a_fork_does_not_look_for_evaluations_of_versions_that_the_other_run_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None, oldest: int
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.root.mkdir(exist_ok=True)
+    write_start(paths, Start(step=6, checkpoint=paths.checkpoint_of(6)))  # the fork's own, or the other run's that it has adopted
+    assert beside_of(tmp_path, monkeypatch, resume=resume).evaluations.oldest == oldest  # type: ignore[attr-defined]

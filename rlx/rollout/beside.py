@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlx.checkpoints import folders
 from rlx.config.schema import SftRoot
@@ -41,8 +42,7 @@ class Beside:
         self.fleet, self.sampler = fleet, sampler
         start = folders.read_start(paths)
         first = start.step if start else 0
-        forked = start is not None and paths.root not in start.checkpoint.parents  # the other run has evaluated its own versions
-        self.evaluations = Evaluations(config, paths, envs, first, away=lambda: sampler.away, oldest=first if forked else 0)
+        self.evaluations = Evaluations(config, paths, envs, first, away=lambda: sampler.away, oldest=forked_at(config.resume))
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, stops=self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -74,6 +74,15 @@ class Beside:
             self.heartbeat.beat(self.evaluations.instead_of(f"waiting for weights {wanted}"), step=self.updates.version)
             await asyncio.sleep(INTERVAL / 2)
         raise Preempted
+
+
+def forked_at(resume: str | None) -> int:
+    """The step of the checkpoint from which this run was forked, 0 for other runs. The other run has evaluated its earlier versions.
+
+    `resume`: as settled, so a fork has the path of the other run's checkpoint, `/run/checkpoints/step_4`, at every later attempt too.
+    """
+    name = Path(resume or "").name
+    return int(name.removeprefix("step_")) if name.startswith("step_") else 0
 
 
 async def evaluate_beside(config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
