@@ -127,7 +127,7 @@ METRICS: dict[str, str] = {
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
     "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
     "time/evaluation": "seconds of the evaluation, beside training",
-    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers",
+    "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers (`rlx train`)",
     # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",
     "val/perplexity": "exp of that",

@@ -24,7 +24,7 @@ class Stand:
         self.version = 0
         self.requests: list[GenerateRequest] = []
         self.served: list[int] = []  # version of each answer
-        self.in_flight = self.updating = self.aborted = self.messages = 0
+        self.in_flight = self.updating = self.aborted = self.messages = self.loads = self.claims = 0
         self.refuse: str | None = None
         self.fails = 0  # this many of the next requests and updates get a status of 500
         self.hangs = False  # `/policy` is not answered
@@ -122,6 +122,7 @@ class Stand:
         if why := self.holder.claim(asked["run"]):
             return web.json_response({"error": why}, status=409)
         self.version = asked["version"]
+        self.loads += 1
         return await self.policy(request)
 
     async def reload(self, request: web.Request) -> web.Response:
@@ -131,6 +132,7 @@ class Stand:
         return await self.policy(request)
 
     async def claim(self, request: web.Request) -> web.Response:
+        self.claims += 1
         asked = await request.json()
         if why := self.holder.claim(asked.get("run", ""), keep=asked.get("keep", True)):
             return web.json_response({"error": why}, status=409)

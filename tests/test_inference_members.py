@@ -81,7 +81,7 @@ def test_the_last_server_is_never_removed_and_a_file_that_cannot_be_read_is_skip
 
 
 def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.inference.fleet.GONE", 0.3)
+    monkeypatch.setattr("rlx.inference.replica.GONE", 0.3)
 
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         playing = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]

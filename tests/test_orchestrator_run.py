@@ -76,6 +76,9 @@ class StandInServers(StandIn):
         self.version = weights.version
         self.error = 0.9 if weights.version < 3 else 0.0
 
+    async def held(self) -> None:
+        await asyncio.Event().wait()
+
     async def stats(self) -> dict[str, float]:
         return {"perf/servers": 1, "perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0}
 

@@ -13,56 +13,40 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
 
 import aiohttp
 import msgspec
 
+from rlx.inference import replica
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
     CONNECT,
     FAILING,
+    HELD,
     PAUSE,
     RESTART,
     Claim,
-    Failure,
     InferenceError,
     PolicyState,
     ServerUnreachable,
     StaleServer,
+    TakenServer,
     UpdateRefused,
     error_of,
+    failure_of,
 )
+from rlx.inference.replica import Replica
 from rlx.types import WeightVersion
-
-T = TypeVar("T")
+from rlx.waiting import all_of
 
 log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
-GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
+FREED = HELD + 5.0  # seconds to wait at the start for a server of another run: it may have been killed
 
 _state = msgspec.json.Decoder(PolicyState)
-_failure = msgspec.json.Decoder(Failure)
-
-
-class _Replica:
-    """One replica."""
-
-    def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
-        self.endpoint = endpoint
-        self.serves = serves  # samplers use it
-        self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
-        self.hung = False  # it took a connection and did not answer
-        self.said = ""  # the latest warning about it
-        self.updating = asyncio.Lock()
-
-    @property
-    def gone(self) -> bool:
-        """Whether there is no use in waiting for it."""
-        return self.hung or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
 
 
 class Fleet:
@@ -88,13 +72,14 @@ class Fleet:
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
-        self._servers = [_Replica(endpoint) for endpoint in endpoints]
+        self._servers = [Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._drain_tokens = drain_tokens
         self._look = look
         self._find = find
         self._hung = hung
         self._run = run
+        self._taken: TakenServer | None = None  # another run has claimed a server on which this run played
         self._adopted = False  # the versions are somebody else's
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -115,7 +100,7 @@ class Fleet:
         if self._run:
             leaving = [self._ask(server, "POST", "/claim", self._claim(keep=False)) for server in self._servers]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GONE):  # without an answer, the server is free later
+                async with asyncio.timeout(replica.GONE):  # without an answer, the server is free later
                     await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
@@ -142,7 +127,7 @@ class Fleet:
             self._limit = None
         self._weights, self.version = weights, weights.version
 
-    async def _tell_all(self, servers: Sequence[_Replica], weights: WeightVersion) -> None:
+    async def _tell_all(self, servers: Sequence[Replica], weights: WeightVersion) -> None:
         """Load a version into these servers concurrently. Once one server has it, servers that do not answer are left out."""
         telling = {asyncio.ensure_future(self._tell(server, weights)): server for server in servers}
         waiting, loaded, missing = set(telling), 0, []
@@ -208,37 +193,50 @@ class Fleet:
 
     async def states(self) -> list[PolicyState]:
         """The state of each server, in the order of the endpoints."""
-        return await _all(self._state(server) for server in self._servers)
+        return await all_of(self._state(server) for server in self._servers)
 
     async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None, adopt: bool = False) -> None:
         """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
         `tick` is called several times a second meanwhile. `adopt`: the servers keep the version that they have, which is then the fleet's.
-        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key or a server that belongs to another run, or
-        InferenceError if versions to adopt differ.
+        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key, TakenServer if another run has a server for longer
+        than a killed one would, or InferenceError if versions to adopt differ.
         """
         self._adopted = adopt
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         for server in self._servers:
             while True:
                 try:
                     state = await self._state_soon(server)
                     break
                 except ServerUnreachable as error:
-                    if time.monotonic() > deadline:
+                    if time.monotonic() > began + timeout:
                         raise ServerUnreachable(f"{server.endpoint.name} was not ready after {timeout:g} s: {error}") from error
+                except TakenServer as error:
+                    if time.monotonic() > began + (patience := min(timeout, FREED)):
+                        raise
+                    if not server.said:
+                        log.warning("%s. It is asked for %g s, because that run may be gone", error, patience)
+                    server.said = str(error)
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
             if state.version > self.version and not adopt:
                 await self._reset(server)
+            server.claimed = True
         if adopt:
             have = set(await self.versions())
             if len(have) > 1:
                 raise InferenceError(f"the servers have different versions: {sorted(have)}. Does a run update them (inference.base_url)?")
             (self.version,) = have
 
-    async def _reset(self, server: _Replica) -> None:
+    async def held(self) -> None:
+        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays."""
+        while self._taken is None:
+            await asyncio.sleep(PAUSE)
+        raise self._taken
+
+    async def _reset(self, server: Replica) -> None:
         """Return a server to version 0: it still has a version of another run."""
         status, answer = await self._insist(server, "POST", "/reload_weights", self._claim())
         if status != 200:
@@ -248,29 +246,38 @@ class Fleet:
 
     async def _watch(self) -> None:
         """Restore servers that restarted, whichever process samples on them, and follow servers that come and go."""
-        while True:
-            await asyncio.sleep(self._look)
-            try:
-                if self._find is not None:
-                    self._follow(await asyncio.to_thread(self._find))
-                if self._run or self._weights is not None or len(self._servers) > 1:
-                    await asyncio.gather(*(self._check(server) for server in self._servers))
-            except Exception:  # the run goes on with the servers that it has; the next check may succeed
-                log.exception("a check of the inference servers failed")
+        checks: dict[Replica, asyncio.Task[None]] = {}  # one that takes long, as a restore does, delays no other server's claim
+        try:
+            while True:
+                await asyncio.sleep(self._look)
+                try:
+                    if self._find is not None:
+                        self._follow(await asyncio.to_thread(self._find))
+                    for server in [server for server, check in checks.items() if check.done()]:
+                        checks.pop(server).result()
+                    if self._run or self._weights is not None or len(self._servers) > 1:
+                        for server in [server for server in self._servers if server not in checks]:
+                            checks[server] = asyncio.ensure_future(self._check(server))
+                except Exception:  # the run goes on with the servers that it has; the next check may succeed
+                    log.exception("a check of the inference servers failed")
+        finally:
+            for check in checks.values():
+                check.cancel()
+            await asyncio.gather(*checks.values(), return_exceptions=True)
 
     def _follow(self, endpoints: Sequence[Endpoint]) -> None:
         """Add new servers, which `_check` brings up to date, and remove those that are no longer named, except the last one."""
         named = {endpoint.key: endpoint for endpoint in endpoints}
         for key in named.keys() - {server.endpoint.key for server in self._servers}:
             log.info("%s joins; it serves once it has the run's version", named[key].name)
-            self._servers.append(_Replica(named[key], serves=False))
+            self._servers.append(Replica(named[key], serves=False))
         for server in [server for server in self._servers if server.endpoint.key not in named]:
             if any(other.serves for other in self._servers if other is not server):
                 log.info("%s was taken away; its requests end or go elsewhere", server.endpoint.name)
                 self._servers.remove(server)
                 self._tell_samplers()
 
-    async def _check(self, server: _Replica) -> None:
+    async def _check(self, server: Replica) -> None:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
         others = any(other.serves for other in self._servers if other is not server)
         limit = self._hung if others else self._restart_timeout
@@ -280,13 +287,19 @@ class Fleet:
             if self._adopted and state.version != self.version:
                 raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
             async with asyncio.timeout(self._restart_timeout):
-                if state.version > self.version and not server.serves:
+                strange = state.version > self.version or (self._run and state.version and not server.claimed)
+                if strange and not server.serves:
                     await self._reset(server)
                     state = await self._state(server)
+                server.claimed = True
                 if state.version < self.version:
                     await self._restore(server)
         except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
             server.hung = isinstance(error, TimeoutError)
+            if isinstance(error, TakenServer):  # its weights are not the run's any more
+                if server.claimed and server.serves:
+                    self._taken = error
+                server.claimed = False
             text = (
                 str(error) or f"{server.endpoint.name} did not report its version in {self._hung if others else self._restart_timeout:g} s"
             )
@@ -302,7 +315,7 @@ class Fleet:
                 log.info("%s serves version %d", server.endpoint.name, self.version)
                 self._tell_samplers()
 
-    def _leave_out(self, server: _Replica, why: str) -> None:
+    def _leave_out(self, server: Replica, why: str) -> None:
         if server.serves:
             server.serves = False
             log.warning("%s; the other servers go on without it", why)
@@ -311,7 +324,7 @@ class Fleet:
     def _tell_samplers(self, *lost: str) -> None:
         self.on_change([server.endpoint for server in self._servers if server.serves], lost)
 
-    async def _restore(self, server: _Replica) -> None:
+    async def _restore(self, server: Replica) -> None:
         async with server.updating:
             state = await self._state(server)
             if state.version >= self.version:
@@ -324,11 +337,11 @@ class Fleet:
             except UpdateRefused as error:
                 raise StaleServer(f"{server.endpoint.name} restarted and could not load version {self.version}: {error}") from error
 
-    async def _tell(self, server: _Replica, weights: WeightVersion) -> None:
+    async def _tell(self, server: Replica, weights: WeightVersion) -> None:
         async with server.updating:
             await self._load(server, weights)
 
-    async def _load(self, server: _Replica, weights: WeightVersion) -> None:
+    async def _load(self, server: Replica, weights: WeightVersion) -> None:
         if weights.kind == "memory":
             raise ValueError(f"version {weights.version} is of kind 'memory'; servers can load 'files' and 'adapter'")
         where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
@@ -337,7 +350,7 @@ class Fleet:
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
             if status == 422:
-                raise UpdateRefused(f"{server.endpoint.name}: {_failure.decode(answer).error}")
+                raise UpdateRefused(f"{server.endpoint.name}: {failure_of(answer).error}")
             if status == 200:
                 return
             # A server whose load failed midway says which version it has, and ends. Any other 5xx may pass (a proxy, a busy host).
@@ -345,14 +358,16 @@ class Fleet:
                 raise error_of(server.endpoint.name, status, answer)
             await asyncio.sleep(PAUSE)
 
-    async def _state(self, server: _Replica) -> PolicyState:
+    async def _state(self, server: Replica) -> PolicyState:
+        if self._taken is not None:
+            raise self._taken
         asked = ("POST", "/claim", self._claim()) if self._run else ("GET", "/policy")
         status, answer = await self._ask(server, *asked)
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
         return _state.decode(answer)
 
-    async def _state_soon(self, server: _Replica) -> PolicyState:
+    async def _state_soon(self, server: Replica) -> PolicyState:
         """`_state`, without waiting for a server that hangs. Raises ServerUnreachable after `hung` seconds."""
         try:
             async with asyncio.timeout(self._hung):
@@ -365,7 +380,7 @@ class Fleet:
     def _claim(self, keep: bool = True) -> bytes:
         return msgspec.json.encode(Claim(self._run, keep))
 
-    async def _insist(self, server: _Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _insist(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """`_ask` until the server answers, for at most `restart_timeout` seconds."""
         deadline = time.monotonic() + self._restart_timeout
         while True:
@@ -378,7 +393,7 @@ class Fleet:
                     self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
                 await asyncio.sleep(PAUSE)
 
-    async def _ask(self, server: _Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _ask(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """One request; returns status and body. Raises ServerUnreachable if the answer is missing or cut, or if the engine is dead."""
         assert self._session is not None, "use the fleet as `async with Fleet(…) as fleet`"
         endpoint = server.endpoint
@@ -399,17 +414,6 @@ class Fleet:
 def _names_version(answer: bytes) -> bool:
     """Whether the body of a failure is one of our own servers' and says which version the server has."""
     try:
-        return _failure.decode(answer).version is not None
+        return failure_of(answer).version is not None
     except msgspec.MsgspecError:
         return False
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run concurrently. The first error cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

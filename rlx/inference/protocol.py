@@ -125,6 +125,10 @@ class RequestRefused(InferenceError):
     """A server rejected the request (4xx). A retry would not help."""
 
 
+class TakenServer(RequestRefused):
+    """A server's weights belong to another run (409)."""
+
+
 class ContextTooLong(RequestRefused):
     """The prompt leaves no room for a new token in the model's context."""
 
@@ -149,8 +153,14 @@ def error_of(server: str, status: int, answer: bytes | str) -> InferenceError:
             text = _failure.decode(answer).error
         except msgspec.MsgspecError:
             text = answer[:500].decode(errors="replace")
-    kind = ContextTooLong if status == 413 else RequestRefused if 400 <= status < 500 else InferenceError
+    known = {409: TakenServer, 413: ContextTooLong}
+    kind = known.get(status, RequestRefused if 400 <= status < 500 else InferenceError)
     return kind(f"{server} ({status}): {text}")
+
+
+def failure_of(answer: bytes) -> Failure:
+    """The body of an answer other than 200. Raises msgspec.MsgspecError if it is not one of our own servers'."""
+    return _failure.decode(answer)
 
 
 def pack_ids(ids: object) -> bytes:

@@ -109,7 +109,7 @@ class Children:
     def look(self, spare: Callable[[Child], int] = lambda child: 0, hung: str | None = None) -> tuple[Process, ...]:
         """The current state of all processes. `spare`: how often a process that has ended, or that hangs, may be started again.
 
-        `hung`: the name of one that hangs."""
+        `hung`: the name of one that hangs. If it was killed and still runs, no signal ends it, so it cannot start again."""
         self._looks += 1
         seen = []
         for child in self.all:
@@ -117,7 +117,8 @@ class Children:
             if not child.running:
                 child.look = child.look or self._looks
                 code = self.starter.returncode(child.process.returncode)
-            left = spare(child) if code is not None or child.spec.name == hung else 0
+            hangs = child.spec.name == hung and not child.killed
+            left = spare(child) if code is not None or hangs else 0
             seen.append(Process(name=child.spec.name, service=child.spec.service, code=code, look=child.look, spare=left))
         return tuple(seen)
 

@@ -146,7 +146,7 @@ class Orchestrator:
         parts = [self._train(), self.updates.follow()]
         if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
             parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins this checkpoint after its last version
-        await first_failure(*parts)
+        await first_failure(*parts, forever=[self.fleet.held()])
 
     async def _train(self) -> None:
         clock = StepClock(self.collector)

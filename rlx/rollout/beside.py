@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlx.checkpoints import folders
 from rlx.config.schema import SftRoot
@@ -37,11 +38,11 @@ class Beside:
     def __init__(
         self, config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], fleet: Fleet, sampler: Sampler, heartbeat: Heartbeat
     ) -> None:
-        self.config, self.paths, self.envs, self.sampler, self.heartbeat = config, paths, envs, sampler, heartbeat
+        self.config, self.paths, self.envs, self.heartbeat = config, paths, envs, heartbeat
+        self.fleet, self.sampler = fleet, sampler
         start = folders.read_start(paths)
         first = start.step if start else 0
-        forked = start is not None and paths.root not in start.checkpoint.parents  # the other run has evaluated its own versions
-        self.evaluations = Evaluations(config, paths, envs, first, away=lambda: sampler.away, oldest=first if forked else 0)
+        self.evaluations = Evaluations(config, paths, envs, first, away=lambda: sampler.away, oldest=forked_at(config.resume))
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, stops=self.evaluations)
 
     def _reached(self, version: int) -> None:
@@ -52,16 +53,17 @@ class Beside:
         """Evaluate all versions that are due, up to the last. Raises the first error of any part, and Preempted."""
         explain_with(explainer(self.evaluations.waiting, self.envs, asyncio.get_running_loop()))
         try:
-            await first_failure(self._work(), forever=[self._beat()])
+            await first_failure(self._work(), forever=[self._beat(), self.fleet.held()])
         finally:
             await at_most(None, self.evaluations.close())
             await at_most(None, *(env.close() for env in self.envs.values()))
 
     async def _work(self) -> None:
         self.evaluations.begin(0)
+        await self.evaluations.leave(delays=False)  # its record is not to wait for the next version, which may be hours away
         while self.updates.version < self.config.max_steps:
             await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
-        await self.evaluations.leave()
+            await self.evaluations.leave(delays=False)
         await asyncio.to_thread(prune, self.paths, self.config.versions_kept, folders.steps(self.paths))  # as the trainer does
 
     async def _beat(self) -> None:
@@ -72,6 +74,15 @@ class Beside:
             self.heartbeat.beat(self.evaluations.instead_of(f"waiting for weights {wanted}"), step=self.updates.version)
             await asyncio.sleep(INTERVAL / 2)
         raise Preempted
+
+
+def forked_at(resume: str | None) -> int:
+    """The step of the checkpoint from which this run was forked, 0 for other runs. The other run has evaluated its earlier versions.
+
+    `resume`: as settled, so a fork has the path of the other run's checkpoint, `/run/checkpoints/step_4`, at every later attempt too.
+    """
+    name = Path(resume or "").name
+    return int(name.removeprefix("step_")) if name.startswith("step_") else 0
 
 
 async def evaluate_beside(config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:

@@ -123,13 +123,17 @@ class Evaluations:
         self._now = Evaluation(version, time.monotonic(), total)
         self._playing = asyncio.create_task(self._evaluate(self._now))
 
-    async def leave(self) -> None:
-        """Wait until the evaluation of the servers' version has ended, and write its record. Raises its error."""
+    async def leave(self, delays: bool = True) -> None:
+        """Wait until the evaluation of the servers' version has ended, and write its record. Raises its error.
+
+        `delays`: an update of the servers waits meanwhile. The record says for how long.
+        """
         if self._now is None or self._playing is None:
             return
         began = time.monotonic()
         values = await self._playing
-        self.metrics.write(self._now.version, values | {"time/wait_evaluation": time.monotonic() - began})
+        waited = {"time/wait_evaluation": time.monotonic() - began} if delays else {}
+        self.metrics.write(self._now.version, values | waited)
         self._look_for_best(self._now.version, values)
         self._now = self._playing = None
 
