@@ -216,7 +216,9 @@ class Measured:
             self.side.metrics.append(_metrics(stats))
             slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
             trainer.optimizer.zero_grad(set_to_none=True)
-            yield [slope.detach().cpu() for slope in slopes]
+            on_host = [slope.detach().cpu() for slope in slopes]
+            del slopes  # else they stay on the device while the other objective's gradient is computed
+            yield on_host
 
 
 def _numbered(batch: StepBatch) -> StepBatch:
