@@ -8,6 +8,7 @@ import math
 import shutil
 import weakref
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from mixed_examples import SFT, mix_of, taught
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 
@@ -26,11 +28,14 @@ from rlx.losses.grpo import grpo
 from rlx.losses.gspo import gspo
 from rlx.metrics import MetricsWriter
 from rlx.models.tiny import build_model, build_tokenizer, save
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.record import record_batch
 from rlx.runs.claim import create
-from rlx.train.compare import Measured, cosine
+from rlx.train.build import build
+from rlx.train.checkpoint import Progress, Saver
+from rlx.train.compare import Begin, Measured, compare, cosine, in_one_process
 from rlx.types import TrainingSample
 
 EPS = 0.2
@@ -181,12 +186,6 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths.initial_model.write_text(f"{initial}\n")
     metrics = MetricsWriter(paths.metrics, "trainer")
 
-    from contextlib import nullcontext
-
-    from rlx.parallel.mesh import one_process
-    from rlx.train.build import build
-    from rlx.train.compare import in_one_process
-
     trainer = build(in_one_process(cfg, "cpu"), str(initial), one_process("cpu"), lambda _: nullcontext())
     for step in range(3):
         samples = [replace(sample, env="reverse_text") for sample in make_samples(seed=step)]
@@ -197,6 +196,19 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(trainer.model.hf, tokenizer, paths.weights_of(step + 1))
         (paths.weights_of(step + 1) / COMPLETE).write_text("{}")
     return root
+
+
+def test_adapters_of_a_run_in_bfloat16_are_compared_from_a_checkpoint_and_without_dropout(tmp_path: Path) -> None:
+    hf = make_model()
+    hf.save_pretrained(tmp_path / "initial")
+    arguments = ["max_steps=2", "lora.rank=4", "lora.dropout=0.5", "model.dtype=bfloat16", "trainer.optimization_dtype=bfloat16"]
+    cfg, paths, initial = compose(arguments, {}).cfg, RunPaths(tmp_path / "run"), str(tmp_path / "initial")
+    trainer = build(cfg, initial, one_process("cpu"), lambda _: nullcontext())
+    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(0, 0))
+    record_batch(paths.recorded_of(0), step_batch(0, [[replace(sample, env="reverse_text") for sample in make_samples()]]))
+    found = compare(cfg, cfg, paths, Begin(model=initial, step=0, checkpoint=tmp_path / "saved"), 0)
+    assert found.cosines == [pytest.approx(1.0)]
+    assert found.recorded.gradient_norms == found.other.gradient_norms
 
 
 def replayed(root: Path, *arguments: str) -> dict[str, Any]:

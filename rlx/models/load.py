@@ -91,7 +91,7 @@ def load_policy(
         untied = _untied_by_checkpoint(hf)
         full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
         check_packed_forward(full)
-        full.base = {"name": source, "digest": digest(hf)} if lora is not None else {}
+        full.base = {"name": source, "digest": digest(hf), "dtype": dtype} if lora is not None else {}
         with_adapters(hf)  # after the check: unsharded, they may have another dtype than the rest
         if not sharded:
             model = finished(full).to(device)
@@ -106,7 +106,8 @@ def load_policy(
         empty = with_adapters(AutoModelForCausalLM.from_config(config, dtype=frozen, trust_remote_code=trust_remote_code))
     model = finished(PolicyModel(empty, attention=attention))
     if lora is not None:
-        model.base = {"name": source, "digest": mesh.read(lambda: full.base["digest"].encode() if full else b"").decode()}
+        found = mesh.read(lambda: full.base["digest"].encode() if full else b"").decode()
+        model.base = {"name": source, "digest": found, "dtype": dtype}
     shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
     tied = _tied(model.hf)
     offloaded = cpu_offload and device.type == "cuda"

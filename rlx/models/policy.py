@@ -40,7 +40,7 @@ class PolicyModel(nn.Module):
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
-        self.base: dict[str, str] = {}  # of a model with adapters: `name` and `digest` of the frozen model
+        self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS

@@ -231,7 +231,7 @@ class Trainer:
     def give_way(self, step: int) -> int:
         """Handle a preemption: save the state after `step` steps, record it in a file and return the exit code."""
         self.step_trainer.give_up()
-        if step > self.first_step:
+        if step > self.first_step and not self.cfg.bench:
             self.save(step, f"writing checkpoint {step} before leaving")
         self.finish(f"writing checkpoint {step} before leaving")
         log.info("preempted after %d steps", step)

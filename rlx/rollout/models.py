@@ -142,8 +142,6 @@ async def connected(
         return
     others = bool(config.inference.base_url) and config.weights_dir is None
     async with connect_servers(config, paths, envs, chat, beat, adopt=others) as (fleet, sampler):
-        if config.inference.base_url:
-            check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], config.weights_dir)
         yield Served(config, fleet, sampler)
 
 
@@ -157,7 +155,10 @@ async def connect_servers(
     drain_tokens: int = 0,
     adopt: bool = False,
 ) -> AsyncIterator[tuple[Fleet, Sampler]]:
-    """Wait for the servers and let the environments play on them. `drain_tokens`: see `Fleet`; `adopt`: see `Fleet.wait_ready`."""
+    """Wait for the servers and let the environments play on them. `drain_tokens`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
+
+    Raises InferenceError if servers of others have another model. Adapters, which a server adds to its own model, would fit that as well.
+    """
 
     def tick() -> None:
         beat("waiting for inference servers")
@@ -172,6 +173,9 @@ async def connect_servers(
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
+        if config.inference.base_url:
+            weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
+            check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
         yield fleet, sampler
 
 

@@ -167,7 +167,8 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
         _set_random_state(packed)
     progress = Progress(**state["progress"])
     trainer.updates = progress.updates
-    if state["base"] != trainer.model.base and state["base"]["digest"] != trainer.model.base["digest"]:
+    told_by = "digest" if state["base"].get("dtype") == trainer.model.base.get("dtype") else "name"  # rounded weights have another digest
+    if state["base"].get(told_by) != trainer.model.base.get(told_by):
         raise ValueError(
             f"the adapters in {folder} belong to another model: they were trained beside {state['base']['name']} (digest "
             f"{state['base']['digest']}), not {trainer.model.base['name']} ({trainer.model.base['digest']}). Resume with the same model.*"

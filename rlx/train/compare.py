@@ -30,6 +30,7 @@ from rlx.data.source import read_recorded
 from rlx.losses.diagnostics import Stats, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
+from rlx.models.lora import adapted
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
 from rlx.train.build import build
@@ -149,6 +150,9 @@ def compare(
             second.reference.model.load_state_dict(trainer.reference.model.state_dict())
     if beta is not None and other.loss.get("kl") == recorded.loss.get("kl"):
         _set_beta(second.losses, beta)
+    for side in (trainer, second):
+        for layer in adapted(side.model).values():
+            layer.dropout = 0.0  # each side would draw its own masks
     trainer.optimizer.state.clear()
     say(f"step {step} under both objectives")
     first, last = (Measured(one, batch, cfg.micro_batch_tokens) for one in (trainer, second))
