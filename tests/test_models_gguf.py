@@ -61,11 +61,12 @@ def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_
     for step in range(3):
         for sample in (sample for part in read_recorded(paths.recorded_of(step), step).mini_batches for sample in part):
             ids = torch.from_numpy(np.asarray(sample.token_ids)).long()
+            temperature = torch.from_numpy(np.asarray(sample.temperature)[1:, None]).double()
             for version in set(sample.versions[sample.loss_mask].tolist()):
                 seen.add(version)
                 with torch.no_grad():
                     logits = models[version](ids[None], use_cache=False).logits[0, :-1]
-                own = torch.log_softmax(logits.double(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+                own = torch.log_softmax(logits.double() / temperature, -1).gather(1, ids[1:, None])[:, 0].numpy()
                 made = sample.versions[1:] == version
                 assert np.abs(own - sample.inference_logprobs[1:])[made].max() < EXACT
     assert seen >= {0, 1}
