@@ -82,6 +82,17 @@ def test_failed_rollouts_are_kept_on_request_with_what_they_said():
     found = select([candidate(failed=True, reward=0), silent], SelectionConfig(drop_failed=False), 0)
     assert members(found.kept) == [(0, 0)]
     assert found.dropped == {SILENT: 1}
+
+
+def test_a_rollout_with_an_answer_that_says_nothing_is_left_out() -> None:
+    think = [{"role": "assistant", "content": "", "reasoning_content": "so"}]
+    later = [*call('{"a": 1}'), {"role": "assistant", "content": " \n"}]
+    texts = [Transcript(prompt=QUESTION, completion=each) for each in (think, later, " ", "4")]
+    found = select(
+        [candidate(0, 0, text=" "), *(candidate(0, n, transcripts=(text,)) for n, text in enumerate(texts, 1))], SelectionConfig(), 0
+    )
+    assert [one.member for one in found.kept] == [1, 4]
+    assert found.dropped == {SILENT: 3}
     assert select([candidate(failed=True)], SelectionConfig(), 0).dropped == {FAILED: 1}
 
 

@@ -85,13 +85,22 @@ def _cause(candidate: Candidate, keys: SelectionConfig) -> str | None:
         return FAILED
     if keys.drop_truncated and (candidate.truncated or any(one.truncated for one in candidate.transcripts)):
         return TRUNCATED
-    if not candidate.transcripts:
+    if not candidate.transcripts or any(_has_empty_answer(one) for one in candidate.transcripts):
         return SILENT
     if keys.min_reward is not None and candidate.reward < keys.min_reward:
         return LOW
     if keys.max_reward is not None and candidate.reward > keys.max_reward:
         return HIGH
     return None
+
+
+def _has_empty_answer(transcript: Transcript) -> bool:
+    """Whether an answer has neither text nor reasoning nor calls. It would teach to say nothing, and `rlx sft` refuses such a row."""
+    if isinstance(transcript.completion, str):
+        return not transcript.completion.strip()
+    answers = [message for message in transcript.completion if message["role"] == "assistant"]
+    texts = ("content", "reasoning_content")
+    return any(not one.get("tool_calls") and not any(str(one.get(text) or "").strip() for text in texts) for one in answers)
 
 
 def _preference(candidate: Candidate, prefer: str, seed: int) -> tuple[float | str, int]:
