@@ -7,6 +7,7 @@ always disturb the last task.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -33,7 +34,7 @@ TOY = """
     from rlx.metrics import MetricsWriter
     run = Path(sys.argv[1])
     MetricsWriter(run / "metrics.jsonl", "orchestrator").write(0, {})
-    print("here", os.getpid(), flush=True)
+    print(f"here {os.getpid()}.", flush=True)
     while not (run.parent / "go").exists():
         if (run / "preempt").exists(): sys.exit(75)
         time.sleep(0.05)
@@ -67,6 +68,11 @@ class Array:
         path = self.paths[i].log(attempt, name)
         return path.read_text() if path.exists() else ""
 
+    def pid(self, i: int) -> int:
+        """The toy's process id, or 0 while it has not written it. The full stop says that the number is complete."""
+        written = re.search(r"here (\d+)\.", self.log(i))
+        return int(written[1]) if written else 0
+
     def until(self, probe: Callable[[], Any], timeout: float = 600) -> None:
         deadline = time.monotonic() + timeout
         while not probe():
@@ -90,7 +96,7 @@ def array(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     folder = tmp_path / "a sweep"
     folder.mkdir()
     made = Array(folder)
-    made.until(lambda: all("here" in made.log(i) for i in range(3)))
+    made.until(lambda: all(made.pid(i) for i in range(3)))
     yield made
     slurm("scancel", made.ids[0].split("_")[0])
 
@@ -115,6 +121,6 @@ def test_one_of_an_array_comes_back_and_the_others_do_not_notice(array, disturb)
 @pytest.mark.long
 def test_one_of_an_array_is_cancelled_or_fails_and_the_others_do_not_notice(array):
     slurm("scancel", array.ids[2])
-    os.kill(int(array.log(1).split("here ")[1].split()[0]), signal.SIGKILL)
+    os.kill(array.pid(1), signal.SIGKILL)
     array.until(lambda: (array.status(1).state, array.status(2).state) == ("failed", "interrupted"))
     assert array.end() == [("completed", 0), ("failed", 0), ("interrupted", 0)]
