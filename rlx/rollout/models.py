@@ -253,9 +253,10 @@ def _hub_name(text: str) -> str | None:
 
 def check_version(rollout: Rollout, version: int) -> None:
     """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version, UNKNOWN_VERSION})
-    if found:
+    others = [turn.versions[(turn.versions != version) & (turn.versions != UNKNOWN_VERSION)] for turn in rollout.turns]
+    if any(map(len, others)):
+        found = ", ".join(map(str, np.unique(np.concatenate(others))))
         raise RuntimeError(
-            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
+            f"the evaluation of version {version} has tokens of version {found}: rollout {rollout.member} of "
             f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
         )
