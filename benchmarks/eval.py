@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, help="tokens of every answer; by default the model ends its answers")
+    parser.add_argument("keys", nargs="*", help="further keys of `rlx eval`")
     options = parser.parse_args()
     run = options.run.absolute()
     with tempfile.TemporaryDirectory() as name:
@@ -143,7 +144,7 @@ def evaluate(run: Path, root: Path, endpoint: Endpoint, options: argparse.Namesp
     """`rlx eval` of the run's initial model, on the run's environments."""
     keys = [f"weights_dir={run}", "steps=[0]", f"num_examples={options.examples}", f"rollouts_per_example={options.rollouts}"]
     served = [f"inference.base_url=[{endpoint.url}]", "inference.api_key=${oc.env:BENCHMARK_KEY}", f"run.dir={root}"]
-    served += lengths(options.tokens)
+    served += [*lengths(options.tokens), *options.keys]
     environment = os.environ | {"BENCHMARK_KEY": KEY}
     subprocess.run(
         [sys.executable, "-m", "rlx.cli", "eval", *keys, *served], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600

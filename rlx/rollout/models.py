@@ -168,7 +168,7 @@ async def connect_servers(
     run = "" if adopt else str(paths.root)
     async with (
         Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths), run=run) as fleet,
-        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler,
+        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
     ):
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
