@@ -2,9 +2,9 @@
 
 RUN is a finished run; its initial model is served once, by `rlx inference`. The load generator sends the prompts of the evaluation, with
 the lengths of its answers, as fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and
-tokens per second of both, alternately, and the ratio of the medians (goal: at least 0.9). The time of an evaluation counts from its first
-request to its last result, not its start. Below each line stands the CPU time of a rollout by process in that time, in milliseconds: on few
-cores the engine and the evaluation share them. `--tokens N` makes every answer N tokens long.
+tokens per second of both, alternately, and the median of the pairs' ratios (goal: at least 0.9). The time of an evaluation counts from its
+first request to its last result, not its start. Below each line stands the CPU time of a rollout by process in that time: on few cores the
+engine and the evaluation share them. `--tokens N` makes every answer N tokens long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from rlx.config.load import load_play
@@ -49,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys = ["--config-dir", str(run), "--config-name", "config", "run.name=null", f"run.dir={folder / 'server'}", "resume=null"]
-        keys += lengths(options.tokens)
+        keys += lengths(options.tokens)[-1:]
         command = [sys.executable, "-m", "rlx.cli", "inference", *keys, f"inference.api_key={KEY}"]
         paths = RunPaths(folder / "server")
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -66,16 +65,15 @@ def main() -> None:
 
 def lengths(tokens: int | None) -> list[str]:
     """The keys that make every answer `tokens` long."""
-    return [] if tokens is None else [f"sampling.max_tokens={tokens}", f"sampling.min_tokens={tokens}", "inference.max_model_len=256"]
+    return [] if tokens is None else [f"sampling.max_tokens={tokens}", f"sampling.min_tokens={tokens}", f"seq_len={tokens + 128}"]
 
 
 class CpuTimes:
     """Samples the CPU seconds of this process and its children, by role, until `stop`."""
 
-    def __init__(self, interval: float = 0.2) -> None:
+    def __init__(self, interval: float = 0.1) -> None:
         self._samples: list[tuple[float, dict[str, float]]] = []  # time and CPU seconds so far
         self._interval, self._stopped = interval, threading.Event()
-        self._roles: dict[psutil.Process, str] = {}
         self._root = psutil.Process()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -85,8 +83,7 @@ class CpuTimes:
             sample: dict[str, float] = {}
             for process in [self._root, *self._root.children(recursive=True)]:
                 try:
-                    role = self._roles.get(process) or self._roles.setdefault(process, role_of(process))
-                    used = process.cpu_times()
+                    role, used = role_of(process), process.cpu_times()
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
                 sample[role] = sample.get(role, 0.0) + used.user + used.system
@@ -98,18 +95,13 @@ class CpuTimes:
 
     def between(self, start: float, end: float) -> dict[str, float]:
         """CPU seconds by role between two times."""
-        times = [when for when, _ in self._samples]
-        used = {}
-        for role in {role for _, sample in self._samples for role in sample}:
-            values = [sample.get(role, 0.0) for _, sample in self._samples]
-            used[role] = float(np.diff(np.interp([start, end], times, values))[0])
-        return used
+        before, after = (next(sample for when, sample in reversed(self._samples) if when <= moment) for moment in (start, end))
+        return {role: used - before.get(role, 0.0) for role, used in after.items()}
 
 
 def role_of(process: psutil.Process) -> str:
     """What a process does."""
-    words = process.cmdline()
-    line = " ".join(words)
+    line = " ".join(process.cmdline())
     names = {"EngineCore": "engine", "rlx.roles.": "", "boot.py": "environment worker", "benchmarks/eval.py": "load generator"}
     for mark, name in names.items():
         if mark in line:
@@ -136,8 +128,9 @@ def compare(options: argparse.Namespace, run: Path, folder: Path, endpoint: Endp
             used = {role: 1000 * each / len(lines) for role, each in cpu.between(end - took, end).items()}
             print(f"{'':14}  " + "  ".join(f"{role} {each:.2f}" for role, each in used.items() if each >= 0.01) + " ms of CPU a rollout")
     cpu.stop()
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"rlx eval has {medians['load generator'] / medians['rlx eval']:.2f} of the load generator's throughput")
+    ratios = [bare / took for took, bare in zip(seconds["rlx eval"], seconds["load generator"], strict=True)]
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"rlx eval has {statistics.median(ratios):.2f} of the load generator's throughput, the median of {each}")
 
 
 def evaluate(run: Path, root: Path, endpoint: Endpoint, options: argparse.Namespace) -> None:
