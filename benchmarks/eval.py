@@ -144,10 +144,8 @@ async def compare(config: EvalRoot, root: Path, envs: Mapping[str, Local], endpo
                 cpus = {role: 1000 * each / len(lines) for role, each in cpu.between(began, began + took).items()}
                 used = ", ".join(f"{role} {each:.2f}" for role, each in cpus.items() if each >= 0.01)
                 note = "" if repeat else "   (does not count)"
-                print(
-                    f"{name.ljust(14)}  {took:6.2f} s  {len(lines) / took:7.1f} rollouts/s  {tokens / took:6.0f} tokens/s   {used}{note}",
-                    flush=True,
-                )
+                speed = f"{len(lines) / took:7.1f} rollouts/s  {tokens / took:6.0f} tokens/s"
+                print(f"{name.ljust(14)}  {took:6.2f} s  {speed}   {used}{note}", flush=True)
             ratios += [seconds[1] / seconds[0]] if repeat else []
         await asyncio.gather(*(env.close() for env in envs.values()))
     cpu.stop()
