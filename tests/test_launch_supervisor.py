@@ -211,6 +211,7 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     # Like torchrun's workers: they have another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("trainer", nested), toy("orchestrator", FOREVER)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.pid("trainer"), signal.SIGKILL)
     run.wait()
@@ -227,6 +228,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
         subprocess.Popen([sys.executable, "-c", {FOREVER!r}]).wait()
         """
     run = start([toy("trainer", nested)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     run.wait()
@@ -237,6 +239,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
 def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     status = run.wait()
