@@ -311,12 +311,18 @@ def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.S
     run.assert_nothing_left()
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    (caught,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
-    run.until(lambda: run.paths.status.exists())
-    time.sleep(0.1)
+    # While the launcher starts the supervisor it ignores these signals; then it handles SIGINT, SIGTERM and SIGHUP, in this order.
+    run.until(lambda: handles(run.launcher.pid, signal.SIGTERM))
     os.killpg(run.launcher.pid, signal.SIGINT)
     status = run.wait()
     assert (status.state, status.exit_code) == ("interrupted", 130)
