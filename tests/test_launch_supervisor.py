@@ -75,7 +75,7 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
 @pytest.mark.slow
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
-    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.3); sys.exit(1)"
+    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.1); sys.exit(1)"
     user = AFTER.format("dying") + "sys.exit('request failed')"
     run = start([toy("inference", dying, service=True, arguments=(RUN_DIR,)), toy("orchestrator", user, arguments=(RUN_DIR,))])
     cause = run.wait().cause
@@ -86,7 +86,7 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
 @pytest.mark.slow
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     first = "import os, sys; open(sys.argv[1] + '/dead', 'w').close(); os._exit(3)"
-    follower = AFTER.format("dead") + "time.sleep(0.2); sys.exit(4)"
+    follower = AFTER.format("dead") + "time.sleep(0.6); sys.exit(4)"
     run = start([toy("orchestrator", follower, arguments=(RUN_DIR,)), toy("trainer", first, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None
