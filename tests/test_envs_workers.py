@@ -190,6 +190,7 @@ def test_a_worker_that_dies_while_loading_is_noticed_although_its_fork_holds_the
 @pytest.mark.long
 def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rlx.envs.pool.LOADING", 0.2)
+    monkeypatch.setattr("rlx.envs.pool.LOADING_TIMES", 0)  # however long the first load took
     pool = pool_of(trouble="first_slow", bad=[str(tmp_path / "once")])
 
     async def kill(pool: WorkerPool) -> None:
