@@ -26,6 +26,7 @@ from rlx.metrics import read_metrics
 from rlx.models import tiny
 from rlx.paths import RunPaths
 from rlx.roles.prepare import make, recipe
+from rlx.runs.claim import RunLock
 
 SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
 
@@ -79,6 +80,9 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
         time.sleep(0.02)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
+    lock = RunLock(RunPaths(data / "killed"))
+    assert lock.take(60), "the reaper ends what is left of the run"
+    lock.close()
     again = sft(data, "killed", *steps, "resume=latest")
     if "nothing left to do" not in again.stderr:  # it may have been faster than the signal
         assert again.returncode == 0, again.stdout + again.stderr
