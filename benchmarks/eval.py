@@ -3,7 +3,8 @@
 RUN is a finished run; its initial model is served once, by `rlx inference`. The load generator sends the prompts of the evaluation, with
 the lengths of its answers, as fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and
 tokens per second of both, alternately, and the ratio of the medians (goal: at least 0.9). The time of an evaluation counts from its first
-request to its last result, not its start.
+request to its last result, not its start. Below each line stands the CPU time of a rollout by process in that time, in milliseconds: on few
+cores the engine and the evaluation share them. `--tokens N` makes every answer N tokens long.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import psutil
 
 from rlx.config.load import load_play
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
@@ -37,11 +42,14 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=256)
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, help="tokens of every answer; by default the model ends its answers")
+    parser.add_argument("keys", nargs="*", help="further keys of `rlx eval`")
     options = parser.parse_args()
     run = options.run.absolute()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys = ["--config-dir", str(run), "--config-name", "config", "run.name=null", f"run.dir={folder / 'server'}", "resume=null"]
+        keys += lengths(options.tokens)
         command = [sys.executable, "-m", "rlx.cli", "inference", *keys, f"inference.api_key={KEY}"]
         paths = RunPaths(folder / "server")
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -56,8 +64,62 @@ def main() -> None:
             server.wait()
 
 
+def lengths(tokens: int | None) -> list[str]:
+    """The keys that make every answer `tokens` long."""
+    return [] if tokens is None else [f"sampling.max_tokens={tokens}", f"sampling.min_tokens={tokens}", "inference.max_model_len=256"]
+
+
+class CpuTimes:
+    """Samples the CPU seconds of this process and its children, by role, until `stop`."""
+
+    def __init__(self, interval: float = 0.2) -> None:
+        self._samples: list[tuple[float, dict[str, float]]] = []  # time and CPU seconds so far
+        self._interval, self._stopped = interval, threading.Event()
+        self._roles: dict[psutil.Process, str] = {}
+        self._root = psutil.Process()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            sample: dict[str, float] = {}
+            for process in [self._root, *self._root.children(recursive=True)]:
+                try:
+                    role = self._roles.get(process) or self._roles.setdefault(process, role_of(process))
+                    used = process.cpu_times()
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+                sample[role] = sample.get(role, 0.0) + used.user + used.system
+            self._samples.append((time.time(), sample))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """CPU seconds by role between two times."""
+        times = [when for when, _ in self._samples]
+        used = {}
+        for role in {role for _, sample in self._samples for role in sample}:
+            values = [sample.get(role, 0.0) for _, sample in self._samples]
+            used[role] = float(np.diff(np.interp([start, end], times, values))[0])
+        return used
+
+
+def role_of(process: psutil.Process) -> str:
+    """What a process does."""
+    words = process.cmdline()
+    line = " ".join(words)
+    names = {"EngineCore": "engine", "rlx.roles.": "", "boot.py": "environment worker", "benchmarks/eval.py": "load generator"}
+    for mark, name in names.items():
+        if mark in line:
+            return name or line.partition("rlx.roles.")[2].split()[0]
+    return "launcher"
+
+
 def compare(options: argparse.Namespace, run: Path, folder: Path, endpoint: Endpoint) -> None:
     """Run both, alternately, and print what they took."""
+    cpu = CpuTimes()
     seconds: dict[str, list[float]] = {"rlx eval": [], "load generator": []}
     for repeat in range(options.repeats + 1):  # the first warms the server up and does not count
         root = folder / f"eval_{repeat}"
@@ -66,11 +128,14 @@ def compare(options: argparse.Namespace, run: Path, folder: Path, endpoint: Endp
         lines = [json.loads(line) for file in sorted(root.glob("eval/*/*/results.jsonl")) for line in file.read_text().splitlines()]
         bare = asyncio.run(generate(root, endpoint, lines))
         tokens = sum(line["token_usage"]["output_tokens"] for line in lines)
-        for name, took in (("rlx eval", record["time/evaluation"]), ("load generator", bare)):
+        for name, took, end in (("rlx eval", record["time/evaluation"], record["time"]), ("load generator", bare, time.time())):
             if repeat:
                 seconds[name].append(took)
             note = "" if repeat else "   (warming up)"
             print(f"{name.ljust(14)}  {took:6.2f} s  {len(lines) / took:8.1f} rollouts/s  {tokens / took:8.0f} tokens/s{note}", flush=True)
+            used = {role: 1000 * each / len(lines) for role, each in cpu.between(end - took, end).items()}
+            print(f"{'':14}  " + "  ".join(f"{role} {each:.2f}" for role, each in used.items() if each >= 0.01) + " ms of CPU a rollout")
+    cpu.stop()
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"rlx eval has {medians['load generator'] / medians['rlx eval']:.2f} of the load generator's throughput")
 
@@ -79,6 +144,7 @@ def evaluate(run: Path, root: Path, endpoint: Endpoint, options: argparse.Namesp
     """`rlx eval` of the run's initial model, on the run's environments."""
     keys = [f"weights_dir={run}", "steps=[0]", f"num_examples={options.examples}", f"rollouts_per_example={options.rollouts}"]
     served = [f"inference.base_url=[{endpoint.url}]", "inference.api_key=${oc.env:BENCHMARK_KEY}", f"run.dir={root}"]
+    served += [*lengths(options.tokens), *options.keys]
     environment = os.environ | {"BENCHMARK_KEY": KEY}
     subprocess.run(
         [sys.executable, "-m", "rlx.cli", "eval", *keys, *served], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600
