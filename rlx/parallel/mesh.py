@@ -128,6 +128,11 @@ class Mesh:
         if self.loss_group is not None:
             dist.all_reduce(tensor, group=self.loss_group)
 
+    def sum_of_shards(self, tensor: Tensor) -> None:
+        """Sum over the ranks that hold the parts of one copy of the parameters, in place."""
+        if self.fsdp is not None and self.world_size > 1:
+            dist.all_reduce(tensor, group=self.fsdp.get_group())
+
     def max(self, tensor: Tensor) -> None:
         """Elementwise maximum over the loss axis, in place."""
         if self.loss_group is not None:
