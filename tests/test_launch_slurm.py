@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def test_the_sbatch_script_of_a_cluster_with_everything(monkeypatch: pytest.Monk
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert GOLDEN.read_text() == text
+
+
+def stand_in(path: Path, does: str) -> str:
+    """An executable shell script; returns its path."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(tmp_path / "env", 'echo "env: unrecognized option" >&2; exit 125')
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", "kill -USR2 $$; echo alive"))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    done = subprocess.run(["bash"], input=slurm.sbatch_script(cfg, "run", tmp_path), capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["alive"], done.stderr
 
 
 def test_what_is_null_is_left_to_the_cluster():

@@ -87,8 +87,8 @@ def _exports(code: Path | None) -> list[str]:
 
 
 def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
-    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then.
-    executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
+    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then. `env --ignore-signal` needs coreutils 8.31.
+    executor = _Executor(folder, python=f"trap '' USR2; exec {shlex.quote(sys.executable)}")
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
     executor.parameters |= {"mem": options["mem"], "wckey": None}

@@ -24,4 +24,4 @@ export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec env --ignore-signal=USR2 PYTHON -u -m submitit.core._submit /shared/outputs/losses/.submitit
+trap '' USR2; exec PYTHON -u -m submitit.core._submit /shared/outputs/losses/.submitit
