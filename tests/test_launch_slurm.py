@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ from rlx.plan.record import read_plan
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change
+from rlx.runs.status import Status, read_status
 
+RUNS = [Path(f"/shared/outputs/losses/seed={seed}") for seed in range(12)]
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,15 +51,69 @@ def test_the_sbatch_script_of_a_cluster_with_everything(monkeypatch: pytest.Monk
     cfg = compose(
         ["launcher=slurm", "slurm=example", "hardware=node8x2", "model=qwen3_8b", "launcher.array_parallelism=4", "dry_run=true"], {}
     ).cfg
-    text = slurm.sbatch_script(cfg, "losses", Path("/shared/outputs/losses/.submitit"), count=12).replace(sys.executable, "PYTHON")
+    text = slurm.sbatch_script(cfg, "losses", Path("/shared/outputs/losses/.submitit"), RUNS).replace(sys.executable, "PYTHON")
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert GOLDEN.read_text() == text
 
 
+def stand_in(path: Path, does: str) -> str:
+    """An executable shell script; returns its path."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(tmp_path / "env", 'echo "env: unrecognized option" >&2; exit 125')
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", '[ "$1" = -c ] && exit; kill -USR2 $$; echo alive'))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    text = slurm.sbatch_script(cfg, "run", tmp_path / ".submitit", [tmp_path])
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["alive"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setup", "python", "array", "code", "said"),
+    [
+        (r"""echo '"no" \module'$'\t''there' >&2; false""", "exit 0", {}, 1, '"no" \\modulethere'),
+        ("exit 7", "exit 0", {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}, 7, None),
+        ("true", "echo ModuleNotFoundError; exit 1", {}, 1, "ModuleNotFoundError"),
+        ("true", None, {}, 127, "No such file"),
+    ],
+)
+def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path, monkeypatch, setup, python, array, code, said):
+    paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
+    for each in paths:
+        each.root.mkdir(parents=True)
+        Status(max_steps=9).write(each)
+    folder, mine, job = tmp_path / "a sweep" / ".submitit", paths[-1], "12_1" if array else "12"
+    folder.mkdir()
+    mine.logs(0).mkdir(parents=True)  # of an earlier job
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", python) if python else str(tmp_path / "nowhere"))
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
+    with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
+        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3"} | array
+        subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
+    status = read_status(mine)
+    assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
+    assert (status.cause.returncode, status.cause.log) == (code, "logs/attempt_1/job.log")
+    assert f"job {job} ended on node3 with exit code {code} before rlx could start" in status.cause.reason
+    assert said is None or said in status.cause.last_lines[-1]
+    assert (mine.root / status.cause.log).read_text() == (folder / f"{job}_0_log.out").read_text()
+    assert [read_status(each).state for each in paths[:-1]] == ["starting"] * len(paths[:-1])
+
+    note_job(mine, "13")  # the directory now belongs to another job
+    Status().write(mine)
+    subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
+    assert read_status(mine).state == "starting"
+
+
 def test_what_is_null_is_left_to_the_cluster():
     cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
-    text = slurm.sbatch_script(cfg, "run", Path("/x"))
+    text = slurm.sbatch_script(cfg, "run", Path("/x/.submitit"), [Path("/x")])
     for option in ("partition", "account", "qos", "constraint", "cpus-per-task", "gres", "array", "wckey"):
         assert f"--{option}" not in text
     for line in ("--exclusive", "--mem=0", "--nodes=1", "--requeue", "--signal=B:USR2@120", "--time=1440"):

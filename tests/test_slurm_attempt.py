@@ -175,7 +175,10 @@ def test_what_becomes_of_a_run_whose_job_is_over(tmp_path: Path, before: str, sl
     if before in EXIT_CODES:
         status.finish(before)
     status.write(paths)
+    (tmp_path / "output").write_text("no such module\n")
+    note_job(paths, "12", tmp_path / "output")
     closed = close(paths, "12", slurm)
     assert (closed.state, closed.exit_code) == (after, EXIT_CODES[after])
     assert read_status(paths) == closed
+    assert closed.cause is None or closed.cause.last_lines == ("no such module",)
     assert said is None if closed.cause is None else said in closed.cause.reason

@@ -177,7 +177,7 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     explained = {each.name: explain(each.cfg, each.plan, {}, [], str(each.paths.root), each.environments) for each in elements}
     script = None
     if elements[0].cfg.launcher.name == "slurm":
-        script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, len(elements))
+        script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, [each.paths.root for each in elements])
     written = [write_description(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
     parts = [
         f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),

@@ -54,7 +54,7 @@ class SlurmConfig:
     memory_gb: float | None = key(None, "memory requested per node, in GiB; null: all of it", above=0)
     time_minutes: int = key(1440, "time limit of the job, in minutes; the job requeues itself before the limit and resumes", low=1)
     signal_seconds: int = key(120, "how many seconds before the time limit or a preemption the job gets a signal", low=10)
-    setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables")
+    setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables; the first that fails ends the job")
     container: list[str] = key([], "prefix of every role's command: [apptainer, exec, --nv, image.sif]")
     options: dict[str, Any] = key({}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}")
 

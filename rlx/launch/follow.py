@@ -6,12 +6,13 @@ process exits.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, queue
+from rlx.runs.jobs import ENDED, GONE, output_of, queue
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 3.0  # seconds between two queries to the SLURM controller
@@ -58,12 +59,14 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
         status.finish("interrupted")
     else:
         log = paths.log(status.attempt, "launcher")
+        if status.job != job_id:  # the job has not begun its attempt
+            log = output_of(paths) or log
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
         lines = last_lines(log, 10)
         status.finish(
             "failed",
-            Cause(role="supervisor", replica=0, returncode=None, reason=reason, log=str(log.relative_to(paths.root)), last_lines=lines),
+            Cause(role="supervisor", replica=0, returncode=None, reason=reason, log=os.path.relpath(log, paths.root), last_lines=lines),
         )
     status.write(paths)
     return status

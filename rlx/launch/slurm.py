@@ -40,6 +40,51 @@ OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
 
+BEGINNING = r"""
+# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
+rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+rlx_job=${rlx_job:-$SLURM_JOB_ID}
+rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+rlx_end() {
+  local code=$? attempt=0 log line lines= reason
+  set +e
+  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
+  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
+  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
+  log=logs/attempt_$attempt/job.log
+  mkdir -p "$rlx_run/logs/attempt_$attempt"
+  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
+  while IFS= read -r line; do
+    line=${line//\\/\\\\}
+    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
+  reason="$reason a line of slurm.setup failed, or Python cannot import rlx there"
+  while IFS= read -r line; do
+    case $line in
+      ' "state":'*) line=' "state": "failed",' ;;
+      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
+      ' "exit_code":'*) line=' "exit_code": 1,' ;;
+      ' "cause":'*)
+        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
+        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
+        ;;
+      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
+      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
+    esac
+    printf '%s\n' "$line"
+  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
+}
+trap rlx_end EXIT
+trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
+set -e
+"""
+"""Beginning of the script, before `slurm.setup`. Works without Python.
+
+It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; `rlx_output`, the folder of the jobs' output in it; and
+`rlx_last`, how many lines of output to report. It relies on `Status.write`, which puts each field on a line of its own.
+"""
+
 
 class _Executor(SlurmExecutor):
     """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
@@ -71,7 +116,12 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "exclusive": True if slurm.cpus_per_node is None else None,
         "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
         "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
-        "setup": [f"cd {shlex.quote(os.getcwd())}", *_exports(code), *slurm.setup],
+        "setup": [
+            f"cd {shlex.quote(os.getcwd())}",
+            *_exports(code),
+            *slurm.setup,
+            f"{shlex.quote(sys.executable)} -c 'import rlx.launch.slurm'",  # fails here, where the reason is reported, and not in the job
+        ],
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
@@ -86,20 +136,29 @@ def _exports(code: Path | None) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in (environment(code) if code else inherited).items()]
 
 
-def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
-    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then.
-    executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
-    executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
+def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_lines: int) -> _Executor:
+    base = folder.parent
+    beginning = [
+        f"rlx_base={shlex.quote(str(base))}",
+        f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
+        f"rlx_output={shlex.quote(folder.name)}",
+        f"rlx_last={last_lines}",
+        BEGINNING.strip(),
+    ]
+    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then. `env --ignore-signal` needs coreutils 8.31.
+    executor = _Executor(folder, python=f"trap '' USR2; exec {shlex.quote(sys.executable)}")
+    given = {key: value for key, value in options.items() if key != "mem"}
+    executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
     executor.parameters |= {"mem": options["mem"], "wckey": None}
     return executor
 
 
-def sbatch_script(cfg: CommandConfig, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
-    """The sbatch script for one run or for an array of `count` runs. `code`: the code snapshot that they run."""
-    executor = _executor(folder, sbatch_options(cfg, name, code))
-    if count > 1:
-        executor.parameters["map_count"] = count
+def sbatch_script(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> str:
+    """The sbatch script for one run or for an array, with the runs' directories. `code`: the code snapshot that they run."""
+    executor = _executor(folder, sbatch_options(cfg, name, code), runs, cfg.launcher.last_lines)
+    if len(runs) > 1:
+        executor.parameters["map_count"] = len(runs)
     return executor._make_submission_file_text(executor._submitit_command_str, uid="")
 
 
@@ -110,11 +169,12 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
+    roots = [paths.root for paths, _ in runs]
     for paths, cfg in runs:
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
-        write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs), code))
-    executor = _executor(folder, sbatch_options(runs[0][1], name, code))
+        write_text(paths.sbatch, sbatch_script(cfg, name, folder, roots, code))
+    executor = _executor(folder, sbatch_options(runs[0][1], name, code), roots, runs[0][1].launcher.last_lines)
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
         jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
@@ -127,7 +187,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
-        note_job(paths, job.job_id)
+        note_job(paths, job.job_id, job.paths.stdout)
     return [job.job_id for job in jobs]
 
 
@@ -165,6 +225,9 @@ class Attempt:
         status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
+        output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
+        if output.is_file():
+            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt)))
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

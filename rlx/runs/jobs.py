@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from pathlib import Path
+from typing import Any
 
 from rlx.paths import RunPaths, write_text
 
@@ -17,16 +19,27 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 """SLURM's states of a job that has ended. A job that the controller has forgotten has ended too."""
 
 
-def note_job(paths: RunPaths, job_id: str) -> None:
-    write_text(paths.job, json.dumps({"id": job_id, "submitted": time.time()}) + "\n")
+def note_job(paths: RunPaths, job_id: str, output: Path | None = None) -> None:
+    """Record a submitted job and the file of its output."""
+    write_text(paths.job, json.dumps({"id": job_id, "submitted": time.time(), "output": output and str(output)}) + "\n")
 
 
 def job_of(paths: RunPaths) -> str | None:
     """Id of the last SLURM job that was submitted for a run; `None` if there was none."""
+    return _noted(paths).get("id")
+
+
+def output_of(paths: RunPaths) -> Path | None:
+    """The file of that job's own output, which has what was printed before and after rlx ran."""
+    output = _noted(paths).get("output")
+    return Path(output) if output else None
+
+
+def _noted(paths: RunPaths) -> dict[str, Any]:
     try:
-        return json.loads(paths.job.read_text())["id"]
+        return json.loads(paths.job.read_text())
     except FileNotFoundError:
-        return None
+        return {}
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
