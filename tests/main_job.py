@@ -52,9 +52,11 @@ class MainJob:
 
     def until(self, probe: Callable[[], Any], what: str, timeout: float = 300) -> Any:
         """Wait for something to become true while the job lives; remembers the job's processes on the way."""
-        deadline = time.monotonic() + timeout
+        deadline, looked = time.monotonic() + timeout, 0.0
         while not (found := probe()):
-            self.processes()
+            if time.monotonic() - looked > 1:  # it takes half of a core's time otherwise, which the job needs
+                self.processes()
+                looked = time.monotonic()
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"no {what} after {timeout} s:\n{self.text()}"
             time.sleep(0.05)
