@@ -46,11 +46,11 @@ class MainJob:
             start_new_session=True,
         )
 
-    def wait(self, timeout: float = 600) -> int:
+    def wait(self, timeout: float = 850) -> int:
         """Exit code of the launcher."""
         return self.process.wait(timeout)
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 300) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = 600) -> Any:
         """Wait for something to become true while the job lives; remembers the job's processes on the way."""
         deadline, looked = time.monotonic() + timeout, 0.0
         while not (found := probe()):
@@ -63,7 +63,7 @@ class MainJob:
         self.processes()
         return found
 
-    def until_step(self, step: int, timeout: float = 300) -> None:
+    def until_step(self, step: int, timeout: float = 600) -> None:
         self.until(lambda: any(r["step"] >= step for r in self.metrics("trainer")), f"step {step}", timeout)
 
     def until_started(self, role: str) -> int:
