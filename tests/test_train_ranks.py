@@ -51,6 +51,9 @@ CASES = {
     "stored_with_fused_rows": ("hrm_fused", {}),
     "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
     "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
+    "copies": ("qwen3_tied", {"copies": 2}),
+    "copies_untied_kept_gathered": ("llama_untied", {"copies": 2, "load": FLOAT32 | {"reshard_after_forward": False}}),
+    "adapters_of_copies": ("llama_untied", {"copies": 2, "lora": {"rank": 4}}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
     "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "load": FLOAT32 | {"ac_freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),
@@ -69,7 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
     """How many processes have trained all cases, too."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]

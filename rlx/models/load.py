@@ -22,7 +22,7 @@ from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.read import empty_weights, is_untied, may_be_untied, read_weights
-from rlx.models.shard import checkpoint_activations, compile_layers, shard
+from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +42,7 @@ def load_policy(
     liger: bool | str = "auto",
     ac_freq: int = 0,
     cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
     compile: bool = False,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
@@ -88,7 +89,9 @@ def load_policy(
         if compile:
             compile_layers(model)
         if sharded:
-            shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
+            reduced = DTYPES[reduce_dtype]
+            keys = {"cpu_offload": cpu_offload, "reshard_after_forward": reshard_after_forward}
+            shard(model, mesh, compute_dtype=compute, reduce_dtype=reduced, **keys)
         return model
 
     place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
@@ -139,8 +142,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
         packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
-    if (reshard := getattr(model, "reshard", None)) is not None:
-        reshard()
+    free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
     if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ValueError(

@@ -35,6 +35,7 @@ def build(
         "logprob_backend": cfg.model.logprob_backend,
         "liger": cfg.model.liger,
         "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+        "reshard_after_forward": cfg.trainer.reshard_after_forward,
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
