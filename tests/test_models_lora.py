@@ -42,7 +42,7 @@ def with_adapters(lora: LoraConfig = LORA, *, trained: bool = True, dtype: torch
 
 
 def publisher(hf, lora: LoraConfig, root: Path) -> Publisher:
-    hf.config.save_pretrained(root / "base")
+    hf.save_pretrained(root / "base", state_dict={name: tensor for name, tensor in hf.state_dict().items() if "lora_" not in name})
     policy = PolicyModel(copy.deepcopy(hf))  # it changes the attention
     return Publisher.of(policy, one_process("cpu"), RunPaths(root), source=str(root / "base"), dtype=torch.float32, lora=lora)
 

@@ -21,8 +21,8 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.read import is_untied, read_weights
-from rlx.models.shard import checkpoint_activations, compile_layers, shard
+from rlx.models.read import empty_weights, is_untied, may_be_untied, read_weights
+from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,14 +42,17 @@ def load_policy(
     liger: bool | str = "auto",
     ac_freq: int = 0,
     cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
     compile: bool = False,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    read: bool = True,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     With `lora`, only adapters are trained, drawn from `seed`; they have the dtype `optimization_dtype`, the frozen parameters `dtype`.
+    `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
     Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model
     does not have, or for a model whose packed forward differs from its own.
@@ -86,12 +89,18 @@ def load_policy(
         if compile:
             compile_layers(model)
         if sharded:
-            shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
+            reduced = DTYPES[reduce_dtype]
+            keys = {"cpu_offload": cpu_offload, "reshard_after_forward": reshard_after_forward}
+            shard(model, mesh, compute_dtype=compute, reduce_dtype=reduced, **keys)
         return model
 
     place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
     model = built()
-    read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+    read = read or lora is not None or may_be_untied(model.hf, source)
+    if read:
+        read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+    else:
+        empty_weights(model.hf, place)
     if is_untied(model.hf):
         # transformers loads both matrices, as vLLM does. The configuration is corrected for everything made from it: the shards, and every
         # written version.
@@ -105,7 +114,8 @@ def load_policy(
         draw_adapters(model.hf, seed)
     if cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
         model.hf.generation_config = GenerationConfig.from_pretrained(source)
-    check_packed_forward(model, device)
+    if read:
+        check_packed_forward(model, device)
     return model
 
 
@@ -132,8 +142,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
         packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
-    if (reshard := getattr(model, "reshard", None)) is not None:
-        reshard()
+    free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
     if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -28,6 +29,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     convert_and_load_state_dict_in_model,
     rename_source_key,
+    set_param_for_module,
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -44,13 +46,15 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     Adapters are left uninitialised. Every rank calls this. Raises ValueError if the checkpoint lacks weights of the model.
     """
     mapping: list[Any] = get_model_conversion_mapping(hf)
-    files = weight_files(source, hf.config)
     with contextlib.ExitStack() as opened:
         stored: dict[str, Any] = {}
-        for file in files:
+        for file in weight_files(source, hf.config):
             content = opened.enter_context(safe_open(file, framework="pt", backend="pread"))
             stored |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
-        why = _whole(hf, mapping, stored) if mesh.grouped or not stored else None
+        why = None if stored else "it has no plain safetensors files"
+        converted = _converted(hf, mapping, stored)
+        if mesh.grouped:
+            why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
         if why is not None:
             if mesh.first:
                 log.info("rank 0 reads the whole of %s and sends the other ranks their shards: %s", source, why)
@@ -60,10 +64,17 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         loading = LoadStateDictConfig(
             pretrained_model_name_or_path=source, device_map={"": device}, dtype=hf.dtype, dtype_plan=plan, weight_mapping=mapping
         )
-        info, _ = convert_and_load_state_dict_in_model(hf, stored, loading)
-    lacking = _finish(hf, loading, info)
+        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge).
+        locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in hf.state_dict().items()}
+        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not tensor.numel()}
+        wanted = {name: part for name, part in stored.items() if name not in converted or converted[name][0] not in absent}
+        info, _ = convert_and_load_state_dict_in_model(hf, wanted, loading)
+    no_quantizer: Any = None
+    for name in absent & info.missing_keys:
+        set_param_for_module(hf, name, torch.empty_like(locals_[name], device=device), info, no_quantizer)
+    lacking = sorted(hf._finalize_model_loading(hf, loading, info).missing_keys)
     if lacking:
-        raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(sorted(lacking)[:3])}")
+        raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
 
 
 def empty_weights(hf: Any, device: torch.device) -> None:
@@ -74,6 +85,16 @@ def empty_weights(hf: Any, device: torch.device) -> None:
     for tensor in hf.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     hf.initialize_weights()
+
+
+def may_be_untied(hf: Any, source: str) -> bool:
+    """Whether a checkpoint has both matrices of a model whose configuration ties them. They may differ."""
+    tied = set(hf.all_tied_weights_keys)
+    stored: set[str] = set()
+    for file in weight_files(source, hf.config) if tied else ():
+        with safe_open(file, framework="pt") as content:
+            stored.update(content.keys())
+    return bool(tied & stored)
 
 
 def weight_files(source: str, config: Any) -> list[str]:
@@ -93,38 +114,31 @@ def weight_files(source: str, config: Any) -> list[str]:
     return [found for name in names if (found := cached_file(source, name)) is not None]
 
 
-def _whole(hf: Any, mapping: list[Any], stored: dict[str, Any]) -> str | None:
-    """Why a sharded read would not be exact; None: it is."""
-    if not stored:
-        return "it has no plain safetensors files"
+def _converted(hf: Any, mapping: list[Any], stored: dict[str, Any]) -> dict[str, tuple[str, WeightConverter]]:
+    """The stored tensors that are more than renamed: the first parameter that each becomes a part of, and how."""
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    wanted = hf.state_dict()
+    parameters = hf.state_dict() if converters else {}
+    found = {}
     for name in stored if converters else ():
-        _, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, wanted)
-        if pattern is not None and not all(map(_keeps_rows, by_pattern[pattern].operations)):
-            return f"{name} is stored in another layout"
-    return None
+        becomes, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, parameters)
+        if pattern is not None:
+            found[name] = (becomes, by_pattern[pattern])
+    return found
 
 
-def _keeps_rows(operation: Any) -> bool:
+def _keeps_rows(converter: WeightConverter) -> bool:
     """Whether a conversion makes any range of rows from the same range of rows. FSDP shards rows: dimension 0."""
-    if isinstance(operation, MergeModulelist):  # one stored tensor for each row
-        return operation.dim == 0
-    if isinstance(operation, Transpose):
-        return min(operation.dim0, operation.dim1) >= 1
-    return isinstance(operation, Concatenate | Chunk) and operation.dim >= 1
 
+    def keeps(operation: Any) -> bool:
+        if isinstance(operation, MergeModulelist):  # one stored tensor for each row
+            return operation.dim == 0
+        if isinstance(operation, Transpose):
+            return min(operation.dim0, operation.dim1) >= 1
+        return isinstance(operation, Concatenate | Chunk) and operation.dim >= 1
 
-def _finish(hf: Any, loading: LoadStateDictConfig, info: Any) -> set[str]:
-    """Compute buffers that no checkpoint has, and tie what is tied. Returns the names of weights that the checkpoint should have had."""
-    ignored = hf._keys_to_ignore_on_load_missing
-    hf._keys_to_ignore_on_load_missing = [*(ignored or ()), *(rf"\.{name}$" for name in PARAMETERS)]
-    try:
-        return set(hf._finalize_model_loading(hf, loading, info).missing_keys)
-    finally:
-        hf._keys_to_ignore_on_load_missing = ignored
+    return all(map(keeps, converter.operations))
 
 
 def _read_whole(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:
