@@ -40,7 +40,7 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path, cache: Path, *overrides: str) -> None:
         self.run_dir = run_dir
-        done = train("launcher=slurm", "slurm=dev", f"run.dir={run_dir}", *overrides, cwd=run_dir.parent, cache=cache)
+        done = train("launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={run_dir}", *overrides, cwd=run_dir.parent, cache=cache)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"^job (\d+):", done.stdout, re.MULTILINE)
         assert found, done.stdout

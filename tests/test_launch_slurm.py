@@ -130,15 +130,15 @@ def test_what_is_null_is_left_to_the_cluster():
 )
 def test_what_cannot_work_on_the_cluster_is_said_before_anything_is_submitted(argv: list[str], said: str):
     with pytest.raises(ConfigError) as error:
-        compose(["launcher=slurm", "dry_run=true", *argv], {})
+        compose(["launcher=slurm", "hardware=cpu", "dry_run=true", *argv], {})
     assert said in str(error.value)
 
 
 def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="sbatch, srun, squeue, scontrol cannot be found"):
-        compose(["launcher=slurm"], {})
-    compose(["launcher=slurm", "dry_run=true"], {})
+        compose(["launcher=slurm", "hardware=cpu"], {})
+    compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
 
 
 def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(controller, tmp_path: Path):

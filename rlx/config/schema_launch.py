@@ -49,7 +49,9 @@ class SlurmConfig:
     qos: str | None = key(None, "quality of service")
     constraint: str | None = key(None, "features that nodes must have")
     gres: str = key("gpu", "name of the GPU resource, as in --gres=gpu:8; with a type: `gpu:h100`")
-    gpus_per_node: int | None = key(None, "GPUs per node; a layout with more GPUs per host is refused", low=1)
+    gpus_per_node: int | None = key(
+        None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
+    )
     cpus_per_node: int | None = key(None, "processors requested per node; null: whole nodes (--exclusive)", low=1)
     memory_gb: float | None = key(None, "memory requested per node, in GiB; null: all of it", above=0)
     time_minutes: int = key(1440, "time limit of the job, in minutes; the job requeues itself before the limit and resumes", low=1)
