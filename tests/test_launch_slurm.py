@@ -121,8 +121,33 @@ def test_what_is_null_is_left_to_the_cluster():
 
 
 @pytest.mark.parametrize(
+    ("argv", "there", "absent"),
+    [
+        (["slurm.options.mem=null"], [], ["mem"]),
+        (["slurm.options={mem-per-cpu: 4G}"], ["mem-per-cpu=4G"], ["mem"]),
+        (["slurm.options.mem_per_gpu=60G"], ["mem-per-gpu=60G"], ["mem"]),
+        (["slurm.cpus_per_node=4"], ["cpus-per-task=4"], ["mem", "exclusive"]),
+        (["slurm.cpus_per_node=4", "slurm.memory_gb=2"], ["mem=2048M"], ["exclusive"]),
+        (["slurm.options.requeue=null", "slurm.options.exclusive=null"], ["mem=0"], ["requeue", "exclusive"]),
+        (["hardware=gpu2", "slurm.options={gres: null, gpus-per-node: 2}"], ["gpus-per-node=2"], ["gres"]),
+        (["slurm.cpus_per_node=4", "slurm.options={cpus-per-task: 8}"], ["cpus-per-task=8"], ["cpus-per-task=4"]),
+    ],
+)
+def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], there: list[str], absent: list[str]):
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true", *argv], {}).cfg
+    lines = slurm.sbatch_script(cfg, "run", Path("/x/.submitit"), [Path("/x")]).splitlines()
+    options = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert set(there) <= set(options)
+    assert not [option for option in options if option in absent or option.partition("=")[0] in absent]
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["slurm.options.array=0-3"], "sbatch's option array would break the run: slurm.options.array=0-3 (command line)"),
+        (["slurm.options={ntasks_per_node: 8}"], "sbatch's option ntasks-per-node would break the run"),
+        (["slurm.options={output: /tmp/x}"], "logs/attempt_N/job.log"),
+        (["slurm.options={--hold: true}"], "named without dashes in front: slurm.options.--hold=true (command line). Write hold."),
         (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs per host than the cluster's nodes have"),
         (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
         (["slurm.time_minutes=2"], "signal before the time limit would come before the job starts"),

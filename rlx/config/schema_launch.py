@@ -53,12 +53,16 @@ class SlurmConfig:
         None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
     )
     cpus_per_node: int | None = key(None, "processors requested per node; null: whole nodes (--exclusive)", low=1)
-    memory_gb: float | None = key(None, "memory requested per node, in GiB; null: all of it", above=0)
+    memory_gb: float | None = key(
+        None, "memory requested per node, in GiB; null: all of a whole node's; the cluster's default if cpus_per_node is set", above=0
+    )
     time_minutes: int = key(1440, "time limit of the job, in minutes; the job requeues itself before the limit and resumes", low=1)
     signal_seconds: int = key(120, "how many seconds before the time limit or a preemption the job gets a signal", low=10)
     setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables; the first that fails ends the job")
     container: list[str] = key([], "prefix of every role's command: [apptainer, exec, --nv, image.sif]")
-    options: dict[str, Any] = key({}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}")
+    options: dict[str, Any] = key(
+        {}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}; null takes a line out: {mem: null}"
+    )
 
 
 @dataclass

@@ -103,6 +103,9 @@ def check_directory(directory: Path) -> None:
 def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> dict[str, Any]:
     """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
+    further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
+    whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
+    memory = f"{round(slurm.memory_gb * 1024)}M" if slurm.memory_gb is not None else "0" if whole else None
     options: dict[str, Any] = {
         "job_name": name,
         "nodes": hardware.nodes,
@@ -114,7 +117,7 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "constraint": slurm.constraint,
         "cpus_per_task": slurm.cpus_per_node,
         "exclusive": True if slurm.cpus_per_node is None else None,
-        "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
+        "mem": memory,
         "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
         "setup": [
             f"cd {shlex.quote(os.getcwd())}",
@@ -126,9 +129,11 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
         # --signal=B: only the batch script gets the signal, and that is the supervisor
-        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **slurm.options},
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **further},
     }
-    return {name: value for name, value in options.items() if value is not None}
+    left_out = {name for name, value in further.items() if value is None}
+    options["additional_parameters"] = {k: v for k, v in options["additional_parameters"].items() if k not in left_out}
+    return {name: value for name, value in options.items() if value is not None and name not in left_out}
 
 
 def _exports(code: Path | None) -> list[str]:
@@ -150,7 +155,7 @@ def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
-    executor.parameters |= {"mem": options["mem"], "wckey": None}
+    executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     return executor
 
 
