@@ -158,6 +158,17 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
     assert (again.paths.root / "seen").read_text() == ""
 
 
+def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):
+    again = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    again.paths.checkpoint_of(1).mkdir(parents=True)
+    assert again.run(SLURM_RESTART_COUNT="1") == 1
+    assert (again.status().state, again.status().exit_code) == ("failed", 1)
+    assert "every checkpoint" in again.status().cause.reason
+    assert not (again.paths.root / "ran").exists()
+    assert len(again.paths.metrics.read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("before", "slurm", "after", "said"),
     [

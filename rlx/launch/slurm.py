@@ -239,7 +239,11 @@ class Attempt:
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
         self._may_start(paths, cfg, status, restarts)
         if restarts or has_begun(paths):
-            start = rewind(paths)
+            try:
+                start = rewind(paths)
+            except ConfigError as error:
+                _fail(paths, status, str(error))
+                raise SystemExit(1) from None
             print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
             paths,
