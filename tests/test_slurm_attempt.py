@@ -158,6 +158,14 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
     assert (again.paths.root / "seen").read_text() == ""
 
 
+def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job):
+    refused = job(LEAVES)
+    Status(state="preempted", step=5, max_steps=9).write(refused.paths)
+    assert refused.run(SLURM_RESTART_COUNT="99") == 1
+    assert (refused.status().state, refused.status().step) == ("failed", 5)
+    assert "launcher.max_requeues" in refused.status().cause.reason
+
+
 def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):
     again = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
     again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')

@@ -227,7 +227,8 @@ class Attempt:
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
         self._leave_to_others(paths, job)
-        status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, job=job)
+        before = read_status(paths)
+        status = Status(attempt=new_attempt(paths), step=before.step if before else 0, max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
         output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,33 @@ def queue() -> dict[str, str]:
     if done.returncode != 0:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
+
+
+def waits() -> dict[str, str]:
+    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of all users' queued jobs.
+
+    Raises RuntimeError if the controller does not answer.
+    """
+    done = ask("squeue", "--noheader", "--array", "--states=PENDING", "--sort=-p,i", "--format=%i|%P|%S|%r")
+    if done.returncode != 0:
+        raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
+    jobs = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]  # the first to run comes first
+    found = {}
+    for job, partition, start, reason in jobs:
+        rivals = [other for other, theirs, *_ in jobs if {*partition.split(",")} & {*theirs.split(",")}]
+        about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
+        found[job] = f"{reason}, {rivals.index(job) + 1} of {len(rivals)} waiting in {partition}{about}"
+    return found
+
+
+def accounted(job_ids: Sequence[str]) -> dict[str, str]:
+    """Job id → its final state, of jobs that SLURM's accounting knows; empty where there is none."""
+    try:
+        done = ask("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(job_ids)}")
+    except RuntimeError:
+        return {}
+    found = (line.strip().partition("|") for line in done.stdout.splitlines())
+    return {job: state.split()[0] for job, _, state in found if state}  # CANCELLED by 1000
 
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
