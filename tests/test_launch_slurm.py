@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from rlx.launch import slurm
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import read_plan
+from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change
@@ -228,19 +228,26 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
     made(tmp_path, "clean=true")
 
 
-def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
+def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "source"
+    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "README.md"):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text("first\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(source), *command], check=True)
+    monkeypatch.setattr(provenance, "SOURCE", source)
+    provenance.source_state.cache_clear()
     paths = made(tmp_path)
+    (source / "README.md").write_text("second\n")
     assert code_change(paths) is None
-    record = json.loads(paths.provenance.read_text())
-    now = record["source"]["commit"]
-    if now is None:
-        pytest.skip("this is no git checkout")
-    paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is now at {now[:12]}"
-    later = {"source": {**record["source"], "diff": "other.diff"}}
-    paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
-    (paths.root / "other.diff").write_text("another change")
-    assert "uncommitted changes" in str(code_change(paths))
+    subprocess.run(["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "second"], check=True)
+    assert code_change(paths) is None, "another commit, but the same code"
+    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "rlx/new.py"):
+        (source / file).write_text("second\n")
+        assert "is not what it was when the run was submitted (commit " in str(code_change(paths))
+        (source / file).write_text("first\n")
+    assert "is not what it was" in str(code_change(paths)), "rlx/new.py is still there"
+    provenance.source_state.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ class LauncherConfig:
     )
     max_requeues: int = key(20, "SLURM: how often a job is requeued after a preemption, a time limit or a node failure", low=0)
     code_changes: str = key(
-        "refuse",
-        "SLURM: `refuse` or `warn` if the code has changed since submission when the job starts or restarts; `snapshot`: the job runs a "
-        "copy of the code made at submission",
+        "snapshot",
+        "SLURM: `snapshot`: the job runs a copy of the code made at submission; `refuse` or `warn`: it runs the code as it is when the job "
+        "starts or restarts, and refuses or warns if that has changed since submission",
         choices=("refuse", "warn", "snapshot"),
     )
     wait: bool = key(False, "SLURM: wait until the job ends and exit with the run's code; false: return once it is submitted")

@@ -278,7 +278,7 @@ class Attempt:
         if restarts > cfg.launcher.max_requeues:
             _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
             raise SystemExit(1)
-        change = code_change(paths)
+        change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
             _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
             raise SystemExit(1)
