@@ -30,7 +30,9 @@ class LauncherConfig:
     array_parallelism: int | None = key(
         None, "how many runs of a sweep run at once; null: on SLURM all, on this machine as many as the GPUs allow, or one on CPU", low=1
     )
-    max_requeues: int = key(20, "SLURM: how often a job is requeued after a preemption, a time limit or a node failure", low=0)
+    max_requeues: int = key(
+        20, "SLURM: how often in a row a job is requeued (preemption, time limit, node failure) without a new step", low=0
+    )
     code_changes: str = key(
         "snapshot",
         "SLURM: `snapshot`: the job runs a copy of the code made at submission; `refuse` or `warn`: it runs the code as it is when the job "

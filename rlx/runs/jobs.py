@@ -36,6 +36,16 @@ def output_of(paths: RunPaths) -> Path | None:
     return Path(output) if output else None
 
 
+def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
+    """How many requeues in a row have won no step. A job calls it at its start: its `restarts`-th, with `step` steps that are safe."""
+    record = _noted(paths)
+    last = record.get("progress")
+    if last is not None and last["restarts"] <= restarts and step <= last["step"]:
+        return restarts - last["restarts"]
+    write_text(paths.job, json.dumps({**record, "progress": {"restarts": restarts, "step": step}}) + "\n")
+    return 0
+
+
 def _noted(paths: RunPaths) -> dict[str, Any]:
     try:
         return json.loads(paths.job.read_text())
