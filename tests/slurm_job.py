@@ -46,7 +46,7 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path, cache: Path, *overrides: str, command: Sequence[str] = TRAIN) -> None:
         self.run_dir = run_dir
-        line = ("launcher=slurm", "slurm=dev", f"run.dir={run_dir}", *overrides)
+        line = ("launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={run_dir}", *overrides)
         done = train(*line, cwd=run_dir.parent, cache=cache, command=command)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"^job (\d+):", done.stdout, re.MULTILINE)

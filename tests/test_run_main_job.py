@@ -191,7 +191,7 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepare" in done.stdout
     swept = subprocess.run(
-        [tmp_path / "env" / "bin" / "rlx", "train", "sweeps=seeds", "launcher=slurm", "slurm=dev", "dry_run=true"],
+        [tmp_path / "env" / "bin" / "rlx", "train", "sweeps=seeds", "launcher=slurm", "slurm=dev", "hardware=cpu", "dry_run=true"],
         cwd=empty, check=False, capture_output=True, text=True, env=env, timeout=600,
     )  # fmt: skip
     assert swept.returncode == 0, swept.stdout + swept.stderr

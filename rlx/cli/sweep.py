@@ -97,7 +97,9 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
     """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
+    from rlx.runs.provenance import source_state
 
+    source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)

@@ -72,6 +72,16 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     tree = _compose(argv, environ, root, ())
+    per_node = None
+    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
+        per_node = tree.data["slurm"]["gpus_per_node"]
+        if not isinstance(per_node, int):
+            raise ConfigError(
+                f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', per_node)}. "
+                "The GPUs of this machine say nothing about them.\n"
+                "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
+            )
+        tree = _compose(argv, environ, root, (), per_node)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:
         return tree
@@ -83,7 +93,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     ]
     if refused:
         raise ConfigError(refused)
-    again = _compose(argv, environ, root, found)
+    again = _compose(argv, environ, root, found, per_node)
     for each in found:
         again.notes += _differing(each, again)
     return again
@@ -100,9 +110,12 @@ def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
             yield f"{tree.origins.show(key, here)}; {inherited.origin} has {show(there)}"
 
 
-def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited]) -> Tree:
+def _compose(
+    argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited], gpus_per_node: int | None = None
+) -> Tree:
+    """`gpus_per_node`: of the cluster for which `hardware=auto` chooses; None: this machine."""
     request = read_request(argv, environ, root)
-    loader = make_loader([directory for _, directory in request.directories])
+    loader = make_loader([directory for _, directory in request.directories], gpus_per_node)
     groups = Groups(loader.get_sources(), root)
     name = request.config_name
     of_others = {each.command for each in ROOTS if each.command != root.command}
@@ -151,16 +164,16 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
     _drop_of_other_commands(root, data, origins)
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
-    notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
+    notes = [f"hardware=auto: {choose_layout(gpus_per_node)[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
 
 
-def make_loader(directories: list[str]) -> ConfigLoaderImpl:
-    """A loader that searches the user's directories first, then the shipped one."""
+def make_loader(directories: list[str], gpus_per_node: int | None = None) -> ConfigLoaderImpl:
+    """A loader that searches the user's directories first, then the shipped one. `gpus_per_node`: see `_compose`."""
     version.setbase("1.3")
     Plugins.instance()
     setup_globals()
-    OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout()[0], replace=True)
+    OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout(gpus_per_node)[0], replace=True)
     OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
 

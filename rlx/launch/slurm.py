@@ -13,12 +13,14 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit import JobEnvironment, SlurmExecutor
 
+from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
@@ -29,13 +31,14 @@ from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, is_ending, job_of, note_job, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
 from rlx.runs.status import Cause, Status, read_status
 
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
+START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
@@ -103,6 +106,9 @@ def check_directory(directory: Path) -> None:
 def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> dict[str, Any]:
     """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
+    further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
+    whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
+    memory = f"{round(slurm.memory_gb * 1024)}M" if slurm.memory_gb is not None else "0" if whole else None
     options: dict[str, Any] = {
         "job_name": name,
         "nodes": hardware.nodes,
@@ -114,7 +120,7 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "constraint": slurm.constraint,
         "cpus_per_task": slurm.cpus_per_node,
         "exclusive": True if slurm.cpus_per_node is None else None,
-        "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
+        "mem": memory,
         "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
         "setup": [
             f"cd {shlex.quote(os.getcwd())}",
@@ -126,9 +132,11 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
         # --signal=B: only the batch script gets the signal, and that is the supervisor
-        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **slurm.options},
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **further},
     }
-    return {name: value for name, value in options.items() if value is not None}
+    left_out = {name for name, value in further.items() if value is None}
+    options["additional_parameters"] = {k: v for k, v in options["additional_parameters"].items() if k not in left_out}
+    return {name: value for name, value in options.items() if value is not None and name not in left_out}
 
 
 def _exports(code: Path | None) -> list[str]:
@@ -150,7 +158,7 @@ def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
-    executor.parameters |= {"mem": options["mem"], "wckey": None}
+    executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     return executor
 
 
@@ -222,7 +230,8 @@ class Attempt:
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
         self._leave_to_others(paths, job)
-        status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, job=job)
+        before = read_status(paths)
+        status = Status(attempt=new_attempt(paths), step=before.step if before else 0, max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
         output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
@@ -232,9 +241,15 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        self._may_start(paths, cfg, status, restarts)
+        safe = _safe_steps(paths, cfg)
+        barren = barren_requeues(paths, restarts, safe)
+        self._may_start(paths, cfg, status, barren)
         if restarts or has_begun(paths):
-            start = rewind(paths)
+            try:
+                start = rewind(paths)
+            except ConfigError as error:
+                _fail(paths, status, str(error))
+                raise SystemExit(1) from None
             print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
             paths,
@@ -248,7 +263,8 @@ class Attempt:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            code = self._requeue(paths, cfg, supervisor, job, restarts)
+            barren = 0 if _safe_steps(paths, cfg) > safe else barren + 1
+            code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
             raise SystemExit(code)
         return final_reward(paths)
@@ -263,20 +279,24 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, restarts: int) -> None:
-        """Exit if the job was requeued too often, or if the code has changed since the job was submitted."""
-        if restarts > cfg.launcher.max_requeues:
-            _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
+    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
+        """Exit if the job was requeued too often without a new step, or if the code has changed since the job was submitted."""
+        if barren > cfg.launcher.max_requeues:
+            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+            _fail(paths, status, f"the job was requeued {barren} times without a new step, more than {most}")
             raise SystemExit(1)
-        change = code_change(paths)
+        change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
             _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
             raise SystemExit(1)
         if change:
             print(f"warning: {change}", flush=True)
 
-    def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int) -> int:
-        """Requeue the job unless SLURM has done so or the limit is reached; return the exit code."""
+    def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
+        """Requeue the job unless SLURM has done so or the limit is reached; return the exit code.
+
+        `barren`: how many attempts in a row, up to this one, have ended without a new step.
+        """
         status = supervisor.status
         if restarts_of(job_id) > restarts:
             return status.exit_code or 0
@@ -284,10 +304,22 @@ class Attempt:
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0
-        if restarts >= cfg.launcher.max_requeues:
-            _fail(
-                paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; continue with resume=latest"
-            )
+        lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
+        if barren >= 2:
+            why = f"{barren} attempts in a row were preempted before a new step was saved, this one after {lasted:.0f} s"
+            if lasted >= until_notice - START:
+                _fail(
+                    paths,
+                    status,
+                    f"{why}, by the notice before the time limit: start, first step and checkpoint take longer than slurm.time_minutes="
+                    f"{cfg.slurm.time_minutes} less slurm.signal_seconds={cfg.slurm.signal_seconds}; continue with resume=latest and a "
+                    "larger slurm.time_minutes",
+                )
+                return 1
+            print(f"warning: {why}", flush=True)
+        if barren > cfg.launcher.max_requeues:
+            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+            _fail(paths, status, f"preempted, and {most} requeues without a new step are used up; continue with resume=latest")
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -299,6 +331,12 @@ class Attempt:
             return 1
         print("back in the queue", flush=True)
         return status.exit_code or 0
+
+
+def _safe_steps(paths: RunPaths, cfg: CommandConfig) -> int:
+    """Steps that a requeue does not lose: those of the newest checkpoint, or, for a command that keeps all its records, all."""
+    status = read_status(paths)
+    return max(steps(paths), default=0) if cfg.has_checkpoints else status.step if status else 0
 
 
 def _fail(paths: RunPaths, status: Status, reason: str) -> None:
