@@ -46,7 +46,7 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path, cache: Path, *overrides: str, command: Sequence[str] = TRAIN) -> None:
         self.run_dir = run_dir
-        line = ("launcher=slurm", "slurm=dev", f"run.dir={run_dir}", *overrides)
+        line = ("launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={run_dir}", *overrides)
         done = train(*line, cwd=run_dir.parent, cache=cache, command=command)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"^job (\d+):", done.stdout, re.MULTILINE)
@@ -99,8 +99,17 @@ class SlurmJob:
     def reproducible_lines(self) -> list[dict[str, Any]]:
         return reproducible_lines(self.run_dir)
 
-    def left(self) -> list[int]:
-        """Processes that name the run directory."""
+    def left(self, timeout: float = 60) -> list[int]:
+        """Processes that name the run directory and do not end in `timeout` seconds.
+
+        The reaper writes the status before it ends, and SLURM does not wait for it.
+        """
+        deadline = time.monotonic() + timeout
+        while (found := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _alive(self) -> list[int]:
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():

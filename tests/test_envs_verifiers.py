@@ -100,6 +100,17 @@ def test_agents_of_a_classic_environment_are_refused(keys: dict[str, Any], text:
         load_environment("e", EnvConfig(id="rlx_reverse_text", **keys), SAMPLING, 30.0)
 
 
+def test_only_the_first_examples_are_used() -> None:
+    from rlx.envs.verifiers_v0 import load_environment
+
+    def rows(num_tasks: int | None) -> list[Any]:
+        config = EnvConfig(id="rlx_reverse_text", args={"num_examples": 16}, num_tasks=num_tasks)
+        return list(load_environment("e", config, SAMPLING, 30.0).rows)
+
+    assert rows(3) == rows(None)[:3]
+    assert len(rows(100)) == 16
+
+
 def test_an_answer_that_ends_at_once_is_a_sample_with_reward_0() -> None:
     env = load("rlx_reverse_text", num_examples=4)
     rollout = play(env, Scripted(""))

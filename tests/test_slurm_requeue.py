@@ -17,7 +17,7 @@ from slurm_job import EVAL, TRAIN, SlurmJob, slurm, train
 from rlx.rollout.scored import PLAYED
 
 pytestmark = [pytest.mark.slurm]
-STEPS = 8
+STEPS = 12  # the run must still be training when SLURM has carried out what a test asks for after step 4
 SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}", "model.warm_start.steps=150")
 RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
 
@@ -88,7 +88,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.state() == "COMPLETED"
     first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
     second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
-    found = re.search(r"resuming after (\d) steps", second)
+    found = re.search(r"resuming after (\d+) steps", second)
     assert found, second
     if disturb is requeue:
         assert int(found[1]) >= 3  # the newest checkpoint; SLURM's KillWait may have allowed one more
