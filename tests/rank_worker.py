@@ -23,6 +23,7 @@ from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join, shards
 from rlx.paths import RunPaths
+from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
 
@@ -34,7 +35,8 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
     ac = AcConfig(**settings.get("ac", {}))
     model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    make = Muon if settings.get("muon") else torch.optim.AdamW
+    optimizer = make(groups_of(model.layers, model), lr=1e-2, fused=True)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])

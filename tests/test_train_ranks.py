@@ -56,6 +56,7 @@ CASES = {
     "adapters_of_copies": ("llama_untied", {"copies": 2, "lora": {"rank": 4}}),
     "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
     "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
+    "muon": ("qwen3_tied", {"muon": True}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
     "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "ac": {"freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),

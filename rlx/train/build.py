@@ -14,6 +14,7 @@ from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh
+from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
@@ -59,7 +60,7 @@ def build(
     return PolicyTrainer(
         model,
         losses_of(cfg),
-        instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
+        instantiate(optim, params=groups_of(model.layers, model)),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
         max_norm=optim_terms.max_norm,
