@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_server import EXACT, START, Run, prompts, sample, under_load
+from inference_server import EXACT, START, Run, prompts, running, sample, under_load
 from run_servers import Servers
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -78,7 +78,12 @@ def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_
             said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
             with pytest.raises(RuntimeError, match=r"holds whole models .*started to serve adapters"):
                 await servers.update(whole, 3)
-            said.append(await under_load(servers, ids, lambda: servers.update(folders[2], 2)))
+
+            async def change() -> None:
+                await running(servers, len(ids))  # each has tokens of version 1
+                await servers.update(folders[2], 2)
+
+            said.append(await under_load(servers, ids, change))
             said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
             (state,) = await servers.fleet.states()
             return said, state

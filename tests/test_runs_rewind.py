@@ -109,6 +109,18 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     assert rewind(paths, warn=pytest.fail) == start, "a second rewind gives the same and warns of nothing"
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew_unasked(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "run")
+    (paths.checkpoint_of(6) / "trainer" / "shard").write_bytes(b"damaged")
+    (paths.checkpoint_of(3) / COMPLETE).unlink()
+    before = sorted(str(path) for path in paths.root.rglob("*"))
+    with pytest.raises(ConfigError, match=r"every checkpoint of .* is damaged: step_3, step_6\.[\s\S]*clean=true instead of resume=latest"):
+        make(settled(tmp_path / "run", resume="latest"))
+    assert sorted(str(path) for path in paths.root.rglob("*")) == before
+    make(settled(tmp_path / "run", clean=True))
+    assert recorded_steps(paths) == []
+
+
 def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> None:
     """As after a full disk: half a record with another source's record appended to it."""
     paths = RunPaths(tmp_path)

@@ -34,6 +34,23 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "lora_dtype": "model.dtype",
 }
 
+NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets it, or why it cannot be set
+    "array": "A sweep (-m) is one array; launcher.array_parallelism limits it",
+    "nodes": "hardware.nodes sets it",
+    "ntasks": "The supervisor is the job's one task",
+    "ntasks-per-node": "The supervisor is the job's one task",
+    "signal": "slurm.signal_seconds sets it",
+    "time": "slurm.time_minutes sets it",
+    "output": "rlx shows the job's output as logs/attempt_N/job.log",
+    "error": "rlx shows the job's output as logs/attempt_N/job.log",
+    "open-mode": "rlx shows the job's output as logs/attempt_N/job.log",
+    "wrap": "rlx writes the script",
+    "wait": "launcher.wait=true waits for the run",
+    "test-only": "dry_run=true submits nothing",
+    "parsable": "rlx reads the job's id from sbatch's usual answer",
+    "quiet": "rlx reads the job's id from sbatch's usual answer",
+}
+
 
 # trainer
 
@@ -276,6 +293,11 @@ def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
             f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
             "Run the command on a login node, or use dry_run=true to see what would be submitted."
         )
+    for name in cfg.slurm.options:
+        if (known := name.replace("_", "-").lstrip("-")) in NOT_FOR_SBATCH:
+            yield f"sbatch's option {known} would break the run: {of(f'slurm.options.{name}')}.\n{NOT_FOR_SBATCH[known]}. Remove it."
+        elif name.startswith("-"):
+            yield f"options of sbatch are named without dashes in front: {of(f'slurm.options.{name}')}. Write {known}."
     if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
         yield (
             f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
