@@ -106,14 +106,17 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def secret_keys(cls: type, prefix: str = "") -> Iterator[str]:
+@functools.cache
+def secret_keys(cls: type, prefix: str = "") -> tuple[str, ...]:
     """Every dotted key that the schema marks as secret."""
+    found: list[str] = []
     for f in fields(cls):
         kind, _ = split_optional(types_of(cls)[f.name])
         if is_dataclass(kind):
-            yield from secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
+            found += secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
         elif f.metadata.get("secret"):
-            yield f"{prefix}{f.name}"
+            found.append(f"{prefix}{f.name}")
+    return tuple(found)
 
 
 def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
