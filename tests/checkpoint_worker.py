@@ -41,9 +41,11 @@ class Job:
     dropout: float = 0.0
 
 
-def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0) -> PolicyTrainer:
+def make_trainer(
+    model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0, read: bool = True
+) -> PolicyTrainer:
     lora = LoraConfig(rank=rank, dropout=dropout) if rank else None
-    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora)
+    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora, read=read)
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
@@ -57,7 +59,7 @@ def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None,
 
 def run(job: Job, mesh: Mesh) -> None:
     torch.manual_seed(mesh.rank)
-    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout)
+    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:
         step = load(Path(job.load), trainer).step

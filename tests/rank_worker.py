@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.parallel.mesh import Mesh, join
+from rlx.parallel.mesh import Mesh, join, shards
 from rlx.paths import RunPaths
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
@@ -28,6 +29,8 @@ from rlx.weights.publish import Publisher
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
+    if (copies := settings.get("copies", 1)) > 1 and mesh.world_size % copies == 0:
+        mesh = replace(mesh, fsdp=shards(mesh.device, mesh.world_size, copies))
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
     model = load_policy(str(folder / "model"), mesh, lora=lora, **settings["load"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)

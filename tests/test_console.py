@@ -194,15 +194,6 @@ def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(ru
     assert "━" in text, "the progress bar"
 
 
-def test_the_speed_over_several_steps_is_what_was_sampled_by_the_seconds_it_took(run):
-    console = Console(run, Config(max_steps=10))
-    for step, (seconds, rate) in enumerate([(9.9, 100.0), (0.1, 3100.0)]):
-        add_step(run, step, 1000.0 + step, **{"time/step": seconds, "perf/inference_tokens_per_second": rate})
-    console.history.read()
-    assert "130 tok/s sampled" in rendered(console), "the mean of both rates is 1,600"
-    assert "130 tokens/s sampled" in console.summary(0)
-
-
 def test_without_a_terminal_there_is_a_line_for_every_phase_and_no_more_than_one_a_second_for_steps(run, capsys, monkeypatch):
     console = Console(run, Config(max_steps=30))
     for done in range(3):

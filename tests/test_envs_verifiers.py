@@ -78,6 +78,17 @@ def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
     assert set(turn.versions.tolist()) == {7}
 
 
+def test_an_answer_occupies_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = load("rlx_word_guess", num_examples=4)
+
+    async def to_thread(*_: Any) -> None:
+        raise RuntimeError("a thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    rollout = play(env, StandIn(tiny_chat()), context_length=2000)
+    assert (rollout.status, rollout.error) == ("ok", None)
+
+
 @pytest.mark.parametrize(("keys", "text"), [
     ({"agents_per_group": "all"}, r"but envs\.e\.agents_per_group=all\. Only v1 tasksets have agents; remove the key"),
     ({"agents": ["a", "b"]}, r"but envs\.e\.agents=\[a,b\]\. Only v1"),
@@ -87,6 +98,17 @@ def test_agents_of_a_classic_environment_are_refused(keys: dict[str, Any], text:
 
     with pytest.raises(ValueError, match="rlx_reverse_text is a classic environment, which has no agents to choose among, " + text):
         load_environment("e", EnvConfig(id="rlx_reverse_text", **keys), SAMPLING, 30.0)
+
+
+def test_only_the_first_examples_are_used() -> None:
+    from rlx.envs.verifiers_v0 import load_environment
+
+    def rows(num_tasks: int | None) -> list[Any]:
+        config = EnvConfig(id="rlx_reverse_text", args={"num_examples": 16}, num_tasks=num_tasks)
+        return list(load_environment("e", config, SAMPLING, 30.0).rows)
+
+    assert rows(3) == rows(None)[:3]
+    assert len(rows(100)) == 16
 
 
 def test_an_answer_that_ends_at_once_is_a_sample_with_reward_0() -> None:

@@ -164,6 +164,28 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
     )
 
 
+@pytest.mark.long
+def test_an_engine_process_that_hangs_ends_its_server_although_the_server_itself_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=True)
+    text = run.paths.config.read_text()
+    assert "hung_timeout: 60.0" in text
+    run.paths.config.write_text(text.replace("hung_timeout: 60.0", "hung_timeout: 15"))
+    process = run.start(SEPARATE)
+
+    async def conversation(endpoints: list[Endpoint]) -> None:
+        async with Servers(endpoints, request_timeout=280, restart_timeout=1) as client:
+            await client.fleet.wait_ready(300)
+            await sample(client, prompts(1)[0], 0)
+            for engine in psutil.Process(process.pid).children(recursive=True):
+                engine.suspend()
+            with pytest.raises(RuntimeError, match="does not answer"):
+                await sample(client, prompts(1)[0], 1)
+
+    asyncio.run(conversation(run.ready()))
+    assert process.wait(300) == 1
+    assert "(inference.hung_timeout=15), and 1 requests wait" in run.log.read_text()
+
+
 def test_the_role_explains_a_directory_that_is_no_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=600

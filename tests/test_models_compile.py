@@ -14,7 +14,7 @@ from rlx.config.schema import LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
 from rlx.models.layout import build_layout
-from rlx.models.lora import add_adapters
+from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.shard import checkpoint_activations, compile_layers
 
 
@@ -29,7 +29,8 @@ def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -
     """The number of graphs traced in two batches of different lengths, and the gradients."""
     hf = make_model()
     if adapters:
-        add_adapters(hf, LoraConfig(rank=4), seed=0)
+        add_adapters(hf, LoraConfig(rank=4))
+        draw_adapters(hf, seed=0)
     trainer = make_trainer(hf)
     checkpoint_activations(trainer.model, freq)
     traced: list[Any] = []

@@ -58,7 +58,10 @@ def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, t
         assert [row.split()[1] for row in done.stdout.splitlines()[-6:]] == ["completed"] * 6
         last = train(*line, cwd=tmp_path, cache=model_cache)
         assert "(6 already completed)" in last.stdout
-        assert slurm("squeue", "-h") == ""
+        deadline = time.monotonic() + 300  # a run is completed a moment before its job
+        while jobs := slurm("squeue", "-h"):
+            assert time.monotonic() < deadline, jobs
+            time.sleep(0.2)
     finally:
         subprocess.run(["scancel", array], check=False)
 

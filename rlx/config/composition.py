@@ -10,6 +10,7 @@ Only hydra's composition is used: it writes nothing, configures no logging and d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -26,6 +27,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
@@ -131,7 +133,7 @@ def _compose(
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables, inherited)
-    repository = CachingConfigRepository(loader.repository)  # copies the store, so it must come after _store_nodes
+    repository = _Repository(loader.repository)
     _refuse_other_command(repository, name, root)
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
@@ -174,6 +176,14 @@ def make_loader(directories: list[str], gpus_per_node: int | None = None) -> Con
     OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout(gpus_per_node)[0], replace=True)
     OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
+
+
+class _Repository(CachingConfigRepository):
+    """Hydra's own copies all that is stored, in case its search path changes. Ours does not, and the copy was a tenth of composing."""
+
+    def __init__(self, delegate: IConfigRepository) -> None:
+        self.delegate = delegate
+        self.cache: dict[str, ConfigResult | None] = {}
 
 
 class _SweepLoader(ConfigLoaderImpl):
@@ -226,13 +236,18 @@ def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inhe
                 )
         section[last] = value
     store = ConfigStore.instance()
-    for schema in {SCHEMA, root.schema_name}:
-        store.store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
+    _store_schema(root)
     values: dict[str, Any] = {}
     for each in inherited:
         _merge(values, each.values)
     store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
+
+
+@functools.lru_cache(maxsize=1)  # not more: the root of another command puts its own schema under the name `SCHEMA`
+def _store_schema(root: Root) -> None:
+    for schema in {SCHEMA, root.schema_name}:
+        ConfigStore.instance().store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
 
 
 def _as_list(value: Any) -> list[Any]:

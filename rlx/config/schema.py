@@ -106,6 +106,15 @@ class TrainerConfig:
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
+    reshard_after_forward: bool = key(
+        True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
+    )
+    dp_replicate: int = key(
+        1,
+        "copies of the model (HSDP): each is sharded over trainer processes / dp_replicate, neighbours in rank. Shards are then gathered "
+        "within a copy, and only gradients cross copies",
+        low=1,
+    )
     compile: bool = key(False, "torch.compile each layer (GPU)")
     batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
 

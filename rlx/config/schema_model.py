@@ -160,8 +160,8 @@ class InferenceConfig:
     )
     hung_timeout: float = key(
         60.0,
-        "seconds without a heartbeat after which a server that the run started and that has served is killed, and started again like one "
-        "that died (`max_restarts`)",
+        "seconds without a heartbeat, or without a step of an engine process that requests wait for, after which a server that the run "
+        "started and that has served is killed, and started again like one that died (`max_restarts`)",
         above=0,
     )
     request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)

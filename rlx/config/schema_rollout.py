@@ -43,7 +43,7 @@ class EnvConfig:
         "them, each compared with the runs of the same agent in the same task (solvers of one proposed problem; proposers of one topic)",
         choices=("one", "all"),
     )
-    num_tasks: int | None = key(None, "use only the first tasks of a v1 taskset; null: all, or 1000 if it is endless", low=1)
+    num_tasks: int | None = key(None, "use only the first examples; null: all, or 1000 of an endless v1 taskset", low=1)
     split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
     weight: float = key(1.0, "weight of this environment in the mix: its share of the prompts, relative to the others", low=0)
     rollouts_per_example: int | None = key(None, "rollouts per prompt; null: `orchestrator.rollouts_per_example`", low=1)
@@ -189,8 +189,8 @@ class PlayConfig:
 
     max_concurrent: int | None = key(
         None,
-        "maximum number of rollouts in flight; null: begins with `inference.max_num_seqs` for each server, then follows the engines' "
-        "cache use, queue and preemptions",
+        "maximum number of rollouts in flight; null: `inference.max_num_seqs` for each server, and in training from then on as many as "
+        "the engines' cache use, queue and preemptions allow; 32 at an endpoint",
         low=1,
     )
     rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)

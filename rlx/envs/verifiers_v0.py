@@ -63,20 +63,24 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split)
+    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split, config.num_tasks)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
-    def __init__(self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train") -> None:
+    def __init__(
+        self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train", num_tasks: int | None = None
+    ) -> None:
+        """`num_tasks`: use only the first examples."""
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
-        self.rows = rows_of(name, env, split)
+        rows = rows_of(name, env, split)
+        self.rows = rows if num_tasks is None else rows.select(range(min(num_tasks, len(rows))))
         self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
         self.players = players_of(name, env, sampling)
         self.agents: Sequence[str] = ()
@@ -224,8 +228,8 @@ def trajectory_of(state: State) -> list[str]:
     return [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
 
 
-def rows_of(name: str, env: vf.Environment, split: str) -> Sequence[dict[str, Any]]:
-    """The data set of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
+def rows_of(name: str, env: vf.Environment, split: str) -> Any:
+    """The `datasets.Dataset` of a split: `train` or `eval`. Without one for evaluation, the training examples, with a warning.
 
     Raises ValueError without training examples.
     """

@@ -22,7 +22,7 @@ import msgspec
 from rlx.config.schema_rollout import EnvConfig
 from rlx.plain import from_json, to_json
 
-RECEIVE = 1 << 18  # bytes read at a time
+RECEIVE = 2**14  # bytes read at a time: the loop turns to other work between two reads
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FSDP2 for the policy: shards every decoder layer and the rest over all ranks; gradients are summed, never averaged.
+"""FSDP2 for the policy: shards every decoder layer, embedding, head and the rest over ranks; gradients are summed, never averaged.
 
 A single process needs no sharding if it computes in its parameters' dtype. Otherwise it shards over itself, so that mixed precision has
 only one implementation.
@@ -43,11 +43,19 @@ def compile_layers(model: PolicyModel, **keys: Any) -> None:
         layer.compile(dynamic=True, **keys)
 
 
-def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool = False) -> None:
+def shard(
+    model: PolicyModel,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
     Parameters keep their dtype and are gathered in `compute_dtype`; gradients are summed in `reduce_dtype`.
-    `cpu_offload` keeps shards and gradients in host memory.
+    `cpu_offload` keeps shards and gradients in host memory. Without `reshard_after_forward`, parameters stay gathered until backward.
     """
     # Imported here, because it takes seconds and a single process may not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -55,10 +63,16 @@ def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_
     # Inputs are not cast: temperatures must stay float32, and hidden states already have the embedding's dtype.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
-    # The root holds embedding, last norm and head. It stays gathered from forward to backward, so the head can be used outside its module.
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
+    embedding, head = model.hf.get_input_embeddings(), model.head[0]
+    # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
+    own = [embedding, head] if head.weight is not embedding.weight else []
+    if own:
+        _score_within(head)
+        model.scores_within_head = True
+    for module in (*model.layers, *own):
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **how)
+    fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # None of these calls is recursive. The loss is already divided by global counts, so gradients must be summed. gloo has no
@@ -66,3 +80,20 @@ def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Free the parameters that a forward without backward has gathered: some stay gathered until backward."""
+    for module in model.modules():
+        if (reshard := getattr(module, "reshard", None)) is not None:
+            reshard()
+
+
+def _score_within(head: torch.nn.Module) -> None:
+    """Let the head's own forward run an op on its parameters: FSDP gathers them for it, also in backward."""
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor, score: Callable[..., Any] | None = None) -> Any:
+        return plain(hidden) if score is None else score(hidden, head)
+
+    head.forward = forward

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import secrets
 import signal
@@ -112,7 +113,8 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         await asyncio.sleep(0.005)
     log.info("serving version 0 at %s", publish_endpoint(endpoint_file(paths, replica), sock, api_key))
     try:
-        return await watch(engine, stopped, serving, heartbeat)
+        patience = math.inf if runs_in_process(config) else config.inference.hung_timeout
+        return await watch(engine, stopped, serving, heartbeat, patience)
     finally:
         endpoint_file(paths, replica).unlink(missing_ok=True)
         server.should_exit = server.force_exit = True
@@ -120,9 +122,21 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         engine.shutdown()
 
 
-async def watch(engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat) -> int:
-    """Send heartbeats until there is a reason to end. Print the reason and return the exit code."""
+async def watch(
+    engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat, patience: float
+) -> int:
+    """Send heartbeats until there is a reason to end. Print the reason and return the exit code.
+
+    `patience`: seconds for one step of the engine. In this process a step may take minutes (a long prompt on a CPU); an engine that hangs
+    here stops the heartbeats, unless it hangs in C code.
+    """
+    silent = 0.0  # seconds since the engine's last step; time in which this process was stopped itself does not count
     while True:
+        silent = silent + ALIVE if engine.activity == heartbeat.progress and engine.waited_for else 0.0
+        if silent > patience:
+            limit = f"inference.hung_timeout={patience:g}"
+            print(f"the engine hangs: no step for {silent:.0f} s ({limit}), and {engine.waited_for} requests wait", file=sys.stderr)
+            return 1
         heartbeat.progress = engine.activity
         heartbeat.beat(SERVING, step=engine.version)
         await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)

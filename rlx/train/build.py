@@ -20,10 +20,13 @@ from rlx.train.step import PolicyTrainer
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
+def build(
+    cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]], *, resumes: bool = False
+) -> PolicyTrainer:
     """Load the model from `source` (a folder or a hub name) and build its trainer.
 
-    `working` is entered around each load, which may take minutes, with the name of the phase.
+    `resumes`: a checkpoint is loaded afterwards, so the initial weights need not be read. `working` is entered around each load, which may
+    take minutes, with the name of the phase.
     """
     loading: dict[str, Any] = {
         "dtype": cfg.model.dtype,
@@ -32,13 +35,14 @@ def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], A
         "logprob_backend": cfg.model.logprob_backend,
         "liger": cfg.model.liger,
         "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+        "reshard_after_forward": cfg.trainer.reshard_after_forward,
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
     lora = cfg.lora if cfg.lora.on else None
+    master, ac_freq = cfg.trainer.optimization_dtype, cfg.trainer.ac.freq
     with working("loading the model"):
-        master = cfg.trainer.optimization_dtype
-        model = load_policy(source, mesh, optimization_dtype=master, ac_freq=cfg.trainer.ac.freq, lora=lora, seed=cfg.seed, **loading)
+        model = load_policy(source, mesh, optimization_dtype=master, ac_freq=ac_freq, lora=lora, seed=cfg.seed, read=not resumes, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:

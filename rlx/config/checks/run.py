@@ -9,7 +9,7 @@ from typing import Any
 
 from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import Config, TrainingRoot
 from rlx.config.signatures import is_installed
 
 OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
@@ -50,6 +50,20 @@ NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets 
     "parsable": "rlx reads the job's id from sbatch's usual answer",
     "quiet": "rlx reads the job's id from sbatch's usual answer",
 }
+
+
+# trainer
+
+
+@rule("trainer.dp_replicate", "hardware.trainer_processes")
+def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
+    if ranks % copies:
+        counts = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield (
+            f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
+            f"Set trainer.dp_replicate to one of {counts}, or change {of('hardware.trainer_processes')}."
+        )
 
 
 # model

@@ -73,17 +73,19 @@ class PolicyOutputs:
     waiting: int
     kv_cache_usage: float
     preemptions: int
+    steps: int  # of the engine
 
     def _open(self) -> None:
         self.sinks = {}
         self.version = 0
-        self.running = self.waiting = self.preemptions = 0
+        self.running = self.waiting = self.preemptions = self.steps = 0
         self.kv_cache_usage = 0.0
 
     def _take(self, outputs: EngineCoreOutputs) -> bool:
         """Move our requests' tokens into their sinks. True if outputs are left for `AsyncLLM`."""
         others = []
         version = self.version
+        self.steps += 1  # the core reports every step, also one without a token, because it keeps the scheduler's statistics
         for output in outputs.outputs:
             sink = self.sinks.get(output.request_id)
             if output.events:

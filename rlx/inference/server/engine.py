@@ -30,6 +30,7 @@ from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, tensor_shapes, twin_of_head
 from rlx.inference.server.rendezvous import leave_no_files
+from rlx.weights.files import identity
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class PolicyEngine:
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
+        self.identity = identity(model) if self.rank else None
         self.attested = 0.0
-        self._answered = 0  # tokens of the requests that have ended
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -143,7 +144,6 @@ class PolicyEngine:
             if isinstance(error, asyncio.CancelledError):
                 await self.core.abort_requests_async([core_request.request_id])
             raise
-        self._answered += len(sink.token_ids)
         if sink.cut:
             await self.core.abort_requests_async([core_request.request_id])
         if sink.finish_reason == "error":
@@ -164,8 +164,13 @@ class PolicyEngine:
 
     @property
     def activity(self) -> int:
-        """A number that changes as long as requests are answered: tokens of those in flight, and of those that have ended."""
-        return self._answered + sum(len(sink.token_ids) for sink in self.core.sinks.values())
+        """A number that changes as long as the engine works: its steps."""
+        return self.core.steps
+
+    @property
+    def waited_for(self) -> int:
+        """Requests that the engine has to answer; 0 while it is changed to another version."""
+        return 0 if self._updating.locked() else len(self.core.sinks)
 
     def state(self) -> PolicyState:
         core = self.core
@@ -195,7 +200,7 @@ class PolicyEngine:
                         f"{folder} holds {_what(kind == 'adapter')}, but this server was started to serve {_what(bool(self.rank))}"
                     )
                 if self.rank:
-                    await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank)
+                    await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank, self.identity)
                 else:
                     await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
             except (ValueError, KeyError, TypeError, OSError) as error:
