@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.load import compose
+from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
 from rlx.launch.follow import close
 from rlx.paths import RunPaths
 from rlx.runs.claim import create, settle
@@ -40,9 +41,9 @@ LEAVES = "import sys; sys.exit(75)"
 class Job:
     """A run directory, and the fake SLURM commands that its job sees."""
 
-    def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = (), root: Root = TRAIN) -> None:
         line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5", *argv]
-        composed = compose(line, {})
+        composed = compose(line, {}, root)
         cfg = settle(composed.cfg, "label")
         plan = [
             ProcessSpec(role=f"toy{i}" if i else "toy", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(folder / "run")))
@@ -162,7 +163,7 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
 def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job):
     refused = job(LEAVES)
     Status(state="preempted", step=5, max_steps=9).write(refused.paths)
-    assert barren_requeues(refused.paths, 0, 5) == 0
+    assert barren_requeues(refused.paths, 0, 0) == 0
     assert refused.run(SLURM_RESTART_COUNT="99") == 1
     assert (refused.status().state, refused.status().step) == ("failed", 5)
     assert "launcher.max_requeues" in refused.status().cause.reason
@@ -171,8 +172,8 @@ def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job
 def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):
     paths = RunPaths(tmp_path)
     note_job(paths, "12")
-    starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9)]
-    assert [barren_requeues(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0]
+    starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9), (12, 6), (13, 6), (14, 7)]
+    assert [barren_requeues(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0, 0, 1, 0]
     assert job_of(paths) == "12"
     note_job(paths, "13")
     assert barren_requeues(paths, 0, 9) == 0
@@ -187,6 +188,20 @@ def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the
     log = leaves.paths.log(1, "launcher").read_text()
     assert "2 attempts in a row were preempted before a new step was saved" in log
     assert said is None or said in leaves.status().cause.reason
+
+
+@pytest.mark.parametrize(("root", "plays"), [(EVAL, True), (SYNTHESIZE, True), pytest.param(EVAL, False, marks=pytest.mark.slow)])
+def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, root, plays):
+    limits = ("env=reverse_text", "slurm.time_minutes=3", "slurm.signal_seconds=170")
+    leaves = job(LEAVES, argv=limits, root=root)
+    file = leaves.paths.root / ("eval/reverse_text--tiny/step_0/played.jsonl" if root is EVAL else "rollouts/finished.jsonl")
+    file.parent.mkdir(parents=True)
+    saves = f"echo '{{}}' >> '{file}'; " if plays else ""
+    leaves.command("srun", saves + 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    assert [leaves.run(SLURM_RESTART_COUNT=restart) for restart in "01"] == [75, 75 if plays else 1]
+    if not plays:
+        assert "before a new rollout was saved" in leaves.status().cause.reason
+        assert "start and first rollout take longer than slurm.time_minutes=3" in leaves.status().cause.reason
 
 
 def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):

@@ -245,8 +245,8 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        safe = _safe_steps(paths, cfg)
-        barren = barren_requeues(paths, restarts, safe)
+        saved = _saved(paths, cfg)
+        barren = barren_requeues(paths, restarts, saved)
         self._may_start(paths, cfg, status, barren)
         if restarts or has_begun(paths):
             try:
@@ -267,7 +267,7 @@ class Attempt:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            barren = 0 if _safe_steps(paths, cfg) > safe else barren + 1
+            barren = 0 if _saved(paths, cfg) != saved else barren + 1
             code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
             raise SystemExit(code)
@@ -284,10 +284,10 @@ class Attempt:
             raise SystemExit(1)
 
     def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
-        """Exit if the job was requeued too often without a new step, or if the code has changed since the job was submitted."""
+        """Exit if the job was requeued too often without saving anything new, or if the code has changed since the job was submitted."""
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"the job was requeued {barren} times without a new step, more than {most}")
+            _fail(paths, status, f"the job was requeued {barren} times without a new {_unit(cfg)}, more than {most}")
             raise SystemExit(1)
         change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
@@ -299,7 +299,7 @@ class Attempt:
     def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
         """Requeue the job unless SLURM has done so or the limit is reached; return the exit code.
 
-        `barren`: how many attempts in a row, up to this one, have ended without a new step.
+        `barren`: how many attempts in a row, up to this one, have ended without saving anything new.
         """
         status = supervisor.status
         if restarts_of(job_id) > restarts:
@@ -310,12 +310,13 @@ class Attempt:
             return status.exit_code or 0
         lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
         if barren >= 2:
-            why = f"{barren} attempts in a row were preempted before a new step was saved, this one after {lasted:.0f} s"
+            begin = "start, first step and checkpoint" if cfg.has_checkpoints else "start and first rollout"
+            why = f"{barren} attempts in a row were preempted before a new {_unit(cfg)} was saved, this one after {lasted:.0f} s"
             if lasted >= until_notice - START:
                 _fail(
                     paths,
                     status,
-                    f"{why}, by the notice before the time limit: start, first step and checkpoint take longer than slurm.time_minutes="
+                    f"{why}, by the notice before the time limit: {begin} take longer than slurm.time_minutes="
                     f"{cfg.slurm.time_minutes} less slurm.signal_seconds={cfg.slurm.signal_seconds}; continue with resume=latest and a "
                     "larger slurm.time_minutes",
                 )
@@ -323,7 +324,7 @@ class Attempt:
             print(f"warning: {why}", flush=True)
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"preempted, and {most} requeues without a new step are used up; continue with resume=latest")
+            _fail(paths, status, f"preempted, and {most} requeues without a new {_unit(cfg)} are used up; continue with resume=latest")
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -337,10 +338,17 @@ class Attempt:
         return status.exit_code or 0
 
 
-def _safe_steps(paths: RunPaths, cfg: CommandConfig) -> int:
-    """Steps that a requeue does not lose: those of the newest checkpoint, or, for a command that keeps all its records, all."""
-    status = read_status(paths)
-    return max(steps(paths), default=0) if cfg.has_checkpoints else status.step if status else 0
+def _saved(paths: RunPaths, cfg: CommandConfig) -> int:
+    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
+    if cfg.has_checkpoints:
+        return max(steps(paths), default=0)
+    files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _unit(cfg: CommandConfig) -> str:
+    """What `_saved` grows by, for messages."""
+    return "step" if cfg.has_checkpoints else "rollout"
 
 
 def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:

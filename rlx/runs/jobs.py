@@ -37,10 +37,14 @@ def output_of(paths: RunPaths) -> Path | None:
 
 
 def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
-    """How many requeues in a row have won no step. A job calls it at its start: its `restarts`-th, with `step` steps that are safe."""
+    """How many requeues in a row have won nothing. A job calls it at its start: its `restarts`-th.
+
+    `step`: how much is saved then. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns
+    out to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
+    """
     record = _noted(paths)
     last = record.get("progress")
-    if last is not None and last["restarts"] <= restarts and step <= last["step"]:
+    if last is not None and last["restarts"] <= restarts and step == last["step"]:
         return restarts - last["restarts"]
     write_text(paths.job, json.dumps({**record, "progress": {"restarts": restarts, "step": step}}) + "\n")
     return 0
