@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.checkpoints import folders
 from rlx.config.load import compose
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
 from rlx.launch.follow import close
@@ -78,6 +80,12 @@ class Job:
         status = read_status(self.paths)
         assert status is not None
         return status
+
+
+def checkpoint(paths: RunPaths, step: int) -> Path:
+    """An empty checkpoint; returns its folder."""
+    folders.begin(paths, step)
+    return folders.finish(paths, step, {}, {})
 
 
 @pytest.fixture
@@ -167,6 +175,16 @@ def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job
     assert refused.run(SLURM_RESTART_COUNT="99") == 1
     assert (refused.status().state, refused.status().step) == ("failed", 5)
     assert "launcher.max_requeues" in refused.status().cause.reason
+
+
+def test_a_job_that_comes_back_without_notice_has_the_steps_of_its_checkpoint(job):
+    again = job("import pathlib, shutil, sys; run = pathlib.Path(sys.argv[1]); shutil.copy(run / 'status.json', run / 'seen')")
+    Status(state="running", step=37, max_steps=40).write(again.paths)
+    again.paths.metrics.write_text("".join(f'{{"step": {step}, "source": "trainer"}}\n' for step in range(37)))
+    checkpoint(again.paths, 30)
+    assert again.run(SLURM_RESTART_COUNT="1") == 0
+    assert json.loads((again.paths.root / "seen").read_text())["step"] == 30
+    assert again.status().step == 30
 
 
 def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):

@@ -254,7 +254,12 @@ class Attempt:
             except ConfigError as error:
                 _fail(paths, status, str(error))
                 raise SystemExit(1) from None
-            print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
+            if cfg.has_checkpoints:
+                status.step = start.step if start else 0
+                status.write(paths)
+                print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
+            else:
+                print("continuing with what is not done yet", flush=True)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
