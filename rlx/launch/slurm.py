@@ -46,6 +46,7 @@ QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID"
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
 
 BEGINNING = r"""
+trap '' USR2 # the notice would kill the job before Python handles it
 # If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
 rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 rlx_job=${rlx_job:-$SLURM_JOB_ID}
@@ -71,6 +72,7 @@ rlx_end() {
       ' "attempt":'*) line=" \"attempt\": $attempt," ;;
       ' "exit_code":'*) line=' "exit_code": 1,' ;;
       ' "cause":'*)
+        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
         line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
         line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
         ;;
@@ -155,8 +157,7 @@ def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_
         f"rlx_last={last_lines}",
         BEGINNING.strip(),
     ]
-    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then. `env --ignore-signal` needs coreutils 8.31.
-    executor = _Executor(folder, python=f"trap '' USR2; exec {shlex.quote(sys.executable)}")
+    executor = _Executor(folder, python=f"exec {shlex.quote(sys.executable)}")
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
