@@ -100,7 +100,7 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
     text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
     with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
-        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3"} | array
+        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C"} | array
         subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
     status = read_status(mine)
     assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
