@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -63,14 +64,14 @@ class Job:
         path.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.folder}/asked\n{does}\n')
         path.chmod(0o755)
 
-    def run(self, **variables: str) -> int:
-        """Run the job; return its exit code."""
+    def run(self, output: IO[str] | None = None, **variables: str) -> int:
+        """Run the job; return its exit code. `output`: the job's own output file."""
         slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
-        done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=600, check=False)
-        return done.returncode
+        argv = [sys.executable, "-c", code, str(self.paths.root)]
+        return subprocess.run(argv, env=environment, stdout=output, timeout=600, check=False).returncode
 
     def asked(self) -> list[str]:
         path = self.folder / "asked"
@@ -185,6 +186,18 @@ def test_a_job_that_comes_back_without_notice_has_the_steps_of_its_checkpoint(jo
     assert again.run(SLURM_RESTART_COUNT="1") == 0
     assert json.loads((again.paths.root / "seen").read_text())["step"] == 30
     assert again.status().step == 30
+
+
+def test_the_link_to_the_jobs_output_holds_where_the_output_folder_is_behind_a_symlink(tmp_path: Path):
+    (tmp_path / "disks" / "one").mkdir(parents=True)
+    (tmp_path / "outputs").symlink_to(tmp_path / "disks" / "one")
+    ends = Job(tmp_path / "outputs", "pass")
+    with (tmp_path / "outputs" / "12_0_log.out").open("w") as output:
+        output.write("said before rlx\n")
+        output.flush()
+        assert ends.run(output) == 0
+    assert ends.paths.log(0, "job").is_symlink()
+    assert ends.paths.log(0, "job").read_text().startswith("said before rlx\n")
 
 
 def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):

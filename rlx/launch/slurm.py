@@ -241,7 +241,7 @@ class Attempt:
         lock.share()
         output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
         if output.is_file():
-            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt)))
+            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt).resolve()))
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
