@@ -18,7 +18,7 @@ from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
 from rlx.launch.follow import close
 from rlx.paths import RunPaths
 from rlx.runs.claim import create, settle
-from rlx.runs.jobs import GONE, barren_requeues, job_of, note_job
+from rlx.runs.jobs import GONE, job_of, note_job, note_progress
 from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
@@ -172,7 +172,7 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
 def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job):
     refused = job(LEAVES)
     Status(state="preempted", step=5, max_steps=9).write(refused.paths)
-    assert barren_requeues(refused.paths, 0, 0) == 0
+    assert note_progress(refused.paths, 0, 0) == 0
     assert refused.run(SLURM_RESTART_COUNT="99") == 1
     assert (refused.status().state, refused.status().step) == ("failed", 5)
     assert "launcher.max_requeues" in refused.status().cause.reason
@@ -204,10 +204,10 @@ def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):
     paths = RunPaths(tmp_path)
     note_job(paths, "12")
     starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9), (12, 6), (13, 6), (14, 7)]
-    assert [barren_requeues(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0, 0, 1, 0]
+    assert [note_progress(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0, 0, 1, 0]
     assert job_of(paths) == "12"
     note_job(paths, "13")
-    assert barren_requeues(paths, 0, 9) == 0
+    assert note_progress(paths, 0, 9) == 0
 
 
 @pytest.mark.parametrize(("minutes", "code", "said"), [(3, 1, "larger slurm.time_minutes"), (60, 75, None)])
@@ -233,6 +233,30 @@ def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, r
     if not plays:
         assert "before a new rollout was saved" in leaves.status().cause.reason
         assert "start and first rollout take longer than slurm.time_minutes=3" in leaves.status().cause.reason
+
+
+def test_steps_up_to_a_damaged_checkpoint_are_no_progress_and_those_after_it_are(job):
+    again = job("pass")
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    checkpoint(again.paths, 60)
+    damaged = checkpoint(again.paths, 100)
+    (damaged / folders.COMPLETE).write_text(json.dumps({"step": 100, "files": {"gone": {"size": 1, "xxh3": "0"}}}))
+    assert note_progress(again.paths, 0, 0) == 0
+    assert again.run(SLURM_RESTART_COUNT="1") == 0
+    assert json.loads(again.paths.job.read_text())["progress"] == {"restarts": 1, "step": 60}
+    assert [note_progress(again.paths, *start) for start in [(2, 80), (3, 99), (4, 99)]] == [0, 0, 1]
+
+
+def test_a_job_whose_newest_checkpoint_is_always_damaged_does_not_come_back_for_ever(job):
+    again = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()", argv=("launcher.max_requeues=3",))
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    checkpoint(again.paths, 60)
+    again.paths.checkpoint_of(70).mkdir()
+    (again.paths.checkpoint_of(70) / folders.COMPLETE).write_text('{"step": 70, "files": {"gone": {"size": 1, "xxh3": "0"}}}')
+    assert note_progress(again.paths, 0, 60) == 0
+    assert again.run(SLURM_RESTART_COUNT="4") == 1
+    assert "requeued 4 times without a new step, more than launcher.max_requeues=3" in again.status().cause.reason
+    assert not (again.paths.root / "ran").exists()
 
 
 def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):

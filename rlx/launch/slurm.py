@@ -33,7 +33,7 @@ from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
@@ -246,9 +246,8 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        saved = _saved(paths, cfg)
-        barren = barren_requeues(paths, restarts, saved)
-        self._may_start(paths, cfg, status, barren)
+        self._may_come_back(paths, cfg, status, barren_requeues(paths, restarts, _saved(paths, cfg)))
+        self._has_its_code(paths, cfg, status)
         if restarts or has_begun(paths):
             try:
                 start = rewind(paths)
@@ -261,6 +260,9 @@ class Attempt:
                 print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
             else:
                 print("continuing with what is not done yet", flush=True)
+        saved = _saved(paths, cfg)  # not before: the newest checkpoint may have been damaged
+        barren = note_progress(paths, restarts, saved)
+        self._may_come_back(paths, cfg, status, barren)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
@@ -289,12 +291,15 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
-        """Exit if the job was requeued too often without saving anything new, or if the code has changed since the job was submitted."""
+    def _may_come_back(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
+        """Exit if the job was requeued too often without saving anything new."""
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _fail(paths, status, f"the job was requeued {barren} times without a new {_unit(cfg)}, more than {most}")
             raise SystemExit(1)
+
+    def _has_its_code(self, paths: RunPaths, cfg: CommandConfig, status: Status) -> None:
+        """Exit, or warn, if the code has changed since the job was submitted."""
         change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
             _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")

@@ -37,17 +37,21 @@ def output_of(paths: RunPaths) -> Path | None:
 
 
 def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
-    """How many requeues in a row have won nothing. A job calls it at its start: its `restarts`-th.
+    """How many requeues in a row have won nothing, at the job's `restarts`-th. Records nothing.
 
-    `step`: how much is saved then. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns
-    out to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
+    `step`: how much is saved. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns out
+    to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
     """
-    record = _noted(paths)
-    last = record.get("progress")
-    if last is not None and last["restarts"] <= restarts and step == last["step"]:
-        return restarts - last["restarts"]
-    write_text(paths.job, json.dumps({**record, "progress": {"restarts": restarts, "step": step}}) + "\n")
-    return 0
+    last = _noted(paths).get("progress")
+    return restarts - last["restarts"] if last is not None and last["restarts"] <= restarts and step == last["step"] else 0
+
+
+def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
+    """`barren_requeues` of a job that starts now, from `step`. Records the start if there was progress."""
+    barren = barren_requeues(paths, restarts, step)
+    if barren == 0:
+        write_text(paths.job, json.dumps({**_noted(paths), "progress": {"restarts": restarts, "step": step}}) + "\n")
+    return barren
 
 
 def _noted(paths: RunPaths) -> dict[str, Any]:
