@@ -54,10 +54,13 @@ CASES = {
     "copies": ("qwen3_tied", {"copies": 2}),
     "copies_untied_kept_gathered": ("llama_untied", {"copies": 2, "load": FLOAT32 | {"reshard_after_forward": False}}),
     "adapters_of_copies": ("llama_untied", {"copies": 2, "lora": {"rank": 4}}),
+    "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
+    "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
+    "muon": ("qwen3_tied", {"muon": True}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
-    "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "load": FLOAT32 | {"ac_freq": 1}}),
+    "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "ac": {"freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),
-    "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16", "ac_freq": 1}}),
+    "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16"}, "ac": {"freq": 1}}),
 }
 
 

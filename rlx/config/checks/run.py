@@ -66,6 +66,13 @@ def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
         )
 
 
+@rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
+def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    asked = {"trainer.ac_offloading": cfg.trainer.ac_offloading, "trainer.ac.mode": cfg.trainer.ac.mode != "full"}
+    for name in [key for key, on in asked.items() if on and not cfg.trainer.ac.freq]:
+        yield f"{of(name)} is about checkpointed layers, but {of('trainer.ac.freq')} means none. Set trainer.ac.freq=1, or leave it out."
+
+
 # model
 
 
