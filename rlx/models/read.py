@@ -51,7 +51,7 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         stored: dict[str, Stored] = {}
         for path in weight_files(source, hf.config):
             stored |= stored_tensors(opened.enter_context(open(path, "rb", buffering=0)))
-        why = None if stored else "it has no plain safetensors files"
+        why = None if stored else "it has no safetensors files, or its weights are quantized"
         converted = _converted(hf, mapping, stored)
         if mesh.grouped:
             why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
