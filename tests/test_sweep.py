@@ -180,7 +180,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
         ["seed=2", "completed", "3/3", "0.200"],
         ["seed=3", "failed", "2/3", "0.300"],
     ]
-    assert "trainer: exit code 5" in text
+    assert text.splitlines()[-1].endswith("trainer: exit code 5: seed 3 is broken")
     before = {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     (toys / "mended").touch()
