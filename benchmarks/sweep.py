@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=64)
     parser.add_argument("--dry", action="store_true", help="compose, check and plan only")
     args = parser.parse_args()
-    cluster = ["launcher=slurm", "slurm=dev", "slurm.options={hold: true}"]
+    cluster = ["launcher=slurm", "slurm=dev", "hardware=cpu", "slurm.options={hold: true}"]
     seconds = []
     for _ in range(args.runs):
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,10 @@ from rlx.roles.prepare import examples_of
 
 def main() -> None:
     out = Path(sys.argv[1])
-    found = examples_of(compose(sys.argv[2:]).cfg)
+    cfg = compose(sys.argv[2:]).cfg
+    if cfg.model.warm_start is None:
+        sys.exit("the keys of the teacher are in model.warm_start, which only model=tiny has: leave model, or the experiment with one, out")
+    found = examples_of(cfg)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w") as file:
         for conversations in found.values():

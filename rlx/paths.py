@@ -36,7 +36,8 @@ class RunPaths:
     data = _At("data.json")  # digests of the environments' examples, or of the data sets of `rlx sft`
     reproduce = _At("reproduce.sh")
     status = _At("status.json")
-    job = _At("job.json")  # the run's last SLURM job: `{"id": "12_3", "submitted": seconds}`
+    # The run's last SLURM job: `{"id": "12_3", "submitted": seconds, "output": file}`, and `progress` when a requeue last found new steps.
+    job = _At("job.json")
     sbatch = _At("sbatch.sh")
     explained = _At("plan.txt")  # a dry run's explanation of the plan: processes, a step's arithmetic, memory
     report = _At("report.html")  # the page that `rlx report` makes, of this run or of the sweep in this directory

@@ -127,7 +127,7 @@ up() {
   fi
   slurmctld -c # -c: forget the jobs of an earlier cluster
   for i in $(seq "$NODES"); do slurmd -N "node$i"; done
-  for _ in $(seq 150); do
+  for _ in $(seq 600); do
     if [ "$(sinfo -h -o %D -t idle -p debug 2>/dev/null)" = "$NODES" ]; then
       echo "SLURM is up: $NODES nodes of $CPUS CPUs, $GPUS fake GPUs and $MEMORY MiB"
       return
@@ -135,19 +135,19 @@ up() {
     sleep 0.2
   done
   tail -5 $LOG/slurmctld.log >&2
-  fail "the nodes are not idle after 30 s; see $LOG"
+  fail "the nodes are not idle after 120 s; see $LOG"
 }
 
-stop() { # $1 pid file, $2 name: SIGTERM, then SIGKILL after five seconds; waits for the process, which removes its pid file before it exits
+stop() { # $1 pid file, $2 name: SIGTERM, then SIGKILL after thirty seconds; waits for the process, which removes its pid file before it exits
   if alive "$1" "$2"; then
-    local pid
+    local pid tenth
     pid=$(cat "$1")
     kill "$pid" 2>/dev/null || true
-    for _ in $(seq 50); do
+    for tenth in $(seq 350); do
       runs "$pid" "$2" || break
+      [ "$tenth" != 300 ] || kill -9 "$pid" 2>/dev/null || true
       sleep 0.1
     done
-    if runs "$pid" "$2"; then kill -9 "$pid" 2>/dev/null || true; fi
   fi
   rm -f "$1"
 }
@@ -157,12 +157,12 @@ down() {
   ours || { echo "SLURM is down: it was not started by this script"; return; }
   if alive $RUN/slurmctld.pid slurmctld; then
     scancel --user=root 2>/dev/null || true # all jobs on this cluster belong to root
-    for _ in $(seq 60); do
+    for _ in $(seq 300); do
       [ -n "$(squeue -h 2>/dev/null)" ] || break
       sleep 0.2
     done
   fi
-  for _ in $(seq 50); do # a job's slurmstepd exits a moment after the job's processes
+  for _ in $(seq 300); do # a job's slurmstepd exits a moment after the job's processes
     grep -qx slurmstepd /proc/[0-9]*/comm 2>/dev/null || break
     sleep 0.1
   done

@@ -20,6 +20,7 @@ from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 
 UPDATES = 6
@@ -41,13 +42,15 @@ class Job:
     dropout: float = 0.0
 
 
-def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0) -> PolicyTrainer:
+def make_trainer(
+    model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0, read: bool = True
+) -> PolicyTrainer:
     lora = LoraConfig(rank=rank, dropout=dropout) if rank else None
-    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora)
+    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora, read=read)
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
-        getattr(torch.optim, optimizer)([p for p in policy.parameters() if p.requires_grad], lr=1e-2),
+        (Muon if optimizer == "Muon" else getattr(torch.optim, optimizer))(groups_of(policy.layers, policy), lr=1e-2),
         schedule=SchedulerConfig(type="cosine", warmup_steps=2),
         total_updates=UPDATES,
         max_norm=1.0,
@@ -57,7 +60,7 @@ def make_trainer(model: str, optimizer: str = "AdamW", mesh: Mesh | None = None,
 
 def run(job: Job, mesh: Mesh) -> None:
     torch.manual_seed(mesh.rank)
-    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout)
+    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:
         step = load(Path(job.load), trainer).step

@@ -46,22 +46,24 @@ class MainJob:
             start_new_session=True,
         )
 
-    def wait(self, timeout: float = 600) -> int:
+    def wait(self, timeout: float = 850) -> int:
         """Exit code of the launcher."""
         return self.process.wait(timeout)
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 300) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = 600) -> Any:
         """Wait for something to become true while the job lives; remembers the job's processes on the way."""
-        deadline = time.monotonic() + timeout
+        deadline, looked = time.monotonic() + timeout, 0.0
         while not (found := probe()):
-            self.processes()
+            if time.monotonic() - looked > 1:  # it takes half of a core's time otherwise, which the job needs
+                self.processes()
+                looked = time.monotonic()
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"no {what} after {timeout} s:\n{self.text()}"
             time.sleep(0.05)
         self.processes()
         return found
 
-    def until_step(self, step: int, timeout: float = 300) -> None:
+    def until_step(self, step: int, timeout: float = 600) -> None:
         self.until(lambda: any(r["step"] >= step for r in self.metrics("trainer")), f"step {step}", timeout)
 
     def until_started(self, role: str) -> int:

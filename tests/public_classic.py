@@ -117,15 +117,16 @@ def nth(script: Script, number: int) -> Said:
 
 
 class Scripted:
-    """Samples the script's answers. Keeps the turns and the parameters of all requests."""
+    """Samples the script's answers. Keeps the turns, the members and the parameters of all requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.turns: list[Turn] = []
+        self.members: list[int] = []
         self.sampling: list[dict[str, Any]] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
-        number = int(request_id.rpartition("-")[2])
+        member, _, number = map(int, request_id.split("-")[-3:])
         chat = tiny_chat()
         ids = [*chat.tokenizer.encode(nth(self.script, number).written), chat.stop_token_ids[0]]
         rng = random.Random(sampling["seed"])
@@ -138,6 +139,7 @@ class Scripted:
             finish_reason="stop",
         )
         self.turns.append(turn)
+        self.members.append(member)
         self.sampling.append(sampling)
         return turn
 

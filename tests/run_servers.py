@@ -27,7 +27,7 @@ class Servers:
         **fleet: Any,
     ) -> None:
         self.fleet = Fleet(endpoints, restart_timeout, drain_tokens, look, **fleet)
-        self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore)
+        self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore, run=fleet.get("run", ""))
         self.fleet.on_change = self.sampler.use
 
     async def __aenter__(self) -> Servers:

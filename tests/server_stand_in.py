@@ -68,13 +68,14 @@ class Stand:
         self.transports.append(request.transport)
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
-            async for message in socket:
-                self.messages += 1
-                asked = msgspec.msgpack.decode(message.data, type=Asked)
-                for number, one in asked.requests:
-                    tasks[number] = asyncio.ensure_future(self.generate(socket, number, one))
-                for number in asked.given_up:
-                    tasks[number].cancel()
+            with self.holder.connection(request.query.get("run", "")):
+                async for message in socket:
+                    self.messages += 1
+                    asked = msgspec.msgpack.decode(message.data, type=Asked)
+                    for number, one in asked.requests:
+                        tasks[number] = asyncio.ensure_future(self.generate(socket, number, one))
+                    for number in asked.given_up:
+                        tasks[number].cancel()
         finally:
             for task in tasks.values():
                 task.cancel()

@@ -1,4 +1,4 @@
-"""`python train.py launcher=slurm` on the development cluster: submitting, watching and disturbing a job."""
+"""Commands with `launcher=slurm` on the development cluster: submitting, watching and disturbing a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,16 @@ def slurm(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
-def train(*overrides: str, cwd: Path, cache: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py` to its end."""
+TRAIN = (str(ROOT / "train.py"),)
+EVAL = ("-m", "rlx.cli", "eval")
+
+
+def train(
+    *overrides: str, cwd: Path, cache: Path, timeout: float = 600, command: Sequence[str] = TRAIN
+) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py`, or another command of Python, to its end."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *overrides],
+        [sys.executable, *command, *overrides],
         cwd=cwd,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "RLX_CACHE": str(cache)},
         capture_output=True,
@@ -38,9 +44,10 @@ def train(*overrides: str, cwd: Path, cache: Path, timeout: float = 600) -> subp
 class SlurmJob:
     """One submitted run."""
 
-    def __init__(self, run_dir: Path, cache: Path, *overrides: str) -> None:
+    def __init__(self, run_dir: Path, cache: Path, *overrides: str, command: Sequence[str] = TRAIN) -> None:
         self.run_dir = run_dir
-        done = train("launcher=slurm", "slurm=dev", f"run.dir={run_dir}", *overrides, cwd=run_dir.parent, cache=cache)
+        line = ("launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={run_dir}", *overrides)
+        done = train(*line, cwd=run_dir.parent, cache=cache, command=command)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"^job (\d+):", done.stdout, re.MULTILINE)
         assert found, done.stdout
@@ -92,8 +99,17 @@ class SlurmJob:
     def reproducible_lines(self) -> list[dict[str, Any]]:
         return reproducible_lines(self.run_dir)
 
-    def left(self) -> list[int]:
-        """Processes that name the run directory."""
+    def left(self, timeout: float = 60) -> list[int]:
+        """Processes that name the run directory and do not end in `timeout` seconds.
+
+        The reaper writes the status before it ends, and SLURM does not wait for it.
+        """
+        deadline = time.monotonic() + timeout
+        while (found := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _alive(self) -> list[int]:
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():

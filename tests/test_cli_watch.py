@@ -16,6 +16,7 @@ import pytest
 from test_console import add_step
 
 from rlx.cli import main
+from rlx.cli.console import Console
 from rlx.cli.panes import logs_of, make, session_of
 from rlx.config.load import compose, to_yaml
 from rlx.paths import RunPaths
@@ -33,13 +34,19 @@ def make_run(root: Path, **status: object) -> RunPaths:
     return paths
 
 
-def test_a_run_is_followed_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_followed_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     alive = {"host": socket.gethostname(), "pid": os.getpid()}
     paths = make_run(tmp_path / "mine", state="running", launcher=alive)
     add_step(paths.root, 0, time.time())
 
+    shown_once, update = threading.Event(), Console.update
+
+    def seen(console: Console) -> None:
+        update(console)
+        shown_once.set()
+
     def end() -> None:
-        time.sleep(0.3)
+        assert shown_once.wait(300)
         add_step(paths.root, 1, time.time())
         status = Status(max_steps=3, started=time.time() - 100, step=2)
         status.finish(
@@ -47,6 +54,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path: Path, capsys: pytest.CaptureF
         )
         status.write(paths)
 
+    monkeypatch.setattr(Console, "update", seen)
     ending = threading.Thread(target=end)
     ending.start()
     assert main(["watch", str(paths.root)]) == 1

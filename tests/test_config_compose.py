@@ -144,6 +144,21 @@ def test_auto_hardware_takes_the_layout_that_fits_and_says_so(monkeypatch, gpus:
     assert composed.cfg.hardware.cpu_threads == 2
 
 
+@pytest.mark.parametrize(("per_node", "layout"), [(8, "node8"), (4, "gpu4"), (0, "cpu")])
+def test_auto_hardware_of_a_job_goes_by_the_cluster_and_not_by_the_machine_that_submits_it(monkeypatch, per_node: int, layout: str):
+    monkeypatch.setattr("rlx.config.gpus.installed_gpus", lambda: 1)
+    monkeypatch.setattr("rlx.config.gpus.has_gpu_build", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    line = ["launcher=slurm", "slurm=example", f"slurm.gpus_per_node={per_node}", "dry_run=true"]
+    composed = compose(line, {})
+    assert composed.cfg.hardware.name == layout
+    assert composed.notes == [f"hardware=auto: slurm.gpus_per_node={per_node}, chose {layout}"]
+    assert compose([*line, "hardware=cpu_3nodes"], {}).cfg.hardware.name == "cpu_3nodes"
+    assert compose(["launcher=local", *line[1:]], {}).cfg.hardware.name == "gpu1_shared"
+    with pytest.raises(ConfigError, match=r"hardware=auto does not know the nodes of the cluster: slurm.gpus_per_node=null"):
+        compose(["launcher=slurm", "dry_run=true"], {})
+
+
 @pytest.mark.parametrize(("chosen", "count"), [("", 0), ("0", 1), ("1,3", 2), ("0,9,1", 1), ("-1", 0), ("GPU-8f1,GPU-8f2", 2)])
 def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: int):
     from rlx.config import gpus
@@ -151,6 +166,10 @@ def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: 
     monkeypatch.setattr(gpus, "installed_gpus", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert gpus.visible_gpus() == count
+
+
+def test_a_directory_may_have_letters_of_any_language():
+    assert compose(["run.dir=größe-模/läufe", "dry_run=true"], {}).cfg.run.dir == "größe-模/läufe"
 
 
 def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):

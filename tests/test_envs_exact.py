@@ -15,6 +15,7 @@ from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of
 from public_classic import Said, check_as_stock, check_tokens, judge, ours, stock
 
 from rlx.envs.messages import for_template
+from rlx.envs.probe import try_first
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout
@@ -140,7 +141,8 @@ def test_environments_of_every_kind_train_as_verifiers_plays_them(name: str) -> 
         _, rollouts, generator = ours(module, arguments, script, members=4 if "nested" in name else 1, row=row)
         expected = stock(module, arguments, script, row)
     check_as_stock(rollouts[0], expected)
-    check_tokens(rollouts[0], generator.turns[:: len(rollouts)])
+    own = [turn for turn, member in zip(generator.turns, generator.members, strict=True) if member == 0]
+    check_tokens(rollouts[0], own)
 
 
 def test_a_group_of_environments_scores_the_groups_of_the_member_that_compares_them() -> None:
@@ -215,4 +217,5 @@ def test_rows_with_an_old_task_name_play() -> None:
 
     data = words(2).add_column("task", ["reverse-text"] * 2)
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right])), SAMPLING, 30.0)
+    try_first(env, dict(env.rows[0]))  # nor is it refused before a run
     assert play(env, StandIn(tiny_chat(), error=0.0)).reward == 1.0

@@ -78,6 +78,17 @@ def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
     assert set(turn.versions.tolist()) == {7}
 
 
+def test_an_answer_occupies_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = load("rlx_word_guess", num_examples=4)
+
+    async def to_thread(*_: Any) -> None:
+        raise RuntimeError("a thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    rollout = play(env, StandIn(tiny_chat()), context_length=2000)
+    assert (rollout.status, rollout.error) == ("ok", None)
+
+
 @pytest.mark.parametrize(("keys", "text"), [
     ({"agents_per_group": "all"}, r"but envs\.e\.agents_per_group=all\. Only v1 tasksets have agents; remove the key"),
     ({"agents": ["a", "b"]}, r"but envs\.e\.agents=\[a,b\]\. Only v1"),

@@ -133,7 +133,8 @@ def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(
 
 @pytest.mark.slow
 def test_a_worker_that_grows_is_replaced_when_it_has_finished_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
-    pool = pool_of(gib=0.15, trouble="leak", bad=list(range(40)), turns=2)  # 80 MiB a rollout
+    # 40 MiB at first, and 100 MiB a rollout: three exceed the bound, and no rollout is in the middle of exceeding 1.5 times the bound.
+    pool = pool_of(gib=0.3, trouble="leak", bad=list(range(40)), turns=2)
 
     async def one_by_one(pool: WorkerPool) -> None:
         for index in range(3):
@@ -146,7 +147,7 @@ def test_a_worker_that_grows_is_replaced_when_it_has_finished_its_rollouts(pool_
     play(pool, [], meanwhile=one_by_one)
     assert pool.replaced["memory"] >= 1
     assert pool.replaced["died"] == 0
-    assert "env_worker_memory_gb is 0.15" in caplog.text
+    assert "env_worker_memory_gb is 0.3" in caplog.text
 
 
 def test_an_environment_that_cannot_load_says_why(pool_of: Any) -> None:
@@ -190,6 +191,7 @@ def test_a_worker_that_dies_while_loading_is_noticed_although_its_fork_holds_the
 @pytest.mark.long
 def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rlx.envs.pool.LOADING", 0.2)
+    monkeypatch.setattr("rlx.envs.pool.LOADING_TIMES", 0)  # however long the first load took
     pool = pool_of(trouble="first_slow", bad=[str(tmp_path / "once")])
 
     async def kill(pool: WorkerPool) -> None:

@@ -86,7 +86,11 @@ def imports_of(path: Path) -> list[str]:
             base = [*package[: len(package) - node.level + 1]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             found += [f"{module}.{alias.name}" for alias in node.names] if module == "rlx" else [module]
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        elif (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name | ast.Attribute)
+            and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        ):
             waiting.extend(node.orelse)
         else:
             waiting.extend(ast.iter_child_nodes(node))

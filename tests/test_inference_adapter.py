@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_server import EXACT, START, Run, prompts, sample, under_load
+from inference_server import EXACT, START, Run, prompts, running, sample, under_load
 from run_servers import Servers
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rlx.config.schema import LoraConfig
 from rlx.inference.endpoints import Endpoint
@@ -23,6 +25,7 @@ from rlx.models.lora import adapted
 from rlx.parallel.mesh import one_process
 from rlx.types import Turn
 from rlx.waiting import UNFIT
+from rlx.weights.files import identity
 from rlx.weights.publish import Publisher
 
 LORA = LoraConfig(rank=3, alpha=6.0, rslora=True)
@@ -75,7 +78,12 @@ def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_
             said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
             with pytest.raises(RuntimeError, match=r"holds whole models .*started to serve adapters"):
                 await servers.update(whole, 3)
-            said.append(await under_load(servers, ids, lambda: servers.update(folders[2], 2)))
+
+            async def change() -> None:
+                await running(servers, len(ids))  # each has tokens of version 1
+                await servers.update(folders[2], 2)
+
+            said.append(await under_load(servers, ids, change))
             said.append([await sample(servers, each, seed) for seed, each in enumerate(ids)])
             (state,) = await servers.fleet.states()
             return said, state
@@ -136,6 +144,14 @@ def test_adapters_of_another_model_version_or_rank_are_refused(tmp_path: Path) -
         check_adapter(folder, 1, {name: (*shape[:-1], shape[-1] + 1) for name, shape in shapes.items()}, 8)
     with pytest.raises(ValueError, match="no adapters for this model"):
         check_adapter(folder, 1, {}, 8)
+    check_adapter(folder, 1, shapes, 8, identity(run.paths.root / "model"))
+    with safe_open(run.paths.root / "model" / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors["model.norm.weight"][0] += 1  # the same model, trained a little
+    (tmp_path / "other").mkdir()
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"trained beside .*model \(weights \w{16}\), but this server has other weights \(\w{16}\)"):
+        check_adapter(folder, 1, shapes, 8, identity(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import pytest
 from run_servers import Servers
 from server_stand_in import Stand, play, until
 
-from rlx.inference.protocol import RequestRefused, TakenServer
+from rlx.inference.protocol import HELD, LEFT, RequestRefused, TakenServer
 from rlx.weights.files import version_at
 
 OTHER = "/runs/b"
@@ -65,6 +65,21 @@ def test_the_start_waits_for_a_server_whose_run_was_killed() -> None:
         assert stand.holder.run == "/runs/a"
 
     play(scene, Stand(), run="/runs/a", look=60)
+
+
+def test_a_server_is_soon_free_when_the_connection_of_its_run_has_closed() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.fleet.wait_ready(60)
+        stand.now = LEFT + 1
+        assert stand.holder.claim(OTHER) is not None, "it may not have connected yet"
+        await client.generate([5, 6], {"max_tokens": 2}, "r")
+        stand.now = HELD - 1
+        assert stand.holder.claim(OTHER) is not None, "it has a connection"
+        await client.sampler.__aexit__()
+        await until(lambda: stand.holder.claim(OTHER) is None)
+        assert stand.holder.claim("/runs/a") is not None
+
+    play(scene, Stand(), run="/runs/a", look=3600)
 
 
 def test_the_start_does_not_wait_for_ever_for_a_server_whose_run_is_alive(

@@ -117,7 +117,7 @@ def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
         await until(lambda: client.fleet.size == 2)
         assert first.version == 2
 
-    play(scene, Stand(), Stand(), look=0.1, hung=0.2)
+    play(scene, Stand(), Stand(), look=0.1, hung=1.0)
 
 
 def test_a_server_that_fails_requests_and_updates_for_a_while_costs_nothing_but_time() -> None:
@@ -160,7 +160,7 @@ def test_metrics_of_the_servers_do_not_wait_for_one_that_hangs() -> None:
         first.hangs = True
         assert (await asyncio.wait_for(client.fleet.stats(), 60))["perf/servers"] == 1
 
-    play(scene, Stand(), Stand(), look=60, hung=0.2)
+    play(scene, Stand(), Stand(), look=60, hung=1.0)
 
 
 def test_a_server_whose_address_is_nonsense_does_not_end_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,9 +217,10 @@ def test_the_time_in_which_a_server_worked_before_it_died_is_no_outage() -> None
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         await until(lambda: stand.in_flight)
         await asyncio.sleep(1.0)
+        died = time.monotonic()
         await stand.__aexit__()
         await until(lambda: client.sampler.away)
-        assert client.sampler.away < 0.9
+        assert client.sampler.away <= time.monotonic() - died
         asked.cancel()
 
     play(scene, Stand(60.0), restart_timeout=300, look=60)

@@ -10,7 +10,7 @@ import pytest
 
 from rlx.cli import main
 from rlx.cli.env import next_commands
-from rlx.cli.env_check import overrides
+from rlx.cli.env_check import overrides, say_shadowed
 from rlx.cli.env_display import train_command
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
@@ -100,3 +100,15 @@ def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training
 def test_what_is_not_installed_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "info", "nothere"]) == 2
     assert "nothere is not installed.\n  fix: `rlx env list` shows what is" in capsys.readouterr().err
+
+
+def test_a_package_with_the_name_of_a_shipped_environment_is_pointed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_shadowed("sums")
+    assert capsys.readouterr().err == ""
+    (tmp_path / "sums.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    say_shadowed("sums")
+    assert capsys.readouterr().err == "sums ships with rlx (rlx-sums); the installed package of that name is local/sums\n"
+    assert "envs.custom.id=local/sums" in overrides("local/sums", [])[1]

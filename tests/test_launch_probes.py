@@ -169,7 +169,7 @@ def test_what_an_environment_started_ends_with_the_check(tmp_path):
 @pytest.mark.parametrize(("file", "cause"), [("nowhere", "No such file or directory"), (".", "Permission denied")])
 def test_a_python_that_only_the_nodes_have_is_a_problem_with_a_remedy(cache, tmp_path, file: str, cause: str):
     python = tmp_path / file
-    remote = config(f"envs.reverse_text.python={python}", "launcher=slurm", "slurm.partition=cpu", "dry_run=true")
+    remote = config(f"envs.reverse_text.python={python}", "launcher=slurm", "slurm.gpus_per_node=0", "dry_run=true")
     with pytest.raises(ConfigError) as found:
         probes.environments_of([remote])
     (problem,) = found.value.problems

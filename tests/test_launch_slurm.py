@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from rlx.launch import slurm
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import read_plan
+from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change
+from rlx.runs.status import Status, read_status
 
+RUNS = [Path(f"/shared/outputs/losses/seed={seed}") for seed in range(12)]
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,15 +51,69 @@ def test_the_sbatch_script_of_a_cluster_with_everything(monkeypatch: pytest.Monk
     cfg = compose(
         ["launcher=slurm", "slurm=example", "hardware=node8x2", "model=qwen3_8b", "launcher.array_parallelism=4", "dry_run=true"], {}
     ).cfg
-    text = slurm.sbatch_script(cfg, "losses", Path("/shared/outputs/losses/.submitit"), count=12).replace(sys.executable, "PYTHON")
+    text = slurm.sbatch_script(cfg, "losses", Path("/shared/outputs/losses/.submitit"), RUNS).replace(sys.executable, "PYTHON")
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert GOLDEN.read_text() == text
 
 
+def stand_in(path: Path, does: str) -> str:
+    """An executable shell script; returns its path."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(tmp_path / "env", 'echo "env: unrecognized option" >&2; exit 125')
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", '[ "$1" = -c ] && exit; kill -USR2 $$; echo alive'))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    text = slurm.sbatch_script(cfg, "run", tmp_path / ".submitit", [tmp_path])
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["alive"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setup", "python", "array", "code", "said"),
+    [
+        (r"""echo '"no" \module'$'\t''there' >&2; false""", "exit 0", {}, 1, '"no" \\modulethere'),
+        ("exit 7", "exit 0", {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}, 7, None),
+        ("true", "echo ModuleNotFoundError; exit 1", {}, 1, "ModuleNotFoundError"),
+        ("true", None, {}, 127, "No such file"),
+    ],
+)
+def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path, monkeypatch, setup, python, array, code, said):
+    paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
+    for each in paths:
+        each.root.mkdir(parents=True)
+        Status(max_steps=9).write(each)
+    folder, mine, job = tmp_path / "a sweep" / ".submitit", paths[-1], "12_1" if array else "12"
+    folder.mkdir()
+    mine.logs(0).mkdir(parents=True)  # of an earlier job
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", python) if python else str(tmp_path / "nowhere"))
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
+    with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
+        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3"} | array
+        subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
+    status = read_status(mine)
+    assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
+    assert (status.cause.returncode, status.cause.log) == (code, "logs/attempt_1/job.log")
+    assert f"job {job} ended on node3 with exit code {code} before rlx could start" in status.cause.reason
+    assert said is None or said in status.cause.last_lines[-1]
+    assert (mine.root / status.cause.log).read_text() == (folder / f"{job}_0_log.out").read_text()
+    assert [read_status(each).state for each in paths[:-1]] == ["starting"] * len(paths[:-1])
+
+    note_job(mine, "13")  # the directory now belongs to another job
+    Status().write(mine)
+    subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
+    assert read_status(mine).state == "starting"
+
+
 def test_what_is_null_is_left_to_the_cluster():
     cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
-    text = slurm.sbatch_script(cfg, "run", Path("/x"))
+    text = slurm.sbatch_script(cfg, "run", Path("/x/.submitit"), [Path("/x")])
     for option in ("partition", "account", "qos", "constraint", "cpus-per-task", "gres", "array", "wckey"):
         assert f"--{option}" not in text
     for line in ("--exclusive", "--mem=0", "--nodes=1", "--requeue", "--signal=B:USR2@120", "--time=1440"):
@@ -63,8 +121,33 @@ def test_what_is_null_is_left_to_the_cluster():
 
 
 @pytest.mark.parametrize(
+    ("argv", "there", "absent"),
+    [
+        (["slurm.options.mem=null"], [], ["mem"]),
+        (["slurm.options={mem-per-cpu: 4G}"], ["mem-per-cpu=4G"], ["mem"]),
+        (["slurm.options.mem_per_gpu=60G"], ["mem-per-gpu=60G"], ["mem"]),
+        (["slurm.cpus_per_node=4"], ["cpus-per-task=4"], ["mem", "exclusive"]),
+        (["slurm.cpus_per_node=4", "slurm.memory_gb=2"], ["mem=2048M"], ["exclusive"]),
+        (["slurm.options.requeue=null", "slurm.options.exclusive=null"], ["mem=0"], ["requeue", "exclusive"]),
+        (["hardware=gpu2", "slurm.options={gres: null, gpus-per-node: 2}"], ["gpus-per-node=2"], ["gres"]),
+        (["slurm.cpus_per_node=4", "slurm.options={cpus-per-task: 8}"], ["cpus-per-task=8"], ["cpus-per-task=4"]),
+    ],
+)
+def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], there: list[str], absent: list[str]):
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true", *argv], {}).cfg
+    lines = slurm.sbatch_script(cfg, "run", Path("/x/.submitit"), [Path("/x")]).splitlines()
+    options = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert set(there) <= set(options)
+    assert not [option for option in options if option in absent or option.partition("=")[0] in absent]
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["slurm.options.array=0-3"], "sbatch's option array would break the run: slurm.options.array=0-3 (command line)"),
+        (["slurm.options={ntasks_per_node: 8}"], "sbatch's option ntasks-per-node would break the run"),
+        (["slurm.options={output: /tmp/x}"], "logs/attempt_N/job.log"),
+        (["slurm.options={--hold: true}"], "named without dashes in front: slurm.options.--hold=true (command line). Write hold."),
         (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs per host than the cluster's nodes have"),
         (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
         (["slurm.time_minutes=2"], "signal before the time limit would come before the job starts"),
@@ -72,15 +155,15 @@ def test_what_is_null_is_left_to_the_cluster():
 )
 def test_what_cannot_work_on_the_cluster_is_said_before_anything_is_submitted(argv: list[str], said: str):
     with pytest.raises(ConfigError) as error:
-        compose(["launcher=slurm", "dry_run=true", *argv], {})
+        compose(["launcher=slurm", "hardware=cpu", "dry_run=true", *argv], {})
     assert said in str(error.value)
 
 
 def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="sbatch, srun, squeue, scontrol cannot be found"):
-        compose(["launcher=slurm"], {})
-    compose(["launcher=slurm", "dry_run=true"], {})
+        compose(["launcher=slurm", "hardware=cpu"], {})
+    compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
 
 
 def test_the_states_of_jobs_are_read_from_squeue_and_the_restarts_from_scontrol(controller, tmp_path: Path):
@@ -126,6 +209,17 @@ def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_p
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
+@pytest.mark.usefixtures("known_environments")
+def test_an_error_of_sbatch_is_said_once_for_all_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for name in ("sbatch", "srun", "squeue", "scontrol"):
+        stand_in(tmp_path / name, 'echo "sbatch: error: Invalid account" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert main(["train", "-m", "seed=1,2,3", "launcher=slurm", "hardware=cpu", f"run.dir={tmp_path / 'sweep'}"]) == 1
+    assert capsys.readouterr().err.count("Invalid account") == 1
+    causes = [read_status(RunPaths(tmp_path / "sweep" / f"seed={seed}")).cause for seed in (1, 2, 3)]
+    assert all("Invalid account" in cause.reason for cause in causes)
+
+
 def made(tmp_path: Path, *argv: str) -> RunPaths:
     composed = compose([f"run.dir={tmp_path / 'run'}", "hardware=cpu", *argv], {})
     cfg = settle(composed.cfg, composed.label)
@@ -145,19 +239,26 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
     made(tmp_path, "clean=true")
 
 
-def test_code_that_is_not_what_was_submitted_is_noticed(tmp_path: Path):
+def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "source"
+    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "README.md"):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text("first\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(source), *command], check=True)
+    monkeypatch.setattr(provenance, "SOURCE", source)
+    provenance.source_state.cache_clear()
     paths = made(tmp_path)
+    (source / "README.md").write_text("second\n")
     assert code_change(paths) is None
-    record = json.loads(paths.provenance.read_text())
-    now = record["source"]["commit"]
-    if now is None:
-        pytest.skip("this is no git checkout")
-    paths.provenance.write_text(json.dumps({**record, "source": {**record["source"], "commit": "0" * 40}}))
-    assert code_change(paths) == f"the code was at commit 000000000000 when the run was submitted and is now at {now[:12]}"
-    later = {"source": {**record["source"], "diff": "other.diff"}}
-    paths.provenance.write_text(json.dumps({**record, "later_attempts": [later]}))
-    (paths.root / "other.diff").write_text("another change")
-    assert "uncommitted changes" in str(code_change(paths))
+    subprocess.run(["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "second"], check=True)
+    assert code_change(paths) is None, "another commit, but the same code"
+    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "rlx/new.py"):
+        (source / file).write_text("second\n")
+        assert "is not what it was when the run was submitted (commit " in str(code_change(paths))
+        (source / file).write_text("first\n")
+    assert "is not what it was" in str(code_change(paths)), "rlx/new.py is still there"
+    provenance.source_state.cache_clear()
 
 
 @pytest.mark.parametrize(

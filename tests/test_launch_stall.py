@@ -213,7 +213,7 @@ def test_a_process_that_sleeps_one_in_native_code_and_a_stopped_one_are_told_apa
 
 def test_the_doctor_writes_an_account_and_its_end_and_the_run_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("rlx.launch.stall.ANSWER", 0.1)
-    paths, said = RunPaths(tmp_path), []
+    paths, said, threads = RunPaths(tmp_path), [], threading.active_count()
     doctor = StallDoctor(paths, 0, 0.05, said.append)
     doctor.look(beats(since=0.0), {"trainer": 0.0}, 0, ["trainer"])
     time.sleep(0.06)
@@ -225,7 +225,7 @@ def test_the_doctor_writes_an_account_and_its_end_and_the_run_is_left_alone(tmp_
     assert head.startswith("no progress for 0.05 s (launcher.stall_timeout): waiting for trainer, which does not answer\n")
     assert head.splitlines()[-1].startswith("progress again, after ")
     assert len(said) == 2
-    assert threading.active_count() < 10
+    assert threading.active_count() <= threads + 1, "the thread that wrote this may still end"
 
 
 def test_a_question_of_an_earlier_attempt_is_not_answered(tmp_path):

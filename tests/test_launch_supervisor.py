@@ -75,7 +75,7 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
 @pytest.mark.slow
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
-    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.3); sys.exit(1)"
+    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.1); sys.exit(1)"
     user = AFTER.format("dying") + "sys.exit('request failed')"
     run = start([toy("inference", dying, service=True, arguments=(RUN_DIR,)), toy("orchestrator", user, arguments=(RUN_DIR,))])
     cause = run.wait().cause
@@ -86,7 +86,7 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
 @pytest.mark.slow
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     first = "import os, sys; open(sys.argv[1] + '/dead', 'w').close(); os._exit(3)"
-    follower = AFTER.format("dead") + "time.sleep(0.2); sys.exit(4)"
+    follower = AFTER.format("dead") + "time.sleep(0.6); sys.exit(4)"
     run = start([toy("orchestrator", follower, arguments=(RUN_DIR,)), toy("trainer", first, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None
@@ -211,6 +211,7 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
     # Like torchrun's workers: they have another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("trainer", nested), toy("orchestrator", FOREVER)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.pid("trainer"), signal.SIGKILL)
     run.wait()
@@ -227,6 +228,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
         subprocess.Popen([sys.executable, "-c", {FOREVER!r}]).wait()
         """
     run = start([toy("trainer", nested)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     run.wait()
@@ -237,6 +239,7 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
 def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])
+    run.until_started()
     run.until(lambda: run.log("trainer").count("working") == 2)
     os.kill(run.status().supervisor["pid"], signal.SIGKILL)  # type: ignore[index]
     status = run.wait()
@@ -308,12 +311,18 @@ def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.S
     run.assert_nothing_left()
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    (caught,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
-    run.until(lambda: run.paths.status.exists())
-    time.sleep(0.1)
+    # While the launcher starts the supervisor it ignores these signals; then it handles SIGINT, SIGTERM and SIGHUP, in this order.
+    run.until(lambda: handles(run.launcher.pid, signal.SIGTERM))
     os.killpg(run.launcher.pid, signal.SIGINT)
     status = run.wait()
     assert (status.state, status.exit_code) == ("interrupted", 130)

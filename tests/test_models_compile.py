@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import AcConfig, LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
 from rlx.models.layout import build_layout
-from rlx.models.lora import add_adapters
+from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.shard import checkpoint_activations, compile_layers
 
 
@@ -29,9 +29,10 @@ def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -
     """The number of graphs traced in two batches of different lengths, and the gradients."""
     hf = make_model()
     if adapters:
-        add_adapters(hf, LoraConfig(rank=4), seed=0)
+        add_adapters(hf, LoraConfig(rank=4))
+        draw_adapters(hf, seed=0)
     trainer = make_trainer(hf)
-    checkpoint_activations(trainer.model, freq)
+    checkpoint_activations(trainer.model, AcConfig(freq=freq))
     traced: list[Any] = []
 
     def backend(graph, inputs):

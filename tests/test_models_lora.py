@@ -12,12 +12,12 @@ from torch import nn
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.gpt2 import GPT2Config
 
-from rlx.config.schema import KlTerms, LoraConfig
+from rlx.config.schema import AcConfig, KlTerms, LoraConfig
 from rlx.data.packing import pack
 from rlx.kernels.reference import logprob_reference
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.models.lora import adapted, add_adapters, targets, without_adapters
+from rlx.models.lora import adapted, add_adapters, draw_adapters, targets, without_adapters
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
@@ -32,7 +32,8 @@ SOME = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=["q_proj", "mlp
 def with_adapters(lora: LoraConfig = LORA, *, trained: bool = True, dtype: torch.dtype = torch.float32, **keys):
     """A tiny model with adapters. `trained`: B is not 0 any more."""
     hf = make_model(**keys).to(dtype)
-    add_adapters(hf, lora, seed=0)
+    add_adapters(hf, lora)
+    draw_adapters(hf, seed=0)
     if trained:
         generator = torch.Generator().manual_seed(1)
         for layer in adapted(hf).values():
@@ -41,7 +42,7 @@ def with_adapters(lora: LoraConfig = LORA, *, trained: bool = True, dtype: torch
 
 
 def publisher(hf, lora: LoraConfig, root: Path) -> Publisher:
-    hf.config.save_pretrained(root / "base")
+    hf.save_pretrained(root / "base", state_dict={name: tensor for name, tensor in hf.state_dict().items() if "lora_" not in name})
     policy = PolicyModel(copy.deepcopy(hf))  # it changes the attention
     return Publisher.of(policy, one_process("cpu"), RunPaths(root), source=str(root / "base"), dtype=torch.float32, lora=lora)
 
@@ -87,7 +88,8 @@ def test_new_adapters_change_nothing_and_the_same_seed_draws_the_same():
     ids = torch.arange(3, 12)[None]
     assert torch.equal(ours(input_ids=ids).logits, base(input_ids=ids).logits)
     again, other = with_adapters(trained=False), make_model()
-    add_adapters(other, LORA, seed=1)
+    add_adapters(other, LORA)
+    draw_adapters(other, seed=1)
     layers = adapted(ours)
     assert all(torch.equal(layer.lora_A, adapted(again)[name].lora_A) for name, layer in layers.items())
     assert not any(torch.equal(layer.lora_A, adapted(other)[name].lora_A) for name, layer in layers.items())
@@ -138,7 +140,7 @@ def test_dropout_acts_in_training_alone_and_recomputed_layers_draw_the_same():
     for freq in (0, 1):
         hf = with_adapters(LoraConfig(rank=4, dropout=0.5))
         trainer = make_trainer(hf, grpo)
-        checkpoint_activations(trainer.model, freq, random=True)
+        checkpoint_activations(trainer.model, AcConfig(freq=freq), random=True)
         torch.manual_seed(0)
         trainer.accumulate_gradients(row)
         found[freq] = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}

@@ -229,16 +229,24 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     shard, table = 8.19e9 / 4, 151936 * 4096
     assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
     assert trainer.context == GIB
-    assert trainer.root == 2 * table * 2, "embedding and head, both gathered in 16 bits"
+    assert trainer.table == table * 2, "embedding or head, gathered in 16 bits"
     assert trainer.head_gradient == table * 2
-    assert trainer.root_gradients == 2 * table * (2 + 4), "gradients of both in 16 bits, and the float32 reduction buffer"
+    assert trainer.table_gradients == table * (2 + 4), "a gradient in 16 bits, and the float32 reduction buffer"
     assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
     assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
     assert trainer.update == shard * 4
     assert trainer.published == 8.19e9 * 2, "rank 0's copy, in 16 bits"
-    ends = trainer.states + trainer.layers + trainer.root + trainer.root_gradients
-    assert trainer.device == ends == pytest.approx(41.6 * GIB, rel=0.01)
-    assert ends - trainer.states - trainer.layers > 9 * GIB, "the root unit alone needs this at the end of backward"
+    assert trainer.loading == 4 * table / 4 * 4, "four threads, each with this rank's shard of a table in 32 bits"
+    reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
+    assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
+    partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))
+    assert partly.activations == 8192 * 4096 * 2 * (36 * 12 + 17), "an input and eleven results of products per layer"
+    on_host = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "ac_offloading": True, "micro_batch_tokens": 8192}))
+    assert on_host.activations == 8192 * 4096 * 2 * 17
+    copies = trainer_memory(config("node8", trainer={"dp_replicate": 2}))
+    assert copies.parameters == 2 * trainer.parameters, "each of two copies lies on half of the ranks"
+    kept = trainer_memory(config("node8", trainer={"reshard_after_forward": False}))
+    assert kept.layers == 18 * trainer.layers, "all 36 layers instead of two"
 
 
 def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_no_copy() -> None:
@@ -248,7 +256,7 @@ def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is
     assert adapters.gradients * 4 / 4 == pytest.approx(36 * layer, rel=0.15), "the configuration has no width of the feed-forward layer"
     assert adapters.optimizer == 2 * adapters.gradients
     assert adapters.parameters == pytest.approx(8.19e9 / 4 * 2 + adapters.gradients), "frozen ones in 16 bits"
-    assert adapters.reference == adapters.head_gradient == adapters.root_gradients == 0
+    assert adapters.reference == adapters.head_gradient == adapters.table_gradients == 0
     assert adapters.published == pytest.approx(adapters.gradients * 4 / 2)
     assert adapters.activations == whole.activations
     assert adapters.states < whole.states / 5
@@ -256,7 +264,7 @@ def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is
 
 def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
     trainer = trainer_memory(config("cpu", model={"dtype": "float32"}))
-    assert trainer.layers == trainer.root == trainer.root_gradients == trainer.context == 0
+    assert trainer.layers == trainer.table == trainer.table_gradients == trainer.context == 0
     assert trainer.device == trainer.states + trainer.activations + trainer.head
 
 

@@ -339,7 +339,7 @@ def test_what_was_given_up_with_an_earlier_batch_is_asked_for_again_by_its_own()
         names = {groups[place][0].task.index for place in places}
         return [sample for sample in samples if sample.group in names]
 
-    (_, late), (batch, values) = talk(StandIn(first), conversation, deadline=0.1)
+    (_, late), (batch, values) = talk(StandIn(first), conversation, deadline=1.2)
     assert late["teacher/unscored"] == len(of(0, 1))
     assert values["teacher/unscored"] == 0
     assert [sample.teacher_logprobs is not None for sample in batch.mini_batches[0]] == [True] * len(of(2, 3))
@@ -372,7 +372,7 @@ def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_
             server.version = 2
             own = [Endpoint(url, "key")]
             async with Teacher([], model="big", own=lambda: own, version=lambda: 3) as teacher:
-                early = await teacher.score(SEQUENCES, deadline=0.3)
+                early = await teacher.score(SEQUENCES, deadline=1.2)
                 asked = len(server.asked)
                 server.version = 3
                 return early, asked, await teacher.score(SEQUENCES)

@@ -18,7 +18,7 @@ from rlx.paths import RunPaths
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small file system"),
 ]
 MIB = 2**20

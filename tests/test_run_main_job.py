@@ -115,7 +115,7 @@ def test_two_trainer_processes_train_like_one(start):
 def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     site = tmp_path / "site"  # a separate folder, so the test does not change this environment
     package = tmp_path / "package"
-    shutil.copytree(ROOT / "tests" / "packages" / "rlx_test_envs", package)
+    shutil.copytree(ROOT / "tests" / "packages" / "rlx_test_envs", package, ignore=shutil.ignore_patterns("__pycache__"))
     install = [Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--no-deps", "--target", site, package]
     subprocess.run(install, check=True)
     names = ["single", "multi", "tool", "gym"]
@@ -163,8 +163,8 @@ def test_two_runs_side_by_side_do_not_meet(start):
 def test_an_installed_package_finds_its_configuration(tmp_path):
     """A wheel in its own environment runs `rlx train dry_run=true` from an empty directory."""
     uv = Path(sys.executable).parent / "uv"
-    source = tmp_path / "source"  # a copy: the wheel would include old files in build/
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info"))
+    source = tmp_path / "source"  # a copy: the wheel would include old files in build/; in __pycache__ other tests write meanwhile
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info", "__pycache__"))
     subprocess.run(
         [uv, "build", "--wheel", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path / "dist", source],
         check=True,
@@ -191,7 +191,7 @@ def test_an_installed_package_finds_its_configuration(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepare" in done.stdout
     swept = subprocess.run(
-        [tmp_path / "env" / "bin" / "rlx", "train", "sweeps=seeds", "launcher=slurm", "slurm=dev", "dry_run=true"],
+        [tmp_path / "env" / "bin" / "rlx", "train", "sweeps=seeds", "launcher=slurm", "slurm=dev", "hardware=cpu", "dry_run=true"],
         cwd=empty, check=False, capture_output=True, text=True, env=env, timeout=600,
     )  # fmt: skip
     assert swept.returncode == 0, swept.stdout + swept.stderr

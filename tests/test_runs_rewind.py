@@ -109,6 +109,18 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     assert rewind(paths, warn=pytest.fail) == start, "a second rewind gives the same and warns of nothing"
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew_unasked(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "run")
+    (paths.checkpoint_of(6) / "trainer" / "shard").write_bytes(b"damaged")
+    (paths.checkpoint_of(3) / COMPLETE).unlink()
+    before = sorted(str(path) for path in paths.root.rglob("*"))
+    with pytest.raises(ConfigError, match=r"every checkpoint of .* is damaged: step_3, step_6\.[\s\S]*clean=true instead of resume=latest"):
+        make(settled(tmp_path / "run", resume="latest"))
+    assert sorted(str(path) for path in paths.root.rglob("*")) == before
+    make(settled(tmp_path / "run", clean=True))
+    assert recorded_steps(paths) == []
+
+
 def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> None:
     """As after a full disk: half a record with another source's record appended to it."""
     paths = RunPaths(tmp_path)
@@ -195,7 +207,7 @@ def test_a_run_that_lives_is_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints/step_3"])
-def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp_path: Path, name: str, capsys) -> None:
     source = ended(tmp_path / "run")
     before = sorted((str(path), path.stat().st_mtime_ns) for path in source.root.rglob("*"))
     paths, lock = make(settled(tmp_path / "fork", resume=str(source.root / name)))
@@ -203,6 +215,7 @@ def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp
     start = read_start(paths)
     assert start is not None
     assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))
+    assert f"{paths.root}: starting after {step} steps, from {source.checkpoint_of(step)}" in capsys.readouterr().err
     assert paths.initial_model.read_text() == source.initial_model.read_text()
     assert load_run(paths.root).resume == str(source.checkpoint_of(step)), "reproduce.sh forks it again"
     lock.close()

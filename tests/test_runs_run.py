@@ -21,8 +21,10 @@ from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs.claim import create
+from rlx.runs.history import History
 from rlx.runs.run import Run, find
 from rlx.runs.status import Status
 
@@ -145,3 +147,15 @@ def test_runs_are_found_below_a_folder_but_not_inside_of_runs(tmp_path: Path) ->
     for name in ("one", "sweep/a", "sweep/b"):
         status(made(tmp_path / name))
     assert [str(run.root.relative_to(tmp_path)) for run in find(tmp_path)] == ["one", "sweep/a", "sweep/b"]
+
+
+def test_the_speed_over_several_steps_is_what_was_sampled_by_the_seconds_it_took(tmp_path):
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "orchestrator")
+    for step, (seconds, rate) in enumerate([(9.9, 100.0), (0.1, 3100.0)]):
+        writer.write(step, {"time/step": seconds, "perf/inference_tokens_per_second": rate})
+    history = History(paths)
+    history.read()
+    assert history.speed("perf/inference_tokens_per_second") == pytest.approx(130), "the mean of both rates is 1,600"
+    assert history.speed("perf/inference_tokens_per_second", over=1) == pytest.approx(3100)
+    assert history.speed("perf/tokens_per_second") is None

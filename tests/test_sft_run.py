@@ -26,6 +26,7 @@ from rlx.metrics import read_metrics
 from rlx.models import tiny
 from rlx.paths import RunPaths
 from rlx.roles.prepare import make, recipe
+from rlx.runs.claim import RunLock
 
 SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
 
@@ -79,6 +80,9 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
         time.sleep(0.02)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
+    lock = RunLock(RunPaths(data / "killed"))
+    assert lock.take(60), "the reaper ends what is left of the run"
+    lock.close()
     again = sft(data, "killed", *steps, "resume=latest")
     if "nothing left to do" not in again.stderr:  # it may have been faster than the signal
         assert again.returncode == 0, again.stdout + again.stderr
@@ -146,6 +150,10 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         (("env=sums",), "supervised training plays no environment, and there is no evaluation"),
         (("bench=true",), "a benchmark trains on random tokens: bench=true (command line) with data.type=sft"),
         (("data=fake", "data.name=null", "bench=true"), "a benchmark measures the trainer alone: bench=true (command line) with val.name"),
+        (
+            ("data=fake", "data.name=null", "val.name=null", "bench=true", "env=sums", "eval.interval=2"),
+            "bench=true (command line) with eval.interval=2",
+        ),
         (("env=sums", "eval.interval=2", "hardware=gpu2", "hardware.trainer_processes=2", "dry_run=true"), "the layout needs 3 GPUs"),
         (("val.name={data}/odd.jsonl",), r"val.name: row 0 of {data}/odd.jsonl (line 1) cannot be trained on: it needs `messages`"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from rlx.config.load import compose
 from rlx.launch.follow import close
 from rlx.paths import RunPaths
 from rlx.runs.claim import create, settle
-from rlx.runs.jobs import GONE, note_job
+from rlx.runs.jobs import GONE, barren_requeues, job_of, note_job
 from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
@@ -40,8 +40,9 @@ LEAVES = "import sys; sys.exit(75)"
 class Job:
     """A run directory, and the fake SLURM commands that its job sees."""
 
-    def __init__(self, folder: Path, *codes: str) -> None:
-        composed = compose([f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5"], {})
+    def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = ()) -> None:
+        line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5", *argv]
+        composed = compose(line, {})
         cfg = settle(composed.cfg, "label")
         plan = [
             ProcessSpec(role=f"toy{i}" if i else "toy", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(folder / "run")))
@@ -80,7 +81,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Job]:
-    return lambda *codes: Job(tmp_path, *codes)
+    return lambda *codes, **options: Job(tmp_path, *codes, **options)
 
 
 LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # the last task of an array of two: its SLURM_JOB_ID is the array's
@@ -158,6 +159,47 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
     assert (again.paths.root / "seen").read_text() == ""
 
 
+def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job):
+    refused = job(LEAVES)
+    Status(state="preempted", step=5, max_steps=9).write(refused.paths)
+    assert barren_requeues(refused.paths, 0, 5) == 0
+    assert refused.run(SLURM_RESTART_COUNT="99") == 1
+    assert (refused.status().state, refused.status().step) == ("failed", 5)
+    assert "launcher.max_requeues" in refused.status().cause.reason
+
+
+def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):
+    paths = RunPaths(tmp_path)
+    note_job(paths, "12")
+    starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9)]
+    assert [barren_requeues(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0]
+    assert job_of(paths) == "12"
+    note_job(paths, "13")
+    assert barren_requeues(paths, 0, 9) == 0
+
+
+@pytest.mark.parametrize(("minutes", "code", "said"), [(3, 1, "larger slurm.time_minutes"), (60, 75, None)])
+def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the_second_time(job, minutes, code, said):
+    leaves = job(LEAVES, argv=(f"slurm.time_minutes={minutes}", "slurm.signal_seconds=170"))
+    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    assert leaves.run() == 75, "the first time it comes back"
+    assert leaves.run(SLURM_RESTART_COUNT="1") == code
+    log = leaves.paths.log(1, "launcher").read_text()
+    assert "2 attempts in a row were preempted before a new step was saved" in log
+    assert said is None or said in leaves.status().cause.reason
+
+
+def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):
+    again = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    again.paths.checkpoint_of(1).mkdir(parents=True)
+    assert again.run(SLURM_RESTART_COUNT="1") == 1
+    assert (again.status().state, again.status().exit_code) == ("failed", 1)
+    assert "every checkpoint" in again.status().cause.reason
+    assert not (again.paths.root / "ran").exists()
+    assert len(again.paths.metrics.read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("before", "slurm", "after", "said"),
     [
@@ -175,7 +217,10 @@ def test_what_becomes_of_a_run_whose_job_is_over(tmp_path: Path, before: str, sl
     if before in EXIT_CODES:
         status.finish(before)
     status.write(paths)
+    (tmp_path / "output").write_text("no such module\n")
+    note_job(paths, "12", tmp_path / "output")
     closed = close(paths, "12", slurm)
     assert (closed.state, closed.exit_code) == (after, EXIT_CODES[after])
     assert read_status(paths) == closed
+    assert closed.cause is None or closed.cause.last_lines == ("no such module",)
     assert said is None if closed.cause is None else said in closed.cause.reason

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from main_job import reproducible_lines
-from slurm_job import SlurmJob, slurm, train
+from slurm_job import EVAL, TRAIN, SlurmJob, slurm, train
+
+from rlx.rollout.scored import PLAYED
 
 pytestmark = [pytest.mark.slurm]
-STEPS = 8
+STEPS = 12  # the run must still be training when SLURM has carried out what a test asks for after step 4
 SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}", "model.warm_start.steps=150")
 RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
 
@@ -24,8 +26,8 @@ RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace
 def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., SlurmJob]]:
     jobs: list[SlurmJob] = []
 
-    def begin(name: str, *overrides: str) -> SlurmJob:
-        jobs.append(SlurmJob(tmp_path / name, model_cache, *overrides))
+    def begin(name: str, *overrides: str, command: Sequence[str] = TRAIN) -> SlurmJob:
+        jobs.append(SlurmJob(tmp_path / name, model_cache, *overrides, command=command))
         return jobs[-1]
 
     yield begin
@@ -86,7 +88,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.state() == "COMPLETED"
     first = (job.run_dir / "logs" / "attempt_0" / "launcher.log").read_text()
     second = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
-    found = re.search(r"resuming after (\d) steps", second)
+    found = re.search(r"resuming after (\d+) steps", second)
     assert found, second
     if disturb is requeue:
         assert int(found[1]) >= 3  # the newest checkpoint; SLURM's KillWait may have allowed one more
@@ -94,3 +96,20 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
         assert "back in the queue" in first
         assert int(found[1]) >= 5  # a checkpoint was written because of the preemption
     assert job.reproducible_lines() == undisturbed.reproducible_lines()
+
+
+@pytest.mark.long
+def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_not(submit, tmp_path, model_cache):
+    keys = ["env=reverse_text", "model.warm_start.steps=150", "num_examples=128", "rollouts_per_example=8"]
+    done = train(*keys, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, cache=model_cache, command=EVAL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = submit("job", *keys, "orchestrator.max_concurrent=1", command=EVAL)
+    played = job.run_dir / "eval" / "reverse_text--tiny" / "step_0" / PLAYED
+    job.until(lambda: played.exists() and played.read_bytes().count(b"\n") >= 8, "8 rollouts")
+    signal_before_the_time_limit(job)
+    assert job.until_over() == "completed", job.text()
+    assert (job.status()["attempt"], job.status()["job"], job.state(), job.left()) == (1, job.id, "COMPLETED", [])
+    log = (job.run_dir / "logs" / "attempt_1" / "evaluator.log").read_text()
+    before = int(re.search(r"version 0: (\d+) rollouts are done already", log)[1])
+    assert 8 <= before < 128 * 8
+    assert (job.run_dir / "summary.csv").read_text() == (tmp_path / "whole" / "summary.csv").read_text()

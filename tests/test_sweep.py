@@ -180,7 +180,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
         ["seed=2", "completed", "3/3", "0.200"],
         ["seed=3", "failed", "2/3", "0.300"],
     ]
-    assert "trainer: exit code 5" in text
+    assert text.splitlines()[-1].endswith("trainer: exit code 5: seed 3 is broken")
     before = {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     (toys / "mended").touch()
@@ -194,8 +194,13 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert text.splitlines()[-1].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
-    with pytest.raises(ConfigError, match=r"max_steps: 3 ≠ 4"):
-        sweep.run(["-m", "seed=1,2", "max_steps=4", f"run.dir={toys}"], train.command())
+    with pytest.raises(ConfigError, match=r"orchestrator.batch_size: 256 ≠ 512"):
+        sweep.run(["-m", "seed=1,2", "max_steps=4", "orchestrator.batch_size=512", f"run.dir={toys}"], train.command())
+    assert main([*argv, "max_steps=4", "ckpt.interval=2", "launcher.grace=4"]) == 0, "a sweep is extended like one run"
+    text, said = capsys.readouterr()
+    assert "(3 to resume)" in text
+    assert "max_steps: 3 → 4" in said
+    assert [line.split()[:3] for line in text.splitlines()[-3:]] == [[f"seed={seed}", "completed", "4/4"] for seed in (1, 2, 3)]
 
 
 @pytest.mark.slow

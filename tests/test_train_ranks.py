@@ -14,6 +14,7 @@ from rank_worker import train
 from safetensors.torch import load_file
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
+from transformers.models.hrm_text import HrmTextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
@@ -27,12 +28,13 @@ FLOAT32 = {"dtype": "float32"}
 MODELS = {
     "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
     "llama_untied": lambda: make_model(LlamaConfig, tie_word_embeddings=False),
+    "hrm_fused": lambda: make_model(HrmTextConfig),
     "qwen3_moe": lambda: make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
 
 
 def prepare(folder: Path, hf, **settings) -> dict:
-    hf.save_pretrained(folder / "model")
+    hf.save_pretrained(folder / "model", max_shard_size="20KB")
     if settings.pop("claims_to_be_tied", False):
         file = folder / "model" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
@@ -46,12 +48,19 @@ CASES = {
     "tied_small_rows": ("qwen3_tied", {"tokens": 60}),
     "untied": ("llama_untied", {}),
     "untied_by_its_files_alone": ("llama_untied", {"claims_to_be_tied": True}),
+    "stored_with_fused_rows": ("hrm_fused", {}),
     "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
     "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
+    "copies": ("qwen3_tied", {"copies": 2}),
+    "copies_untied_kept_gathered": ("llama_untied", {"copies": 2, "load": FLOAT32 | {"reshard_after_forward": False}}),
+    "adapters_of_copies": ("llama_untied", {"copies": 2, "lora": {"rank": 4}}),
+    "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
+    "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
+    "muon": ("qwen3_tied", {"muon": True}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
-    "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "load": FLOAT32 | {"ac_freq": 1}}),
+    "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "ac": {"freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),
-    "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16", "ac_freq": 1}}),
+    "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16"}, "ac": {"freq": 1}}),
 }
 
 
@@ -66,7 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
     """How many processes have trained all cases, too."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
@@ -133,6 +142,30 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     rounded = torch.load(tmp_path / "out_1" / "results.pt")
     assert rounded["metrics"][0]["loss/total"] != exact["metrics"][0]["loss/total"]
     assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
+
+
+def test_every_rank_reads_its_own_rows_unless_rows_are_fused_in_the_files(tmp_path, caplog):
+    """`slow` tests of several ranks compare what was read; here, who reads."""
+    caplog.set_level("INFO", "rlx.trainer")
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        for name, whole in (("qwen3_tied", False), ("qwen3_moe", False), ("hrm_fused", True)):
+            prepare(tmp_path / name, MODELS[name]())
+            caplog.clear()
+            model = load_policy(str(tmp_path / name / "model"), mesh, dtype="float32")
+            assert ("rank 0 reads the whole of" in caplog.text) == whole, name
+            for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict().items():
+                assert torch.equal(model.hf.state_dict()[key].full_tensor(), tensor), key
+    finally:
+        mesh.close()
+
+
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
+    hf = MODELS["llama_untied"]()
+    kept = {name: tensor for name, tensor in hf.state_dict().items() if "mlp" not in name}
+    hf.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(ValueError, match=r"lacks 6 weights of LlamaForCausalLM: model\.layers\.0\.mlp\.down_proj\.weight, "):
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
 
 
 def test_an_unknown_dtype_is_refused(tmp_path):

@@ -46,6 +46,14 @@ async def until(pilot: Pilot, met: Callable[[], object], timeout: float = 120.0)
         await pilot.pause(0.01)
 
 
+async def press(pilot: Pilot, *keys: str) -> None:
+    """Press keys one by one. On a busy machine Textual's own `press` may return while a key is still on its way to the widget."""
+    for key in keys:
+        await pilot.press(key)
+        for _ in range(4):  # from the driver to the app, the screen, the widget, and its messages
+            await pilot.pause(0)
+
+
 def screen_text(app: ViewApp) -> str:
     """What the terminal shows."""
     return "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
@@ -62,30 +70,30 @@ def test_the_list_is_sorted_filtered_and_opened_by_keys(paths: RunPaths):
         assert "3 failed" in status(app)
         table = rollouts.table
         assert table.columns["step"][rollouts.row] == 2  # the newest step comes first
-        await pilot.press("r")
+        await press(pilot, "r")
         assert [table.columns["reward"][row] for row in rollouts.rows[:2]] == [1, 1]
         assert "reward ▼" in screen_text(app)
-        await pilot.press("r")
+        await press(pilot, "r")
         assert table.columns["reward"][rollouts.rows[0]] == 0
-        await pilot.press("e")
+        await press(pilot, "e")
         assert table.failed[rollouts.rows[:3]].all()
         for key in "/set=train reward>0.5 bogus":  # as fast as a paste
             app.post_message(Key({"/": "slash"}.get(key, key), key))
         await until(pilot, lambda: app.screen.query_one(Input).value.endswith("bogus"))
-        await pilot.press("enter")
+        await press(pilot, "enter")
         assert app.screen.query_one(Input).value == "set=train reward>0.5 bogus"
         assert "'bogus' is no condition" in status(app)
         app.screen.query_one(Input).value = "set=train reward>0.5"
-        await pilot.press("enter")
+        await press(pilot, "enter")
         assert "6 of 29 rollouts" in status(app)
         assert not app.screen.query_one(Input).display
-        await pilot.press("s", "end", "enter")
+        await press(pilot, "s", "end", "enter")
         await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
         text = app.screen.query_one(LongText).text()
         assert "reward 1.000   advantage +1.000" in text
         assert "rewards correct 1 · short 0.5" in text
         assert "add(a=1, b=2)" in text
-        await pilot.press("p", "escape")
+        await press(pilot, "p", "escape")
         await until(pilot, lambda: isinstance(app.screen, ListScreen))
         assert rollouts.cursor == 4  # where the reader went
 
@@ -94,7 +102,7 @@ def test_the_list_is_sorted_filtered_and_opened_by_keys(paths: RunPaths):
 
 def test_a_rollouts_tokens_have_the_colours_of_their_numbers(paths: RunPaths):
     async def play(app: ViewApp, pilot: Pilot) -> None:
-        await pilot.press("enter", "t")
+        await press(pilot, "enter", "t")
         await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
         screen = app.screen
         assert isinstance(screen, RolloutScreen)
@@ -105,15 +113,15 @@ def test_a_rollouts_tokens_have_the_colours_of_their_numbers(paths: RunPaths):
         }
         assert set(styles) == {"three"}  # sampled with probability 0.002; `call` and `is` are near 1
         assert "p < 0.9" in screen_text(app)
-        await pilot.press("c")
+        await press(pilot, "c")
         assert screen.quantity == "version"  # entropy and mismatch were not recorded
         assert "policy version  1   2" in " ".join(screen_text(app).split("\n")[-3:])
-        await pilot.press("t")
+        await press(pilot, "t")
         rows = [line.split() for line in document.text().splitlines()]
         assert ["10", "three", "7", "-6.000", "0.002", "2", "+1.000", "0.7"] in rows
-        await pilot.press("escape", "slash")
+        await press(pilot, "escape", "slash")
         app.screen.query_one(Input).value = "set=eval"
-        await pilot.press("enter", "enter", "t")
+        await press(pilot, "enter", "enter", "t")
         await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
         evaluated = app.screen
         assert isinstance(evaluated, RolloutScreen)
@@ -125,16 +133,16 @@ def test_a_rollouts_tokens_have_the_colours_of_their_numbers(paths: RunPaths):
 
 def test_one_example_at_two_steps_stands_side_by_side(paths: RunPaths):
     async def play(app: ViewApp, pilot: Pilot) -> None:
-        await pilot.press("x")
+        await press(pilot, "x")
         await until(pilot, lambda: isinstance(app.screen, CompareScreen) and "step" in app.screen.query_one("#side1", LongText).text())
         sides = [app.screen.query_one(f"#side{side}", LongText) for side in (0, 1)]
         assert "step 1 · rollout 2 of 2" in sides[0].text()
         assert "step 2 · rollout 1 of 2" in sides[1].text()
-        await pilot.press("tab", "left", "n")
+        await press(pilot, "tab", "left", "n")
         assert "step 0 · rollout 2 of 2" in sides[0].text()
         assert "is three" in sides[0].text()
         assert "is four" in sides[1].text()
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: isinstance(app.screen, ListScreen))
 
     drive(paths.root, play, filter="set=train example=7 step=1 member=1")
@@ -145,10 +153,10 @@ def test_the_list_grows_with_the_run_under_a_cursor_that_stays(tmp_path: Path):
 
     async def play(app: ViewApp, pilot: Pilot) -> None:
         rollouts = app.screen.query_one(RolloutList)
-        await pilot.press("down", "down")
+        await press(pilot, "down", "down")
         place = rollouts.place()
         write_step(paths, 1)
-        await pilot.press("u")
+        await press(pilot, "u")
         await until(pilot, lambda: len(rollouts.rows) == 14)
         assert rollouts.place() == place
         assert rollouts.cursor == 2 + 7  # seven newer ones lie above it

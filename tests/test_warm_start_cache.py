@@ -112,7 +112,7 @@ def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path
     paths, cache = run_directory(tmp_path / "run", config_of(steps="100000")), tmp_path / "cache"
     process = start(paths, cache)
     try:
-        wait_for(lambda: "warm start" in read_heartbeats(paths).get("prepare", {}).get("phase", ""), "the first step", 100)
+        wait_for(lambda: "warm start" in read_heartbeats(paths).get("prepare", {}).get("phase", ""), "the first step", 300)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=600)
     finally:

@@ -100,8 +100,8 @@ class Run:
             time.sleep(0.02)
 
     def until_started(self) -> None:
-        """Every process has written its first line."""
-        self.until(lambda: all(self.log(spec.name) for spec in self.plan))
+        """The status has every process, which the supervisor writes once the last has started, and each has written its first line."""
+        self.until(lambda: len(self.status().processes) == len(self.plan) and all(self.log(spec.name) for spec in self.plan))
 
     def log(self, name: str) -> str:
         path = self.paths.log(0, name)

@@ -19,7 +19,7 @@ from rlx.envs import worker
 from rlx.envs.wire import Settings
 from rlx.types import Rollout, Task
 
-KEPT: list[bytearray] = []
+KEPT: list[bytes] = []
 
 
 def sleep_in_c() -> None:
@@ -102,7 +102,7 @@ class StandInEnvironment:
             case "exit":
                 os._exit(3)
             case "leak":
-                KEPT.append(bytearray(b"x" * (80 * 2**20)))
+                KEPT.append(b"x" * (100 * 2**20))
             case "terminate":  # as multiprocessing ends its processes
                 ready, started = os.pipe()
                 if (child := os.fork()) == 0:

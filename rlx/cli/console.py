@@ -69,8 +69,8 @@ class Console(Display):
         lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
         if lag is not None and lag_max is not None:
             parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
-        sampled = h.last("perf/inference_tokens_per_second", "orchestrator", over=5)
-        trained = h.last("perf/tokens_per_second", "trainer", over=5)
+        sampled = h.speed("perf/inference_tokens_per_second", over=5)
+        trained = h.speed("perf/tokens_per_second", over=5)
         if sampled is not None:
             parts.append(f"{count(sampled)} tok/s sampled")
         if trained is not None:
@@ -130,10 +130,7 @@ class Console(Display):
             shares = [(label, sum(h.series(name, source)) / total) for name, label in stages.items()]
             shown = " · ".join(f"{label} {share:.0%}" for label, share in sorted(shares, key=lambda s: -s[1]) if share >= 0.005)
             lines.append(f"  time      {source} {clock(total)}: {shown}")
-        sampled, trained = (
-            h.last("perf/inference_tokens_per_second", "orchestrator", 10**9),
-            h.last("perf/tokens_per_second", "trainer", 10**9),
-        )
+        sampled, trained = h.speed("perf/inference_tokens_per_second"), h.speed("perf/tokens_per_second")
         pace = h.steps_per_second(over=10**9)
         if sampled is not None and trained is not None and pace is not None:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")

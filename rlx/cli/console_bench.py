@@ -28,7 +28,7 @@ class BenchConsole(Console):
     """Displays a benchmark."""
 
     def _numbers(self, markup: bool = False) -> str:
-        trained = self.history.last("perf/tokens_per_second", "trainer", over=5)
+        trained = self.history.speed("perf/tokens_per_second", over=5)
         return f"{count(trained)} tok/s" if trained is not None else ""
 
     def summary(self, exit_code: int) -> str:

@@ -39,7 +39,7 @@ class SftConsole(Console):
         parts += self._scores()
         if (epoch := h.last("data/epoch", "trainer")) is not None:
             parts.append(f"epoch {epoch:.2f}")
-        if (trained := h.last("perf/tokens_per_second", "trainer", over=5)) is not None:
+        if (trained := h.speed("perf/tokens_per_second", over=5)) is not None:
             parts.append(f"{count(trained)} tok/s")
         return "   ".join(parts)
 
@@ -67,7 +67,7 @@ class SftConsole(Console):
             shares = [(sum(h.series(name, "trainer")) / total, label) for name, label in STAGES["trainer"].items()]
             shown = " · ".join(f"{label} {share:.0%}" for share, label in sorted(shares, reverse=True) if share >= 0.005)
             lines.append(f"  time      trainer {clock(total)}: {shown}")
-        pace, trained = h.steps_per_second(over=10**9), h.last("perf/tokens_per_second", "trainer", 10**9)
+        pace, trained = h.steps_per_second(over=10**9), h.speed("perf/tokens_per_second")
         if pace is not None and trained is not None:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(trained)} tokens/s trained")
         left = {text: sum(h.series(name, "trainer")) for name, text in LEFT_OUT.items()}

@@ -119,12 +119,14 @@ def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
 
 
 def _info(chosen: argparse.Namespace) -> int:
+    from rlx.cli.env_check import say_shadowed
     from rlx.config.errors import ConfigError
     from rlx.config.schema import EnvConfig
     from rlx.envs.errors import sources_of
     from rlx.launch.packages import path_of
     from rlx.launch.probes import about_of
 
+    say_shadowed(chosen.name)
     env_id = shipped_options().get(chosen.name, chosen.name)
     python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
     if python is None and sources_of(env_id) is None:

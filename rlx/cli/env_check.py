@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlx.rollout.worth import Assessment, Verdict
+    from rlx.cli.env_display import CheckDisplay
 
 WORTH, NOT_PLAYABLE, NOT_WORTH = 0, 1, 3  # exit codes
 DEFAULTS = {  # of a check; the user's own values win
@@ -42,6 +42,7 @@ def run(argv: list[str]) -> int:
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ConfigError(f"`rlx env check` needs an environment's name.\n  fix: {USAGE}")
     name, *given = words
+    say_shadowed(name)
     env, arguments = overrides(name, given)
     cfg = compose(arguments, None, EVAL).cfg
     if cfg.rollouts_per_example < 2 or any((one.rollouts_per_example or 2) < 2 for one in cfg.envs.values()):
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
         return code
     shown = displays[-1]
     if as_json:
-        print(json.dumps(answer_of(name, shown.facts, shown.verdict, shown.file, code), indent=1))
+        print(json.dumps(answer_of(name, shown, code), indent=1))
     if code != 0 or shown.verdict is None:
         return code or NOT_PLAYABLE
     return WORTH if shown.verdict.worth else NOT_WORTH if shown.verdict.playable else NOT_PLAYABLE
@@ -97,8 +98,20 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     return env, [*chosen, *split, *defaults, *given]
 
 
-def answer_of(name: str, facts: Assessment | None, verdict: Verdict | None, results: Path | None, code: int) -> dict[str, Any]:
+def say_shadowed(name: str) -> None:
+    """Say it if an installed package has the name of an environment that ships: the name means the latter."""
+    from rlx.config.shipped import shipped_options
+    from rlx.envs.errors import sources_of
+
+    shipped = shipped_options().get(name)
+    if shipped is not None and sources_of(name) is not None:
+        print(f"{name} ships with rlx ({shipped}); the installed package of that name is local/{name}", file=sys.stderr)
+
+
+def answer_of(name: str, shown: CheckDisplay, code: int) -> dict[str, Any]:
     """The answer as JSON."""
-    found = {} if verdict is None else asdict(verdict)
-    base = {"env": name, "worth": False, "playable": False, "reasons": [], "notes": [], "exit_code": code}
-    return base | found | {"facts": None if facts is None else asdict(facts), "results": None if results is None else str(results)}
+    status, verdict = shown.run.status, shown.verdict
+    why = [] if status is None or status.cause is None else [*status.cause.last_lines[-1:]]
+    base = {"env": name, "worth": False, "playable": False, "reasons": why, "notes": [], "exit_code": code}
+    facts = {"facts": None if shown.facts is None else asdict(shown.facts), "results": None if shown.file is None else str(shown.file)}
+    return base | ({} if verdict is None else asdict(verdict)) | facts

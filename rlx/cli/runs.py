@@ -1,4 +1,6 @@
-"""`rlx runs`: list the runs below a directory with their progress and state. Reads run directories and asks SLURM."""
+"""`rlx runs`: list the runs below a directory with their progress and state. Reads run directories and asks SLURM.
+
+Writes the final status of runs whose SLURM jobs could not."""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ rlx runs: {SUMMARY}.
 usage: rlx runs [DIRECTORY …]        default: outputs
 
 Newest last. The state comes from status.json, except:
-  waiting (…)   the run's SLURM job is in the queue
+  waiting (…)   the run's SLURM job is in the queue; the last column says why, its position and SLURM's estimate of the start
   lost          the run has no final state and no living process: resume it with resume=latest
 The kind is the command that made the run: train, sft, eval, synthesize.
-The reward is the mean of the last five steps."""
+The reward is the mean of the last five steps. The last column says why a run failed or waits.
+SLURM is asked once for all runs. If a run's job ended before it could write its state, this command writes it."""
 
 
 def run(argv: list[str]) -> int:
@@ -37,17 +40,35 @@ def run(argv: list[str]) -> int:
         try:
             found.append((each, each.status, each.job, each.history.final_reward, each.command or "-"))
         except ConfigError as error:
-            unreadable.append([str(each.root), "-", "unreadable", "-", "-", "-", "-"])
+            unreadable.append([str(each.root), "-", "unreadable", "-", "-", "-", "-", ""])
             print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
     jobs = _jobs() if any(job for _, _, job, _, _ in found) else {}
+    if jobs is not None and any(job for _, _, job, _, _ in found):
+        from rlx.launch.follow import close_ended
+
+        close_ended([each for each, *_ in found], jobs)
+    states = {each: each.state(jobs) for each, *_ in found}
+    why = _waits() if any(state.startswith("waiting") for state in states.values()) else {}
     rows = []
-    for each, status, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
-        if status is not None:
+    for each, _, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+        if (status := each.status) is not None:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
-            rows.append([str(each.root), kind, each.state(jobs), steps, shown, job or "-", _age(status.updated)])
+            note = why.get(job or "", "") if states[each].startswith("waiting") else ""
+            if status.cause is not None:
+                note = status.cause.line
+            rows.append([str(each.root), kind, states[each], steps, shown, job or "-", _age(status.updated), note])
     rows = unreadable + rows
-    print("\n".join(table(["run", "kind", "state", "steps", "reward", "job", "last sign"], rows)) if rows else "no runs")
+    print("\n".join(table(["run", "kind", "state", "steps", "reward", "job", "last sign", ""], rows)) if rows else "no runs")
     return 0
+
+
+def _waits() -> dict[str, str]:
+    from rlx.runs.jobs import waits
+
+    try:
+        return waits()
+    except RuntimeError:
+        return {}
 
 
 def _jobs() -> dict[str, str] | None:

@@ -53,7 +53,7 @@ def run(argv: list[str], command: Command) -> int:
         if cfg.launcher.name == "slurm":
             from rlx.launch.slurm import FOLDER, sbatch_script
 
-            script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER)
+            script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER, [Path(cfg.run.dir)])
             print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
         try:
             written = write_description(cfg, composed.overrides, plan, script, explained)

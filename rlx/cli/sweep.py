@@ -97,7 +97,9 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
     """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
+    from rlx.runs.provenance import source_state
 
+    source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
@@ -177,7 +179,7 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     explained = {each.name: explain(each.cfg, each.plan, {}, [], str(each.paths.root), each.environments) for each in elements}
     script = None
     if elements[0].cfg.launcher.name == "slurm":
-        script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, len(elements))
+        script = sbatch_script(elements[0].cfg, sweep.name, directory / FOLDER, [each.paths.root for each in elements])
     written = [write_description(each.cfg, each.overrides, each.plan, script, explained[each.name]) for each in elements]
     parts = [
         f"{len(elements)} runs in {directory}\n" + "\n".join(f"  {element.name}" for element in elements),

@@ -10,6 +10,7 @@ Only hydra's composition is used: it writes nothing, configures no logging and d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -26,6 +27,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
@@ -70,6 +72,16 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     tree = _compose(argv, environ, root, ())
+    per_node = None
+    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
+        per_node = tree.data["slurm"]["gpus_per_node"]
+        if not isinstance(per_node, int):
+            raise ConfigError(
+                f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', per_node)}. "
+                "The GPUs of this machine say nothing about them.\n"
+                "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
+            )
+        tree = _compose(argv, environ, root, (), per_node)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:
         return tree
@@ -81,7 +93,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     ]
     if refused:
         raise ConfigError(refused)
-    again = _compose(argv, environ, root, found)
+    again = _compose(argv, environ, root, found, per_node)
     for each in found:
         again.notes += _differing(each, again)
     return again
@@ -98,9 +110,12 @@ def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
             yield f"{tree.origins.show(key, here)}; {inherited.origin} has {show(there)}"
 
 
-def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited]) -> Tree:
+def _compose(
+    argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited], gpus_per_node: int | None = None
+) -> Tree:
+    """`gpus_per_node`: of the cluster for which `hardware=auto` chooses; None: this machine."""
     request = read_request(argv, environ, root)
-    loader = make_loader([directory for _, directory in request.directories])
+    loader = make_loader([directory for _, directory in request.directories], gpus_per_node)
     groups = Groups(loader.get_sources(), root)
     name = request.config_name
     of_others = {each.command for each in ROOTS if each.command != root.command}
@@ -118,7 +133,7 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables, inherited)
-    repository = CachingConfigRepository(loader.repository)  # copies the store, so it must come after _store_nodes
+    repository = _Repository(loader.repository)
     _refuse_other_command(repository, name, root)
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
@@ -149,18 +164,26 @@ def _compose(argv: list[str], environ: Mapping[str, str], root: Root, inherited:
     _drop_of_other_commands(root, data, origins)
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
-    notes = [f"hardware=auto: {choose_layout()[1]}"] if choices.get("hardware") == "auto" else []
+    notes = [f"hardware=auto: {choose_layout(gpus_per_node)[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
 
 
-def make_loader(directories: list[str]) -> ConfigLoaderImpl:
-    """A loader that searches the user's directories first, then the shipped one."""
+def make_loader(directories: list[str], gpus_per_node: int | None = None) -> ConfigLoaderImpl:
+    """A loader that searches the user's directories first, then the shipped one. `gpus_per_node`: see `_compose`."""
     version.setbase("1.3")
     Plugins.instance()
     setup_globals()
-    OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout()[0], replace=True)
+    OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout(gpus_per_node)[0], replace=True)
     OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
+
+
+class _Repository(CachingConfigRepository):
+    """Hydra's own copies all that is stored, in case its search path changes. Ours does not, and the copy was a tenth of composing."""
+
+    def __init__(self, delegate: IConfigRepository) -> None:
+        self.delegate = delegate
+        self.cache: dict[str, ConfigResult | None] = {}
 
 
 class _SweepLoader(ConfigLoaderImpl):
@@ -213,13 +236,18 @@ def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inhe
                 )
         section[last] = value
     store = ConfigStore.instance()
-    for schema in {SCHEMA, root.schema_name}:
-        store.store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
+    _store_schema(root)
     values: dict[str, Any] = {}
     for each in inherited:
         _merge(values, each.values)
     store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
+
+
+@functools.lru_cache(maxsize=1)  # not more: the root of another command puts its own schema under the name `SCHEMA`
+def _store_schema(root: Root) -> None:
+    for schema in {SCHEMA, root.schema_name}:
+        ConfigStore.instance().store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -90,6 +90,12 @@ __all__ = [
 @dataclass
 class AcConfig:
     freq: int = key(0, "activation checkpointing of every freq-th layer; 0 is off", low=0)
+    mode: str = key(
+        "full",
+        "`full` recomputes the whole layer in backward; `selective` keeps the results of matrix products and of attention, and recomputes "
+        "only what is cheap between them",
+        choices=("full", "selective"),
+    )
 
 
 @dataclass
@@ -105,7 +111,17 @@ class TrainerConfig:
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
+    ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
+    reshard_after_forward: bool = key(
+        True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
+    )
+    dp_replicate: int = key(
+        1,
+        "copies of the model (HSDP): each is sharded over trainer processes / dp_replicate, neighbours in rank. Shards are then gathered "
+        "within a copy, and only gradients cross copies",
+        low=1,
+    )
     compile: bool = key(False, "torch.compile each layer (GPU)")
     batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
 

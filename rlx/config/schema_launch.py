@@ -30,11 +30,13 @@ class LauncherConfig:
     array_parallelism: int | None = key(
         None, "how many runs of a sweep run at once; null: on SLURM all, on this machine as many as the GPUs allow, or one on CPU", low=1
     )
-    max_requeues: int = key(20, "SLURM: how often a job is requeued after a preemption, a time limit or a node failure", low=0)
+    max_requeues: int = key(
+        20, "SLURM: how often in a row a job is requeued (preemption, time limit, node failure) without a new step", low=0
+    )
     code_changes: str = key(
-        "refuse",
-        "SLURM: `refuse` or `warn` if the code has changed since submission when the job starts or restarts; `snapshot`: the job runs a "
-        "copy of the code made at submission",
+        "snapshot",
+        "SLURM: `snapshot`: the job runs a copy of the code made at submission; `refuse` or `warn`: it runs the code as it is when the job "
+        "starts or restarts, and refuses or warns if that has changed since submission",
         choices=("refuse", "warn", "snapshot"),
     )
     wait: bool = key(False, "SLURM: wait until the job ends and exit with the run's code; false: return once it is submitted")
@@ -49,14 +51,20 @@ class SlurmConfig:
     qos: str | None = key(None, "quality of service")
     constraint: str | None = key(None, "features that nodes must have")
     gres: str = key("gpu", "name of the GPU resource, as in --gres=gpu:8; with a type: `gpu:h100`")
-    gpus_per_node: int | None = key(None, "GPUs per node; a layout with more GPUs per host is refused", low=1)
+    gpus_per_node: int | None = key(
+        None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
+    )
     cpus_per_node: int | None = key(None, "processors requested per node; null: whole nodes (--exclusive)", low=1)
-    memory_gb: float | None = key(None, "memory requested per node, in GiB; null: all of it", above=0)
+    memory_gb: float | None = key(
+        None, "memory requested per node, in GiB; null: all of a whole node's; the cluster's default if cpus_per_node is set", above=0
+    )
     time_minutes: int = key(1440, "time limit of the job, in minutes; the job requeues itself before the limit and resumes", low=1)
     signal_seconds: int = key(120, "how many seconds before the time limit or a preemption the job gets a signal", low=10)
-    setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables")
+    setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables; the first that fails ends the job")
     container: list[str] = key([], "prefix of every role's command: [apptainer, exec, --nv, image.sif]")
-    options: dict[str, Any] = key({}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}")
+    options: dict[str, Any] = key(
+        {}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}; null takes a line out: {mem: null}"
+    )
 
 
 @dataclass

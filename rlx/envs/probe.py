@@ -70,7 +70,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
             return Probed(problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
         first = dict(rows[0])
         to_json(first)
-        _try_first(env, first)
+        try_first(env, first)
         return Probed(
             kind=kind,
             examples=len(rows),
@@ -89,7 +89,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
         return why(name, config.id, error)
 
 
-def _try_first(env: Any, row: dict[str, Any]) -> None:
+def try_first(env: Any, row: dict[str, Any]) -> None:
     """Let a classic environment read its first example, as at the begin of an episode; start a v1 environment's servers once.
 
     Raises verifiers' refusal.
@@ -98,10 +98,10 @@ def _try_first(env: Any, row: dict[str, Any]) -> None:
         rehearse()
         return
     from rlx.envs.verifiers_client import EpisodeClient
+    from rlx.envs.verifiers_group import routed
 
-    init_state = getattr(getattr(env, "env", None), "init_state", None)
-    if init_state is not None:
-        asyncio.run(init_state(row, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
+    player, own = routed(env.env, row)
+    asyncio.run(player.init_state(own, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
 
 
 def _chars(prompt: Any) -> int:
@@ -129,7 +129,9 @@ def why(name: str, env_id: str, error: BaseException) -> Probed:
             fix = f"install what is missing into this Python ({sys.executable})"
         return Probed(problem=what, fix=fix)
     if isinstance(inner, ValueError) and str(inner).startswith(f"envs.{name}: "):  # a sentence of our own
-        return Probed(problem=str(inner).removeprefix(f"envs.{name}: "), fix="choose another environment")
+        return Probed(
+            problem=str(inner).removeprefix(f"envs.{name}: ").rstrip("."), fix="change what it names, or choose another environment"
+        )
     return Probed(problem=f"loading {env_id} failed: {text}", fix=f"correct {section_of(name)}.args, or the environment")
 
 

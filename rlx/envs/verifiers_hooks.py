@@ -1,6 +1,7 @@
-"""Changes to a loaded verifiers environment: errors of reward functions are recorded, and signatures are inspected once.
+"""Changes to a loaded verifiers environment: errors of reward functions are recorded, and work without a result is left out.
 
-verifiers inspects the signature of every hook and reward function at every call. That is a third of a short episode's CPU time.
+verifiers inspects the signature of every hook and reward function at every call. That is a third of a short episode's CPU time. It also
+looks for the tokens of every answer in a thread. Our answers have none there, because the tokens stay with the policy.
 Episodes are played and scored by verifiers' own methods.
 """
 
@@ -11,15 +12,18 @@ import inspect
 from typing import Any
 
 import verifiers as vf
+from verifiers.envs import multiturn_env
 from verifiers.rubrics.rubric import Rubric
-from verifiers.types import State
+from verifiers.types import Response, State
 from verifiers.utils.async_utils import maybe_await
 
 REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, the exception)]
+_parse_tokens = multiturn_env.parse_response_tokens
 
 
 def hook(env: vf.Environment) -> None:
-    """Change `env` in place."""
+    """Change `env` in place, and the tokens that verifiers looks for, for all environments of this process."""
+    multiturn_env.parse_response_tokens = _tokens_of
     for func in (*env._stop_conditions, *env._cleanup_handlers):
         _keep_signature(func)
     rubrics = [env.rubric]
@@ -32,6 +36,11 @@ def hook(env: vf.Environment) -> None:
             rubric._call_individual_reward_func = functools.partial(_call_reward, rubric)
         if type(rubric)._call_group_reward_func is Rubric._call_group_reward_func:
             rubric._call_group_reward_func = functools.partial(_call_group_reward, rubric)
+
+
+async def _tokens_of(response: Response, max_seq_len: int | None = None) -> Any:
+    """verifiers' `parse_response_tokens`, which uses a thread only if there are tokens."""
+    return None if response is None or response.message.tokens is None else await _parse_tokens(response, max_seq_len)
 
 
 async def _call_reward(rubric: Rubric, func: Any, state: State) -> float:

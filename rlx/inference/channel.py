@@ -35,9 +35,12 @@ class Channel:
         self._tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._receive())]
 
     @classmethod
-    async def connect(cls, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> Channel:
-        """Raises aiohttp's errors: ClientConnectionError, or WSServerHandshakeError with the status of a refusal."""
-        return cls(await session.ws_connect(url, headers=headers, compress=0, max_msg_size=0))
+    async def connect(cls, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], run: str = "") -> Channel:
+        """`run`: see `protocol.Claim`.
+
+        Raises aiohttp's errors: ClientConnectionError, or WSServerHandshakeError with the status of a refusal.
+        """
+        return cls(await session.ws_connect(url, headers=headers, params={"run": run} if run else None, compress=0, max_msg_size=0))
 
     @property
     def ended(self) -> bool:

@@ -19,6 +19,7 @@ CONNECT = 10.0  # seconds for opening a connection; a host that vanished does no
 RESTART = 60.0  # seconds for which a server may be unreachable before requests to it fail, if its owner does not say
 FAILING = 60.0  # seconds for which servers may fail a request (500) before it fails
 HELD = 60.0  # seconds without a word from the run that claimed a server, after which another run may claim it
+LEFT = 10.0  # the same if its connections to the server have closed as well
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):

@@ -76,13 +76,18 @@ class Sampler:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], request_timeout: float, restart_timeout: float = RESTART, restore: Restore | None = None
+        self,
+        endpoints: Sequence[Endpoint],
+        request_timeout: float,
+        restart_timeout: float = RESTART,
+        restore: Restore | None = None,
+        run: str = "",
     ) -> None:
         """`request_timeout`: seconds for one request, retries included, but not the time in which no server could take it.
 
         `restart_timeout`: seconds for which servers may be unreachable, or have an older version, before a request fails.
         `restore`: called for a server with an older version, if the fleet is in this process. Without it a request waits until the
-        fleet notices by itself.
+        fleet notices by itself. `run`: the run's directory, if it claims the servers (`protocol.Claim`).
         """
         if not endpoints:
             raise ValueError("no inference server: set inference.base_url, or hardware.inference_replicas to at least 1")
@@ -93,6 +98,7 @@ class Sampler:
         self._request_timeout = request_timeout
         self._restart_timeout = restart_timeout
         self._restore = restore
+        self._run = run
         self._away = 0.0  # seconds of the outages that have ended
         self._away_since: float | None = None  # monotonic time since which no server takes requests
         self._session: aiohttp.ClientSession | None = None
@@ -244,7 +250,8 @@ class Sampler:
         assert self._session is not None, "use the sampler as `async with Sampler(…) as sampler`"
         async with asyncio.timeout(CONNECT), server.connecting:  # a hung server accepts connections, but does not shake hands
             if server.channel is None or server.channel.ended:
-                server.channel = await Channel.connect(self._session, server.endpoint.url + "/generate", server.endpoint.headers)
+                url = server.endpoint.url + "/generate"
+                server.channel = await Channel.connect(self._session, url, server.endpoint.headers, self._run)
             return server.channel
 
     def _choose(self, affinity: int, failed: _Server | None = None) -> _Server:

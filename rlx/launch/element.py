@@ -26,7 +26,7 @@ def main(run_dir: str) -> int:
         return 1
     # The directory may have waited in the pool for days without a lock, so its state may have changed.
     status = read_status(paths)
-    if status is not None and status.state == "completed":
+    if status is not None and status.state == "completed" and status.max_steps >= cfg.total_steps:
         return 0
     if has_begun(paths):
         rewind(paths)

@@ -6,21 +6,27 @@ process exits.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, queue
+from rlx.runs.claim import RunLock
+from rlx.runs.jobs import ENDED, GONE, accounted, output_of, queue, waits
+from rlx.runs.run import STALE, WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 3.0  # seconds between two queries to the SLURM controller
+WAIT = 30.0  # seconds between two questions why a job waits
 LATE = 3  # consecutive queries that must report the job as gone before a run without a final status counts as lost: files arrive late
 
 
 def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> int:
     """Wait until the job has ended and return the run's exit code. A preempted run whose job is queued again has not ended."""
-    asked, gone = 0.0, 0
+    asked, gone, told, explained = 0.0, 0, -WAIT, None
     try:
         while True:
             status = read_status(paths)
@@ -34,6 +40,11 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
                 if gone >= LATE:
                     status = close(paths, job_id, state)
                     break
+                if state in WAITS and time.monotonic() - told >= WAIT:
+                    told = time.monotonic()
+                    if (why := _why(job_id)) and why != explained:
+                        print(f"job {job_id} waits: {why}", flush=True)
+                        explained = why
             if observer is not None:
                 observer.update()
             time.sleep(UPDATE)
@@ -58,15 +69,53 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
         status.finish("interrupted")
     else:
         log = paths.log(status.attempt, "launcher")
+        if status.job != job_id:  # the job has not begun its attempt
+            log = output_of(paths) or log
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
         lines = last_lines(log, 10)
         status.finish(
             "failed",
-            Cause(role="supervisor", replica=0, returncode=None, reason=reason, log=str(log.relative_to(paths.root)), last_lines=lines),
+            Cause(role="supervisor", replica=0, returncode=None, reason=reason, log=os.path.relpath(log, paths.root), last_lines=lines),
         )
     status.write(paths)
     return status
+
+
+def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
+    """Write the final status of the runs whose jobs have ended, if no process of theirs could: the job was cancelled in the queue, say.
+
+    `jobs`: job id → SLURM's state. A run is left alone if SLURM and its accounting do not know its job (it may be another cluster's), if
+    it is in use, or if its directory may not be written.
+    """
+    ended = {}
+    for run in runs:
+        status, job = run.status, run.job
+        if job is not None and status is not None and (status.state not in FINAL or status.state == "preempted"):
+            ended[job] = (run.paths, status)
+    ended = {job: found for job, found in ended.items() if jobs.get(job, GONE) in ENDED}
+    unknown = [job for job in ended if job not in jobs]
+    states = {**jobs, **(accounted(unknown) if unknown else {})}
+    for job, (paths, status) in ended.items():
+        state = states.get(job, GONE)
+        # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
+        if state not in ENDED or state == GONE or (state != "CANCELLED" and time.time() - status.updated < STALE):
+            continue
+        try:
+            lock = RunLock(paths)
+        except OSError:
+            continue
+        if lock.exclusive():
+            with contextlib.suppress(OSError):
+                close(paths, job, state)
+        lock.close()
+
+
+def _why(job_id: str) -> str | None:
+    try:
+        return waits().get(job_id)
+    except RuntimeError:
+        return None
 
 
 def _state(job_id: str) -> str:

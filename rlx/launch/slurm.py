@@ -8,17 +8,21 @@ has the roles write a checkpoint, and the job goes back into the queue: same job
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit import JobEnvironment, SlurmExecutor
 
+from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
@@ -29,16 +33,62 @@ from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, is_ending, job_of, note_job, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
 from rlx.runs.status import Cause, Status, read_status
 
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
+START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
+
+BEGINNING = r"""
+# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
+rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+rlx_job=${rlx_job:-$SLURM_JOB_ID}
+rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+rlx_end() {
+  local code=$? attempt=0 log line lines= reason
+  set +e
+  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
+  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
+  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
+  log=logs/attempt_$attempt/job.log
+  mkdir -p "$rlx_run/logs/attempt_$attempt"
+  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
+  while IFS= read -r line; do
+    line=${line//\\/\\\\}
+    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
+  reason="$reason a line of slurm.setup failed, or Python cannot import rlx there"
+  while IFS= read -r line; do
+    case $line in
+      ' "state":'*) line=' "state": "failed",' ;;
+      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
+      ' "exit_code":'*) line=' "exit_code": 1,' ;;
+      ' "cause":'*)
+        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
+        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
+        ;;
+      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
+      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
+    esac
+    printf '%s\n' "$line"
+  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
+}
+trap rlx_end EXIT
+trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
+set -e
+"""
+"""Beginning of the script, before `slurm.setup`. Works without Python.
+
+It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; `rlx_output`, the folder of the jobs' output in it; and
+`rlx_last`, how many lines of output to report. It relies on `Status.write`, which puts each field on a line of its own.
+"""
 
 
 class _Executor(SlurmExecutor):
@@ -58,6 +108,9 @@ def check_directory(directory: Path) -> None:
 def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> dict[str, Any]:
     """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
     slurm, hardware = cfg.slurm, cfg.hardware
+    further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
+    whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
+    memory = f"{round(slurm.memory_gb * 1024)}M" if slurm.memory_gb is not None else "0" if whole else None
     options: dict[str, Any] = {
         "job_name": name,
         "nodes": hardware.nodes,
@@ -69,16 +122,23 @@ def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> d
         "constraint": slurm.constraint,
         "cpus_per_task": slurm.cpus_per_node,
         "exclusive": True if slurm.cpus_per_node is None else None,
-        "mem": "0" if slurm.memory_gb is None else f"{round(slurm.memory_gb * 1024)}M",
+        "mem": memory,
         "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
-        "setup": [f"cd {shlex.quote(os.getcwd())}", *_exports(code), *slurm.setup],
+        "setup": [
+            f"cd {shlex.quote(os.getcwd())}",
+            *_exports(code),
+            *slurm.setup,
+            f"{shlex.quote(sys.executable)} -c 'import rlx.launch.slurm'",  # fails here, where the reason is reported, and not in the job
+        ],
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
         "array_parallelism": cfg.launcher.array_parallelism or 100_000,
         # --signal=B: only the batch script gets the signal, and that is the supervisor
-        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **slurm.options},
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **further},
     }
-    return {name: value for name, value in options.items() if value is not None}
+    left_out = {name for name, value in further.items() if value is None}
+    options["additional_parameters"] = {k: v for k, v in options["additional_parameters"].items() if k not in left_out}
+    return {name: value for name, value in options.items() if value is not None and name not in left_out}
 
 
 def _exports(code: Path | None) -> list[str]:
@@ -86,20 +146,29 @@ def _exports(code: Path | None) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in (environment(code) if code else inherited).items()]
 
 
-def _executor(folder: Path, options: dict[str, Any]) -> _Executor:
-    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then.
-    executor = _Executor(folder, python=f"exec env --ignore-signal=USR2 {shlex.quote(sys.executable)}")
-    executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
+def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_lines: int) -> _Executor:
+    base = folder.parent
+    beginning = [
+        f"rlx_base={shlex.quote(str(base))}",
+        f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
+        f"rlx_output={shlex.quote(folder.name)}",
+        f"rlx_last={last_lines}",
+        BEGINNING.strip(),
+    ]
+    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then. `env --ignore-signal` needs coreutils 8.31.
+    executor = _Executor(folder, python=f"trap '' USR2; exec {shlex.quote(sys.executable)}")
+    given = {key: value for key, value in options.items() if key != "mem"}
+    executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
-    executor.parameters |= {"mem": options["mem"], "wckey": None}
+    executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     return executor
 
 
-def sbatch_script(cfg: CommandConfig, name: str, folder: Path, count: int = 1, code: Path | None = None) -> str:
-    """The sbatch script for one run or for an array of `count` runs. `code`: the code snapshot that they run."""
-    executor = _executor(folder, sbatch_options(cfg, name, code))
-    if count > 1:
-        executor.parameters["map_count"] = count
+def sbatch_script(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> str:
+    """The sbatch script for one run or for an array, with the runs' directories. `code`: the code snapshot that they run."""
+    executor = _executor(folder, sbatch_options(cfg, name, code), runs, cfg.launcher.last_lines)
+    if len(runs) > 1:
+        executor.parameters["map_count"] = len(runs)
     return executor._make_submission_file_text(executor._submitit_command_str, uid="")
 
 
@@ -110,24 +179,27 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
+    roots = [paths.root for paths, _ in runs]
     for paths, cfg in runs:
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
-        write_text(paths.sbatch, sbatch_script(cfg, name, folder, len(runs), code))
-    executor = _executor(folder, sbatch_options(runs[0][1], name, code))
+        write_text(paths.sbatch, sbatch_script(cfg, name, folder, roots, code))
+    executor = _executor(folder, sbatch_options(runs[0][1], name, code), roots, runs[0][1].launcher.last_lines)
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
-        jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
+        with contextlib.redirect_stderr(io.StringIO()) as said:  # by submitit: what sbatch said, which an error repeats
+            jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
+        print(said.getvalue(), end="", file=sys.stderr)
     except Exception as error:  # submitit reports sbatch's errors through several exception types
-        said = getattr(error, "stderr", None) or str(error)
-        reason = said.decode(errors="replace") if isinstance(said, bytes) else said
+        text = getattr(error, "stderr", None) or str(error)
+        reason = text.decode(errors="replace") if isinstance(text, bytes) else text
         for paths, cfg in runs:
-            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}")
+            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}", tell=False)
         raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
-        note_job(paths, job.job_id)
+        note_job(paths, job.job_id, job.paths.stdout)
     return [job.job_id for job in jobs]
 
 
@@ -162,16 +234,26 @@ class Attempt:
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
         self._leave_to_others(paths, job)
-        status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, job=job)
+        before = read_status(paths)
+        status = Status(attempt=new_attempt(paths), step=before.step if before else 0, max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
+        output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
+        if output.is_file():
+            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt)))
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        self._may_start(paths, cfg, status, restarts)
+        safe = _safe_steps(paths, cfg)
+        barren = barren_requeues(paths, restarts, safe)
+        self._may_start(paths, cfg, status, barren)
         if restarts or has_begun(paths):
-            start = rewind(paths)
+            try:
+                start = rewind(paths)
+            except ConfigError as error:
+                _fail(paths, status, str(error))
+                raise SystemExit(1) from None
             print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
         supervisor = Supervisor(
             paths,
@@ -185,7 +267,8 @@ class Attempt:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            code = self._requeue(paths, cfg, supervisor, job, restarts)
+            barren = 0 if _safe_steps(paths, cfg) > safe else barren + 1
+            code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
             raise SystemExit(code)
         return final_reward(paths)
@@ -200,20 +283,24 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, restarts: int) -> None:
-        """Exit if the job was requeued too often, or if the code has changed since the job was submitted."""
-        if restarts > cfg.launcher.max_requeues:
-            _fail(paths, status, f"the job was requeued {restarts} times, more than launcher.max_requeues={cfg.launcher.max_requeues}")
+    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
+        """Exit if the job was requeued too often without a new step, or if the code has changed since the job was submitted."""
+        if barren > cfg.launcher.max_requeues:
+            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+            _fail(paths, status, f"the job was requeued {barren} times without a new step, more than {most}")
             raise SystemExit(1)
-        change = code_change(paths)
+        change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
             _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
             raise SystemExit(1)
         if change:
             print(f"warning: {change}", flush=True)
 
-    def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int) -> int:
-        """Requeue the job unless SLURM has done so or the limit is reached; return the exit code."""
+    def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
+        """Requeue the job unless SLURM has done so or the limit is reached; return the exit code.
+
+        `barren`: how many attempts in a row, up to this one, have ended without a new step.
+        """
         status = supervisor.status
         if restarts_of(job_id) > restarts:
             return status.exit_code or 0
@@ -221,10 +308,22 @@ class Attempt:
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0
-        if restarts >= cfg.launcher.max_requeues:
-            _fail(
-                paths, status, f"preempted, and launcher.max_requeues={cfg.launcher.max_requeues} is used up; continue with resume=latest"
-            )
+        lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
+        if barren >= 2:
+            why = f"{barren} attempts in a row were preempted before a new step was saved, this one after {lasted:.0f} s"
+            if lasted >= until_notice - START:
+                _fail(
+                    paths,
+                    status,
+                    f"{why}, by the notice before the time limit: start, first step and checkpoint take longer than slurm.time_minutes="
+                    f"{cfg.slurm.time_minutes} less slurm.signal_seconds={cfg.slurm.signal_seconds}; continue with resume=latest and a "
+                    "larger slurm.time_minutes",
+                )
+                return 1
+            print(f"warning: {why}", flush=True)
+        if barren > cfg.launcher.max_requeues:
+            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+            _fail(paths, status, f"preempted, and {most} requeues without a new step are used up; continue with resume=latest")
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -238,8 +337,15 @@ class Attempt:
         return status.exit_code or 0
 
 
-def _fail(paths: RunPaths, status: Status, reason: str) -> None:
+def _safe_steps(paths: RunPaths, cfg: CommandConfig) -> int:
+    """Steps that a requeue does not lose: those of the newest checkpoint, or, for a command that keeps all its records, all."""
+    status = read_status(paths)
+    return max(steps(paths), default=0) if cfg.has_checkpoints else status.step if status else 0
+
+
+def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:
     log = os.path.relpath(paths.log(status.attempt, "launcher"), paths.root)
     status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=log))
     status.write(paths)
-    print(reason, file=sys.stderr, flush=True)
+    if tell:
+        print(reason, file=sys.stderr, flush=True)

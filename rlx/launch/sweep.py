@@ -3,7 +3,7 @@
     outputs/<sweep>/<the run's overrides>/   a run directory like any other
 
 Starting the same sweep again does the remaining work: completed runs are skipped, queued and running ones are left alone, and all
-others resume from their last checkpoint.
+others resume from their last checkpoint. Keys may change as when one run resumes: more steps, and completed runs go on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
+from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.processes import die_with
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
@@ -82,12 +83,12 @@ def find_states(elements: Sequence[Element]) -> None:
         paths, status = element.paths, read_status(element.paths)
         if element.cfg.clean or not looks_like_run(paths):
             continue
-        changed = differences(paths, element.cfg)
+        changed = differences(load_command(paths.root, secrets=False), element.cfg)
         if changed:
             others.append(f"{paths.root}: {'; '.join(changed[:3])}")
             continue
         job = job_of(paths)
-        completed = status is not None and status.state == "completed"
+        completed = status is not None and status.state == "completed" and status.max_steps >= element.cfg.total_steps
         if job is not None and not completed:
             if jobs is None:
                 try:
@@ -234,7 +235,7 @@ def ending_of(element: Element) -> str:
     if status is None:
         return "not started"
     reward = final_reward(element.paths)
-    cause = f": {status.cause.role}, {status.cause.reason}" if status.cause is not None else ""
+    cause = f": {status.cause.line}" if status.cause is not None else ""
     return (
         f"{status.state} after {status.step} of {status.max_steps} steps" + (f", reward {reward:.3f}" if reward is not None else "") + cause
     )
@@ -245,7 +246,7 @@ def summary(elements: Sequence[Element]) -> list[str]:
     rows = []
     for element in elements:
         status, reward = read_status(element.paths), final_reward(element.paths)
-        cause = f"{status.cause.role}: {status.cause.reason}" if status is not None and status.cause is not None else ""
+        cause = status.cause.line if status is not None and status.cause is not None else ""
         rows.append(
             [
                 element.name,

@@ -1,7 +1,7 @@
 """Loads a trainable policy from a folder or hub name, in one process or sharded over many.
 
-Rank 0 reads the checkpoint and checks on a few tokens that the packed forward equals the model's own. The other ranks start empty and
-receive their shards. All ranks then check the sharded model again on its device, with the attention, kernels and dtype of training.
+The model is built on the meta device and sharded there, then every rank reads its own shards (`rlx.models.read`), so no process holds more
+than its share. All ranks then check the model on a few tokens, on its device, with the attention, kernels and dtype of training.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
-from rlx.models.lora import add_adapters, digest
+from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.shard import checkpoint_activations, compile_layers, shard
+from rlx.models.read import empty_weights, is_untied, may_be_untied, read_weights
+from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,16 +40,20 @@ def load_policy(
     attention: str = "auto",
     logprob_backend: str = "auto",
     liger: bool | str = "auto",
-    ac_freq: int = 0,
+    ac: AcConfig | None = None,
+    ac_offloading: bool = False,
     cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
     compile: bool = False,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    read: bool = True,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     With `lora`, only adapters are trained, drawn from `seed`; they have the dtype `optimization_dtype`, the frozen parameters `dtype`.
+    `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
     Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model
     does not have, or for a model whose packed forward differs from its own.
@@ -66,102 +72,53 @@ def load_policy(
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
 
-    def finished(model: PolicyModel) -> PolicyModel:
-        model.attention, model.compute_dtype = attention, compute
+    frozen = master if lora is None else compute  # the dtype of what is read; frozen parameters never collect small changes
+    whole = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+    def built() -> PolicyModel:
+        """The model on the meta device, sharded."""
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
+            if lora is not None:
+                add_adapters(hf, lora, master)
+        model = PolicyModel(hf, attention=attention, compute_dtype=compute)
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
-        model.liger = apply_liger(model.hf, liger, device)  # after the first check, which runs on the CPU
-        checkpoint_activations(model, ac_freq, random=lora is not None and lora.dropout > 0)
+        model.liger = apply_liger(hf, liger, device)
+        if ac is not None:
+            checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
         if compile:
             compile_layers(model)
+        if sharded:
+            reduced = DTYPES[reduce_dtype]
+            keys = {"cpu_offload": cpu_offload, "reshard_after_forward": reshard_after_forward}
+            shard(model, mesh, compute_dtype=compute, reduce_dtype=reduced, **keys)
         return model
 
-    frozen = master if lora is None else compute  # the dtype of what is read; frozen parameters never collect small changes
-
-    def with_adapters(hf: Any) -> Any:
-        if lora is not None:
-            add_adapters(hf, lora, seed, master)
-        return hf
-
-    full = None
-    untied = False
-    if mesh.first:
-        hf = AutoModelForCausalLM.from_pretrained(source, dtype=frozen, trust_remote_code=trust_remote_code)
-        untied = _untied_by_checkpoint(hf)
-        full = PolicyModel(hf, attention="auto" if attention == "varlen" else attention)
-        check_packed_forward(full)
-        full.base = {"name": source, "digest": digest(hf), "dtype": dtype} if lora is not None else {}
-        with_adapters(hf)  # after the check: unsharded, they may have another dtype than the rest
-        if not sharded:
-            model = finished(full).to(device)
-            if device.type != "cpu":
-                check_packed_forward(model, device)
-            return model
-    untied = mesh.any(untied)
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if untied:
-            _say_untied(config)
-        empty = with_adapters(AutoModelForCausalLM.from_config(config, dtype=frozen, trust_remote_code=trust_remote_code))
-    model = finished(PolicyModel(empty, attention=attention))
+    place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
+    model = built()
+    read = read or lora is not None or may_be_untied(model.hf, source)
+    if read:
+        read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+    else:
+        empty_weights(model.hf, place)
+    if is_untied(model.hf):
+        # transformers loads both matrices, as vLLM does. The configuration is corrected for everything made from it: the shards, and every
+        # written version.
+        whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
+        model = built()
+        read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
     if lora is not None:
-        found = mesh.read(lambda: full.base["digest"].encode() if full else b"").decode()
-        model.base = {"name": source, "digest": found, "dtype": dtype}
-    shard(model, mesh, compute_dtype=compute, reduce_dtype=DTYPES[reduce_dtype], cpu_offload=cpu_offload)
-    tied = _tied(model.hf)
-    offloaded = cpu_offload and device.type == "cuda"
-    model.to_empty(device="cpu" if offloaded else device)
-    for module, name, parameter_of in tied:  # to_empty gave each name its own tensor
-        setattr(module, name, getattr(*parameter_of))
-    _scatter(full.hf if full else None, model.hf, mesh)
-    check_packed_forward(model, device)
+        model.base = {"name": source, "digest": digest(model.hf, mesh), "dtype": dtype}
+        for name, parameter in model.hf.named_parameters():  # reading makes new ones
+            parameter.requires_grad_(name.endswith(PARAMETERS))
+        draw_adapters(model.hf, seed)
+    if cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+        model.hf.generation_config = GenerationConfig.from_pretrained(source)
+    if read:
+        check_packed_forward(model, device)
     return model
-
-
-def _untied_by_checkpoint(hf: Any) -> bool:
-    """Whether the checkpoint has its own head although its configuration ties the head to the embedding.
-
-    transformers then loads both, as vLLM does. This corrects the configuration for everything made from it: the other ranks' shards and
-    every written version.
-    """
-    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
-    if not getattr(hf.config.get_text_config(), "tie_word_embeddings", False) or head is None or head.weight is embedding.weight:
-        return False
-    _say_untied(hf.config)
-    return True
-
-
-def _say_untied(config: Any) -> None:
-    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-
-
-def _tied(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
-    """(module, name, (module, name) of its first appearance) of every parameter that appears twice."""
-    seen: dict[int, tuple[nn.Module, str]] = {}
-    again = []
-    for module in hf.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                again.append((module, name, seen[id(parameter)]))
-            seen.setdefault(id(parameter), (module, name))
-    return again
-
-
-def _scatter(source: Any | None, target: nn.Module, mesh: Mesh) -> None:
-    """Give every rank its shards of rank 0's parameters, and a copy of all buffers (no checkpoint has the rotary tables)."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds, so not at the top
-
-    state = source.state_dict() if source is not None else {}
-    set_model_state_dict(
-        target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=mesh.world_size > 1, strict=False)
-    )
-    values = dict(source.named_buffers()) if source is not None else {}
-    for name, buffer in target.named_buffers():
-        value = values[name].to(mesh.device) if source is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=mesh.device)
-        mesh.broadcast(value)
-        module, _, attribute = name.rpartition(".")
-        setattr(target.get_submodule(module), attribute, value)
 
 
 @torch.no_grad()
@@ -187,8 +144,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
         packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
-    if (reshard := getattr(model, "reshard", None)) is not None:
-        reshard()
+    free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
     if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ValueError(

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlx.config.schema import LoraConfig
+from rlx.parallel.mesh import Mesh
 
 ALL = "all-linear"
 PARAMETERS = ("lora_A", "lora_B")
@@ -34,8 +36,8 @@ class LoraLinear(nn.Linear):
     lora_A: nn.Parameter  # [r, in]
     lora_B: nn.Parameter  # [out, r]
 
-    def __init__(self, base: nn.Linear, lora: LoraConfig, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        """Takes over the parameters of `base`. A is drawn as PEFT draws it: uniform with the variance 1 / (3 in)."""
+    def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype | None = None) -> None:
+        """Takes over the parameters of `base`. The adapter is not initialised."""
         nn.Module.__init__(self)  # nn.Linear's own constructor would allocate another weight
         assert lora.rank, "the configuration has no adapters"
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -43,12 +45,18 @@ class LoraLinear(nn.Linear):
         self.scaling, self.dropout = lora.scaling, lora.dropout
         self.active = True
         dtype, device = dtype or self.weight.dtype, self.weight.device
-        a = torch.empty(lora.rank, base.in_features, dtype=dtype, device=device)
-        if not a.is_meta:
-            bound = 1 / math.sqrt(base.in_features)
-            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-        self.lora_A = nn.Parameter(a)
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, dtype=dtype, device=device))
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=device))
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """Initialise the adapter, or this rank's shards of it. A is drawn as PEFT draws it: uniform with the variance 1 / (3 in)."""
+        bound = 1 / math.sqrt(self.in_features)
+        a: Tensor = torch.empty(self.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        if isinstance(self.lora_A, DTensor):
+            a = distribute_tensor(a.to(self.lora_A.device), self.lora_A.device_mesh, self.lora_A.placements, src_data_rank=None)
+        self.lora_A.copy_(a)
+        self.lora_B.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
         """[…, in] → […, out]. Dropout only where gradients are recorded: scores must be those of the model that is served."""
@@ -63,17 +71,23 @@ class LoraLinear(nn.Linear):
         return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"
 
 
-def add_adapters(hf: Any, lora: LoraConfig, seed: int, dtype: torch.dtype | None = None) -> None:
-    """Freeze a model and put adapters of `dtype` (None: the model's) beside its target layers, in place. A `seed` gives the same adapters.
+def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None) -> None:
+    """Freeze a model and put adapters of `dtype` (None: the model's) beside its target layers, in place. `draw_adapters` must follow.
 
     Raises ValueError for a target that names no linear layer, or one that cannot have an adapter.
     """
-    generator = torch.Generator().manual_seed(seed)
     wanted = targets(hf, lora.target_modules)
     hf.requires_grad_(False)
     for name in wanted:
         parent, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(parent), leaf, LoraLinear(hf.get_submodule(name), lora, generator, dtype))
+        setattr(hf.get_submodule(parent), leaf, LoraLinear(hf.get_submodule(name), lora, dtype))
+
+
+def draw_adapters(hf: Any, seed: int) -> None:
+    """Initialise a model's adapters, whole or sharded. A `seed` gives the same ones on any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted(hf).values():
+        layer.draw(generator)
 
 
 def targets(hf: Any, wanted: list[str]) -> list[str]:
@@ -118,13 +132,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def digest(hf: nn.Module) -> str:
-    """16 hexadecimal digits of a model's parameters on this process, adapters aside: to tell whether adapters belong to this model."""
+def digest(hf: nn.Module, mesh: Mesh) -> str:
+    """16 hexadecimal digits of a model's parameters, adapters aside: they tell whether adapters belong to it. Every rank calls this."""
+    named = [(name, parameter.detach()) for name, parameter in hf.named_parameters() if not name.endswith(PARAMETERS)]
+    shares = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for _, parameter in named]
+    # integers: any order, same sum
+    sums = torch.stack([share.contiguous().view(WORDS[share.dtype.itemsize]).sum(dtype=torch.int64) for share in shares])
+    mesh.sum_of_shards(sums)
     found = hashlib.blake2b(digest_size=8)
-    for name, parameter in hf.named_parameters():
-        if not name.endswith(PARAMETERS):
-            words = parameter.detach().contiguous().view(WORDS[parameter.dtype.itemsize])
-            found.update(f"{name} {list(words.shape)} {int(words.sum(dtype=torch.int64))}".encode())  # integers: any order, same sum
+    for (name, parameter), total in zip(named, sums.tolist(), strict=True):
+        found.update(f"{name} {list(parameter.shape)} {total}".encode())
     return found.hexdigest()
 
 

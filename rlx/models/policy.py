@@ -40,6 +40,7 @@ class PolicyModel(nn.Module):
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
+        self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
@@ -70,17 +71,21 @@ class PolicyModel(nn.Module):
             input_ids=layout.token_ids, attention_mask=None, position_ids=layout.position_ids, use_cache=False, **extra
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, index)
+
+        def score(hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
+            return logprob(
+                hidden,
+                head.weight,
+                labels,
+                temperature,
+                bias=getattr(head, "bias", None),
+                scale=self.logit_scale,
+                softcap=self.softcap,
+                backend=self.logprob_backend,
+            )
+
         head = self.head[0]
-        return logprob(
-            hidden,
-            head.weight,
-            labels,
-            temperature,
-            bias=getattr(head, "bias", None),
-            scale=self.logit_scale,
-            softcap=self.softcap,
-            backend=self.logprob_backend,
-        )
+        return head(hidden, score) if self.scores_within_head else score(hidden, head)
 
     @property
     def layers(self) -> nn.ModuleList:

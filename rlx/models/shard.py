@@ -1,4 +1,4 @@
-"""FSDP2 for the policy: shards every decoder layer and the rest over all ranks; gradients are summed, never averaged.
+"""FSDP2 for the policy: shards every decoder layer, embedding, head and the rest over ranks; gradients are summed, never averaged.
 
 A single process needs no sharding if it computes in its parameters' dtype. Otherwise it shards over itself, so that mixed precision has
 only one implementation.
@@ -6,35 +6,49 @@ only one implementation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rlx.config.schema import AcConfig
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._grouped_mm}
 
-def checkpoint_activations(model: PolicyModel, freq: int, *, random: bool = False) -> None:
-    """Recompute every `freq`-th decoder layer in backward instead of storing its activations; 0 is off.
 
-    `random`: the layers draw numbers (dropout), which must be the same when they are recomputed.
+def checkpoint_activations(model: PolicyModel, ac: AcConfig, *, offload: bool = False, random: bool = False) -> None:
+    """Recompute every `ac.freq`-th decoder layer in backward instead of storing its activations; 0 is off.
+
+    `offload` keeps what these layers store in host memory. `random`: the layers draw numbers (dropout), which must be the same when they
+    are recomputed.
     """
-    if freq < 1:
-        return
-    for i, layer in enumerate(model.layers):
-        if i % freq == 0:
-            layer.forward = _recomputed(layer.forward, random)
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if ac.mode == "selective":
+        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    for layer in model.layers[:: ac.freq] if ac.freq else ():
+        layer.forward = _recomputed(layer.forward, how, offload)
 
 
-def _recomputed(forward: Callable[..., Any], random: bool) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], how: dict[str, Any], offload: bool) -> Callable[..., Any]:
     """A plain function around `checkpoint`: torch.compile does not look into a functools.partial, so it would compile nothing."""
 
     def forward_again(*args: Any, **keys: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **keys)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+            return checkpoint(forward, *args, **how, **keys)
 
     return forward_again
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    """Whether selective checkpointing keeps an operation's result: it costs more to compute than to store."""
+    kept = op.overloadpacket in PRODUCTS or "attention" in str(op) or "attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:
@@ -43,11 +57,19 @@ def compile_layers(model: PolicyModel, **keys: Any) -> None:
         layer.compile(dynamic=True, **keys)
 
 
-def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool = False) -> None:
+def shard(
+    model: PolicyModel,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
     Parameters keep their dtype and are gathered in `compute_dtype`; gradients are summed in `reduce_dtype`.
-    `cpu_offload` keeps shards and gradients in host memory.
+    `cpu_offload` keeps shards and gradients in host memory. Without `reshard_after_forward`, parameters stay gathered until backward.
     """
     # Imported here, because it takes seconds and a single process may not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -55,10 +77,16 @@ def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_
     # Inputs are not cast: temperatures must stay float32, and hidden states already have the embedding's dtype.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
-    # The root holds embedding, last norm and head. It stays gathered from forward to backward, so the head can be used outside its module.
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
+    embedding, head = model.hf.get_input_embeddings(), model.head[0]
+    # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
+    own = [embedding, head] if head.weight is not embedding.weight else []
+    if own:
+        _score_within(head)
+        model.scores_within_head = True
+    for module in (*model.layers, *own):
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **how)
+    fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # None of these calls is recursive. The loss is already divided by global counts, so gradients must be summed. gloo has no
@@ -66,3 +94,20 @@ def shard(model: PolicyModel, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Free the parameters that a forward without backward has gathered: some stay gathered until backward."""
+    for module in model.modules():
+        if (reshard := getattr(module, "reshard", None)) is not None:
+            reshard()
+
+
+def _score_within(head: torch.nn.Module) -> None:
+    """Let the head's own forward run an op on its parameters: FSDP gathers them for it, also in backward."""
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor, score: Callable[..., Any] | None = None) -> Any:
+        return plain(hidden) if score is None else score(hidden, head)
+
+    head.forward = forward

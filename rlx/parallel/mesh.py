@@ -3,7 +3,8 @@
     axis      purpose
     data      which samples a rank packs and trains on; ranks with the same `data_rank` see the same samples
     loss      the all-reduce of the loss's sums and maxima, over all ranks that see different tokens
-    fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer
+    fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer; with `trainer.dp_replicate` there are
+              several copies of the shards, each on neighbouring ranks, and gradients are also summed over the axis `replicate`
     tensor    parts of one matrix product                                    (size 1 for now)
     context   parts of one sequence                                          (size 1 for now)
     expert    experts of one layer                                           (size 1 for now)
@@ -128,6 +129,11 @@ class Mesh:
         if self.loss_group is not None:
             dist.all_reduce(tensor, group=self.loss_group)
 
+    def sum_of_shards(self, tensor: Tensor) -> None:
+        """Sum over the ranks that hold the parts of one copy of the parameters, in place."""
+        if self.fsdp is not None and self.world_size > 1:
+            dist.all_reduce(tensor, group=self.fsdp.get_group("fsdp"))
+
     def max(self, tensor: Tensor) -> None:
         """Elementwise maximum over the loss axis, in place."""
         if self.loss_group is not None:
@@ -192,7 +198,8 @@ def build_mesh(
     if place.world_size > 1 and not place.under_torchrun:
         store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
-    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive)
+    copies = cfg.trainer.dp_replicate
+    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, copies=copies)
 
 
 def one_process(device: torch.device | str) -> Mesh:
@@ -208,8 +215,9 @@ def join(
     timeout: float,
     store: dist.Store | None = None,
     alive: Callable[[], AbstractContextManager[None]] = nullcontext,
+    copies: int = 1,
 ) -> Mesh:
-    """Start the process group, shard over all ranks, and return this rank's mesh.
+    """Start the process group, shard over all ranks or over each of `copies` groups of neighbours, and return this rank's mesh.
 
     The ranks meet at `store`, or by torchrun's variables; a single rank needs neither. A collective that takes longer than `timeout`
     seconds fails. `alive` is entered while this rank waits for rank 0, which may itself be waiting for another role.
@@ -218,14 +226,20 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else store
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    everyone = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     return Mesh(
         device=device,
         rank=rank,
         world_size=world_size,
         data_rank=rank,
         num_data_ranks=world_size,
-        loss_group=everyone.get_group() if world_size > 1 else None,
-        fsdp=everyone,
+        loss_group=dist.group.WORLD if world_size > 1 else None,
+        fsdp=shards(device, world_size, copies),
         alive=alive,
     )
+
+
+def shards(device: torch.device, world_size: int, copies: int) -> DeviceMesh:
+    """The ranks that share one copy of the parameters (`fsdp`), and if there are several copies, those with equal shards (`replicate`)."""
+    if copies == 1:
+        return dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    return dist.init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "fsdp"))

@@ -76,8 +76,10 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
         return f"{'makes' if isinstance(cfg, SftRoot) else 'supervised warm start of'} the model, unless it is in the cache"
-    if spec.role == "trainer":
-        return f"FSDP2 over {cfg.trainer_ranks} ranks" if cfg.trainer_ranks > 1 else "one process"
+    if spec.role == "trainer" and isinstance(cfg, TrainingRoot):
+        copies = cfg.trainer.dp_replicate
+        over = f"{cfg.trainer_ranks // copies} ranks" + (f", {copies} copies" if copies > 1 else "")
+        return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)
     if spec.role == "inference":
@@ -220,11 +222,12 @@ def _more_prompts(cfg: Config) -> str:
 
 def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     """The parts of the trainer's memory, one line each, with the arithmetic."""
-    ranks, row = cfg.trainer_ranks, cfg.micro_batch_tokens
+    ranks, row = cfg.trainer_ranks // cfg.trainer.dp_replicate, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
     if cfg.lora.on:
         numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}"
     where = "in host memory, " if memory.on_host else ""
+    again = cfg.trainer.reshard_after_forward  # gathered again for backward
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
     peak = max(memory.moments, key=lambda name: memory.moments[name])
     lines = [
@@ -232,13 +235,13 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
          f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}: {numbers}"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
-        (memory.layers, "two gathered layers: one computes, the next is prefetched"),
-        (memory.root, f"embedding and head, gathered: 2 × {tables} × {cfg.model.dtype}"),
+        (memory.layers, "two gathered layers: one computes, the next is prefetched" if again else "all layers, gathered until backward"),
+        (memory.table, f"embedding {'or' if again else 'and'} head, gathered: {tables} × {cfg.model.dtype}"),
         (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
         (memory.head, "the head op: tiles of logits, gradients of hidden states and of one slice of the head"),
         (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
         (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and their {cfg.trainer.reduce_dtype} reduction buffer"),
-        (memory.root_gradients, "the same for embedding and head, at the end of backward, when the activations are freed"),
+        (memory.table_gradients, "the same for the head, or for the embedding at the end of backward"),
         (0.0 if memory.on_host else memory.update, "a temporary of the optimizer step: one number per parameter"),
     ]  # fmt: skip
     others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
@@ -253,6 +256,7 @@ def _memory(cfg: TrainingRoot) -> list[str]:
     return [
         f"trainer, each {kind}: {size(trainer.device)}",
         *(f"  {line}" for line in _of_trainer(cfg, trainer)),
+        *([f"  each also: {size(trainer.loading)} of host memory while it reads its shards of the model"] if trainer.loading else []),
         f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step",
     ]
 

@@ -13,6 +13,7 @@ from rlx.config.schema import PlayRoot, TrainingRoot
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
 TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
+READERS = 4  # threads of transformers that read a tensor each
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
 
@@ -29,18 +30,19 @@ class TrainerMemory:
     on_host: bool  # parameters, gradients, optimizer state and reference lie in host memory
 
     # during forward and backward; a single process that holds the whole model in its compute dtype gathers nothing
-    layers: float  # two gathered decoder layers: one computes while the next is prefetched
-    root: float  # embedding and head, gathered from forward to the end of backward: FSDP's root unit
+    layers: float  # two gathered decoder layers: one computes while the next is prefetched; all, if they stay gathered until backward
+    table: float  # the embedding or the head, gathered; both, if they stay gathered. A tied one is gathered from forward to backward's end
     activations: float  # of one packed row
     head: float  # the fused head op: tiles, a sum of the hidden states' gradient, and the gradient of one slice of the head
-    head_gradient: float  # unsharded, in the compute dtype, during the whole backward
+    head_gradient: float  # unsharded, in the compute dtype
 
     # gradient reduction
     layer_gradients: float  # of one layer: unsharded in the compute dtype, plus the reduction buffer
-    root_gradients: float  # the same for embedding and head, at the end of backward, when the activations are freed
+    table_gradients: float  # the same for the head, when backward begins, or for the embedding at its end, when activations are freed
 
     update: float  # the optimizer step's temporary: one number per parameter of its shard
 
+    loading: float  # in host memory, while a process reads its shards to its GPU
     published: float  # in host memory of rank 0 alone: the copy of the whole weights that is written beside the next step
 
     @property
@@ -52,10 +54,11 @@ class TrainerMemory:
     @property
     def moments(self) -> dict[str, float]:
         """Additional bytes at each moment of a step that can be the peak."""
-        gathered = self.layers + self.root
+        gathered = self.layers + self.table
         return {
             "backward begins": gathered + self.activations + self.head + self.head_gradient + self.layer_gradients,
-            "backward ends": gathered + self.root_gradients,
+            "the head's gradient is reduced": gathered + self.activations + self.table_gradients,
+            "backward ends": gathered + self.table_gradients,
             "the optimizer steps": 0.0 if self.on_host else self.update,
         }
 
@@ -89,36 +92,39 @@ def trained_parameters(cfg: TrainingRoot) -> float:
 
 
 def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
-    model, ranks, cuda = cfg.model, cfg.trainer_ranks, cfg.hardware.device == "cuda"
+    model, cuda = cfg.model, cfg.hardware.device == "cuda"
+    ranks = cfg.trainer_ranks / cfg.trainer.dp_replicate  # that share one copy of the model
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
-    states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
+    optimizer = str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower()
     trained = trained_parameters(cfg)
     frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
     shard = trained / ranks
     share = trained / model.num_parameters  # of a layer that gets gradients
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
-    tables = 2 * table  # the configuration does not say whether the head is tied: assume the larger
+    beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
+    kept = not cfg.trainer.reshard_after_forward  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
     # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
-    sharded = ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
+    sharded = cfg.trainer_ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
     return TrainerMemory(
         parameters=shard * master + frozen * compute,
         gradients=shard * master,
-        optimizer=shard * master * states,
+        optimizer=master * (shard * STATES.get(optimizer, 2) + beside / ranks),
         reference=model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master) if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
-        layers=2 * layer * compute if sharded else 0.0,
-        root=tables * compute if sharded else 0.0,
+        layers=(model.num_layers if kept else 2) * layer * compute if sharded else 0.0,
+        table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
         head=4.0 * (TILES * tile_rows * tile_columns + row * model.hidden_size + tile_columns * model.hidden_size),
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) if sharded else 0.0,
-        root_gradients=tables * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
+        table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
+        loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=trained * compute,
     )
 

@@ -64,13 +64,10 @@ def _tiles(facts: Facts) -> dict[str, str]:
         ended = facts.status.updated if facts.state != "running" else time.time()
         found["duration of the last attempt"] = duration(ended - facts.status.started)
         found["attempt"] = str(facts.status.attempt)
-    for label, name, source in (
-        ("tokens/s sampled", "perf/inference_tokens_per_second", ORCHESTRATOR),
-        ("tokens/s trained", "perf/tokens_per_second", TRAINER),
-    ):
-        speeds = facts.series(name, source)[1]
-        if len(speeds):
-            found[f"{label}, mean"] = f"{speeds.mean():,.0f}"
+    for label, name in (("tokens/s sampled", "perf/inference_tokens_per_second"), ("tokens/s trained", "perf/tokens_per_second")):
+        speed = facts.history.speed(name, first=0)
+        if speed is not None:
+            found[label] = f"{speed:,.0f}"
     lag = facts.series("off_policy/lag_max", TRAINER)[1]
     if len(lag):
         found["largest lag"] = number(lag.max())

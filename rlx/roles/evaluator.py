@@ -32,6 +32,7 @@ from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.rollout.beside import evaluate_beside
 from rlx.rollout.models import Model, connected
+from rlx.rollout.play import NothingWorks
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
@@ -143,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main, "evaluator", plain=(PolicyError,))  # an endpoint's own sentence says it all
+    end(main, "evaluator", plain=(NothingWorks, PolicyError))  # their own sentence says it all

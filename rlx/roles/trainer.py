@@ -61,7 +61,7 @@ class Trainer:
             wait_for_servers(cfg, paths, watch)
         self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         name = self.initial_model()
-        self.step_trainer = build(cfg, name, self.mesh, watch.working)
+        self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(begin := read_start(paths)) is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         # The run's summary shows what `auto` chose, because few users read this role's log.
         self.summary = {"logprob": self.model.logprob_backend, "layers": self.model.liger}
@@ -92,7 +92,7 @@ class Trainer:
         self.step_trainer.before_micro_batch = self.between_micro_batches
         self.meter = Meter(self.model, self.mesh)
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
-        if (begin := read_start(paths)) is not None:
+        if begin is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
                 self.resume(begin.checkpoint / TRAINER, begin.step)
 

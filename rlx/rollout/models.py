@@ -168,7 +168,7 @@ async def connect_servers(
     run = "" if adopt else str(paths.root)
     async with (
         Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths), run=run) as fleet,
-        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore) as sampler,
+        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
     ):
         fleet.on_change = sampler.use
         give_policy(envs, config, chat, sampler)
@@ -253,9 +253,10 @@ def _hub_name(text: str) -> str | None:
 
 def check_version(rollout: Rollout, version: int) -> None:
     """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    found = sorted({int(one) for turn in rollout.turns for one in np.unique(turn.versions)} - {version, UNKNOWN_VERSION})
-    if found:
+    others = [turn.versions[(turn.versions != version) & (turn.versions != UNKNOWN_VERSION)] for turn in rollout.turns]
+    if any(map(len, others)):
+        found = ", ".join(map(str, np.unique(np.concatenate(others))))
         raise RuntimeError(
-            f"the evaluation of version {version} has tokens of version {', '.join(map(str, found))}: rollout {rollout.member} of "
+            f"the evaluation of version {version} has tokens of version {found}: rollout {rollout.member} of "
             f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"
         )

@@ -9,6 +9,7 @@ What a rollout is worth, and which weights play it, belongs to the callers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -95,21 +96,35 @@ class Player:
         self.envs, self.max_retries, self.room = envs, max_retries, room
         self.played, self.check, self.away = played, check, away
         self.begun = self.finished = 0  # rollouts
-        self._in_flight: list[tuple[Job, float]] = []  # with the monotonic seconds at which it began
+        self._in_flight: dict[Job, float] = {}  # with the monotonic seconds at which it began
 
     async def play(self, jobs: Iterable[Job]) -> None:
         """Play all jobs, begun in their order. If one of them raises, the others are cancelled and its error is raised."""
         playing: set[asyncio.Task[None]] = set()
+        ended: list[asyncio.Task[None]] = []
+        one_ended = asyncio.Event()  # `asyncio.wait` would look at all that are playing whenever one ends
+
+        def end(one: asyncio.Task[None]) -> None:
+            playing.discard(one)
+            ended.append(one)
+            one_ended.set()
+
         coming = iter(jobs)
         job = next(coming, None)
         try:
             while job is not None or playing:
                 while job is not None and (self.begun == self.finished or self.in_flight + len(job.members) <= self.room()):
                     self.begun += len(job.members)
-                    playing.add(asyncio.create_task(self._play(job)))
+                    one = asyncio.create_task(self._play(job))
+                    playing.add(one)
+                    one.add_done_callback(end)
                     job = next(coming, None)
-                done, playing = await asyncio.wait(playing, timeout=GLANCE, return_when=asyncio.FIRST_COMPLETED)
-                for error in [one.exception() for one in done]:  # ask all, or asyncio complains about those that nobody asked
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(one_ended.wait(), GLANCE)
+                one_ended.clear()
+                errors = [one.exception() for one in ended]  # ask all, or asyncio complains about those that nobody asked
+                ended.clear()
+                for error in errors:
                     if error is not None:
                         raise error
         finally:
@@ -126,15 +141,15 @@ class Player:
     def waiting(self) -> list[tuple[Task, int, float]]:
         """The jobs in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each."""
         now = time.monotonic()
-        return [(job.task, len(job.members), now - began) for job, began in self._in_flight]
+        return [(job.task, len(job.members), now - began) for job, began in self._in_flight.items()]
 
     def now(self) -> dict[str, float]:
         """For the console: rollouts in flight, and the seconds of the oldest job."""
         return {"in_flight": self.in_flight, "oldest": max((seconds for _, _, seconds in self.waiting()), default=0.0)}
 
     async def _play(self, job: Job) -> None:
-        env, entry = self.envs[job.env], (job, time.monotonic())
-        self._in_flight.append(entry)
+        env = self.envs[job.env]
+        self._in_flight[job] = time.monotonic()
         try:
             for attempt in range(self.max_retries + 1):
                 rollouts = await play_through(env, job.task, job.members, attempt, self.away)
@@ -143,7 +158,7 @@ class Player:
                 if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
                     break
         finally:
-            self._in_flight.remove(entry)
+            del self._in_flight[job]
         self.finished += len(rollouts)
         self.played(job, rollouts)
 

@@ -159,6 +159,7 @@ def create(
 
 
 def _adopt(paths: RunPaths, start: Start) -> Start:
+    say(f"{paths.root}: starting after {start.step} steps, from {start.checkpoint}")
     try:
         return adopt(paths, start)
     except NoCheckpoint as error:
@@ -302,13 +303,13 @@ def new_attempt(paths: RunPaths) -> int:
     return number
 
 
-def differences(paths: RunPaths, cfg: CommandConfig) -> list[str]:
-    """The keys in which a run's configuration differs from `cfg`, except those that do not change what the run computes."""
-    before = load_command(paths.root, secrets=False)
+def differences(before: CommandConfig, cfg: CommandConfig) -> list[str]:
+    """The keys in which a run's configuration differs from `cfg` and that may not change when it resumes. Secrets are not compared."""
     if type(before) is not type(cfg):
         return [f"it is a directory of rlx {root_of(before).command}"]
-    there, here = asdict(before), asdict(hidden(cfg))
-    return [line for line in differing(there, here) if re.split("[.:]", line)[0] not in (*NOT_COMPARED, "launcher", "slurm")]
+    free = (*MAY_CHANGE, *cfg.may_change)
+    lines = differing(asdict(before), asdict(hidden(cfg)))
+    return [line for line in lines if not any(re.match(rf"{re.escape(key)}[.:]", line) for key in free)]
 
 
 def looks_like_run(paths: RunPaths) -> bool:

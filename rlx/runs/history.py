@@ -12,6 +12,11 @@ from rlx.paths import RunPaths
 
 AVERAGE = re.compile(r"eval/[^/]+/avg@\d+")
 LAST_STEPS = 5  # the reward of one batch is noisy
+SPEEDS = {
+    "perf/inference_tokens_per_second": ("orchestrator", ("time/step",)),
+    "perf/tokens_per_second": ("trainer", ("time/forward_backward", "time/optimizer")),
+}
+"""Rates by name, with their source and the seconds of a step that they count."""
 
 
 class History:
@@ -61,6 +66,18 @@ class History:
         """Mean of this attempt's last `over` values; `None` if there are none."""
         values = self.series(name, source, self.first)[-over:]
         return sum(values) / len(values) if values else None
+
+    def speed(self, name: str, over: int | None = None, first: int | None = None) -> float | None:
+        """One of `SPEEDS` over this attempt's last `over` steps, or over all from step `first` on: what was done by the seconds it took.
+
+        It is not the mean of the steps' speeds, in which a step of 0.1 s would count as much as one of 10 s. `None` if there are no steps.
+        """
+        source, times = SPEEDS[name]
+        steps = [r for step, r in sorted(self.records[source].items()) if step >= (self.first if first is None else first)]
+        known = [(r[name], sum(r[time] for time in times)) for r in steps if all(each in r for each in (name, *times))]
+        known = known[-over:] if over is not None else known
+        seconds = sum(each for _, each in known)
+        return sum(rate * each for rate, each in known) / seconds if seconds else None
 
     def steps_per_second(self, over: int = 10) -> float | None:
         """The trainer's speed over the last `over` steps of this attempt; `None` if it cannot be computed yet."""

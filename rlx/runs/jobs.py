@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rlx.paths import RunPaths, write_text
 
@@ -17,16 +20,37 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 """SLURM's states of a job that has ended. A job that the controller has forgotten has ended too."""
 
 
-def note_job(paths: RunPaths, job_id: str) -> None:
-    write_text(paths.job, json.dumps({"id": job_id, "submitted": time.time()}) + "\n")
+def note_job(paths: RunPaths, job_id: str, output: Path | None = None) -> None:
+    """Record a submitted job and the file of its output."""
+    write_text(paths.job, json.dumps({"id": job_id, "submitted": time.time(), "output": output and str(output)}) + "\n")
 
 
 def job_of(paths: RunPaths) -> str | None:
     """Id of the last SLURM job that was submitted for a run; `None` if there was none."""
+    return _noted(paths).get("id")
+
+
+def output_of(paths: RunPaths) -> Path | None:
+    """The file of that job's own output, which has what was printed before and after rlx ran."""
+    output = _noted(paths).get("output")
+    return Path(output) if output else None
+
+
+def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
+    """How many requeues in a row have won no step. A job calls it at its start: its `restarts`-th, with `step` steps that are safe."""
+    record = _noted(paths)
+    last = record.get("progress")
+    if last is not None and last["restarts"] <= restarts and step <= last["step"]:
+        return restarts - last["restarts"]
+    write_text(paths.job, json.dumps({**record, "progress": {"restarts": restarts, "step": step}}) + "\n")
+    return 0
+
+
+def _noted(paths: RunPaths) -> dict[str, Any]:
     try:
-        return json.loads(paths.job.read_text())["id"]
+        return json.loads(paths.job.read_text())
     except FileNotFoundError:
-        return None
+        return {}
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +72,33 @@ def queue() -> dict[str, str]:
     if done.returncode != 0:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
+
+
+def waits() -> dict[str, str]:
+    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of all users' queued jobs.
+
+    Raises RuntimeError if the controller does not answer.
+    """
+    done = ask("squeue", "--noheader", "--array", "--states=PENDING", "--sort=-p,i", "--format=%i|%P|%S|%r")
+    if done.returncode != 0:
+        raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
+    jobs = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]  # the first to run comes first
+    found = {}
+    for job, partition, start, reason in jobs:
+        rivals = [other for other, theirs, *_ in jobs if {*partition.split(",")} & {*theirs.split(",")}]
+        about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
+        found[job] = f"{reason}, {rivals.index(job) + 1} of {len(rivals)} waiting in {partition}{about}"
+    return found
+
+
+def accounted(job_ids: Sequence[str]) -> dict[str, str]:
+    """Job id → its final state, of jobs that SLURM's accounting knows; empty where there is none."""
+    try:
+        done = ask("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(job_ids)}")
+    except RuntimeError:
+        return {}
+    found = (line.strip().partition("|") for line in done.stdout.splitlines())
+    return {job: state.split()[0] for job, _, state in found if state}  # CANCELLED by 1000
 
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 import rlx
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
@@ -27,6 +29,7 @@ from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
+PARTS = ("rlx", "environments")  # the folders there whose code runs
 DIFF = "uncommitted.diff"
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
@@ -78,29 +81,52 @@ def packages() -> dict[str, str]:
     return dict(sorted((d.name, d.version) for d in importlib.metadata.distributions()))
 
 
+@functools.cache
 def source_state() -> dict[str, Any]:
-    """The code's commit, the uncommitted changes to tracked files, and the names of untracked files; `None` outside a checkout."""
+    """A digest of the code that runs, its commit, the uncommitted changes to tracked files, and the names of untracked files.
+
+    `None` for all but the digest outside a checkout. Cached, because a sweep asks once per run.
+    """
     # An installed copy may lie inside an unrelated checkout (`.venv/`), so the checkout must track this code.
     if git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
-        return {"folder": str(SOURCE), "commit": None, "diff": None, "untracked": None}
+        return {"folder": str(SOURCE), "code": code_digest(), "commit": None, "diff": None, "untracked": None}
     untracked = git("ls-files", "--others", "--exclude-standard") or ""
-    commit = (git("rev-parse", "HEAD") or "").strip() or None
-    return {"folder": str(SOURCE), "commit": commit, "diff": git("diff", "HEAD"), "untracked": untracked.splitlines()}
+    return {
+        "folder": str(SOURCE),
+        "code": code_digest(),
+        "commit": (git("rev-parse", "HEAD") or "").strip() or None,
+        "diff": git("diff", "HEAD"),
+        "untracked": untracked.splitlines(),
+    }
+
+
+def code_files() -> list[Path]:
+    """The files of the code that runs, relative to `SOURCE`: in a checkout the package and the environments, else the package."""
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None and listed is not None:
+        return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (SOURCE / path).is_file())
+    package = (SOURCE / "rlx").rglob("*")
+    return sorted(path.relative_to(SOURCE) for path in package if path.is_file() and "__pycache__" not in path.parts)
+
+
+def code_digest() -> str:
+    """A hash of those files' names and contents."""
+    digest = xxhash.xxh3_64()
+    for file in code_files():
+        digest.update(f"{file}\0".encode())
+        digest.update((SOURCE / file).read_bytes())
+    return digest.hexdigest()
 
 
 def code_change(paths: RunPaths) -> str | None:
-    """How the code has changed since the run's last provenance record, as text; `None` if it has not or this is unknown."""
+    """How the code that runs has changed since the run's last provenance record, as text; `None` if it has not."""
     provenance = json.loads(paths.provenance.read_text())
     recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
-    now = source_state()
-    if recorded["commit"] is None or now["commit"] is None:
+    if recorded.get("code") == code_digest():
         return None
-    if now["commit"] != recorded["commit"]:
-        return f"the code was at commit {recorded['commit'][:12]} when the run was submitted and is now at {now['commit'][:12]}"
-    before = (paths.root / recorded["diff"]).read_text() if recorded["diff"] else ""
-    if (now["diff"] or "") != before:
-        return f"the uncommitted changes to the code differ from those at submission ({recorded['diff'] or 'there were none'})"
-    return None
+    now = (git("rev-parse", "HEAD") or "").strip() or None
+    commits = f" (commit {str(recorded['commit'])[:12]} then, {str(now)[:12]} now)" if recorded["commit"] != now else ""
+    return f"the code in {SOURCE} ({', '.join(PARTS)}) is not what it was when the run was submitted{commits}"
 
 
 def machine(*, gpus: bool) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     checkpoints.
     A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
-    Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint or `max_steps` steps are already done.
+    Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint, if all checkpoints are damaged, or if
+    `max_steps` steps are already done.
     """
     if not load_command(paths.root, secrets=False).has_checkpoints:
         _forget_processes(paths)
@@ -72,6 +73,13 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
         start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
     except NoCheckpoint as error:
         raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
+    if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("step_*"))):
+        raise ConfigError(
+            f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
+            f"and {len(versions(paths))} policy versions in {paths.weights}.\n"
+            f"  fix: restore a checkpoint's files; or start anew, with another run.name=, or with clean=true instead of resume={wanted}, "
+            "which deletes this run"
+        )
     check_room(start, max_steps)
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):

@@ -10,25 +10,16 @@ import os
 import shutil
 from pathlib import Path
 
-import xxhash
-
-from rlx.runs.provenance import SOURCE, git
-
-PARTS = ("rlx", "environments")
+from rlx.runs.provenance import SOURCE, code_digest, code_files
 
 
 def take_snapshot(folder: Path) -> Path:
     """Copy the code to `folder/code_<hash of its content>` unless that exists; return the copy's path."""
-    files = _files()
-    digest = xxhash.xxh3_64()
-    for file in files:
-        digest.update(f"{file}\0".encode())
-        digest.update((SOURCE / file).read_bytes())
-    copy = folder / f"code_{digest.hexdigest()}"
+    copy = folder / f"code_{code_digest()}"
     if not copy.exists():
         making = copy.with_name(f".{copy.name}")
         shutil.rmtree(making, ignore_errors=True)
-        for file in files:
+        for file in code_files():
             (making / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(SOURCE / file, making / file)
         making.rename(copy)
@@ -43,11 +34,3 @@ def environment(copy: Path) -> dict[str, str]:
     folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
     path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
-
-
-def _files() -> list[Path]:
-    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
-    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None and listed is not None:
-        return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (SOURCE / path).is_file())
-    package = (SOURCE / "rlx").rglob("*")
-    return sorted(path.relative_to(SOURCE) for path in package if path.is_file() and "__pycache__" not in path.parts)

@@ -14,16 +14,20 @@ from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh
+from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
 log = logging.getLogger("rlx.trainer")
 
 
-def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]]) -> PolicyTrainer:
+def build(
+    cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]], *, resumes: bool = False
+) -> PolicyTrainer:
     """Load the model from `source` (a folder or a hub name) and build its trainer.
 
-    `working` is entered around each load, which may take minutes, with the name of the phase.
+    `resumes`: a checkpoint is loaded afterwards, so the initial weights need not be read. `working` is entered around each load, which may
+    take minutes, with the name of the phase.
     """
     loading: dict[str, Any] = {
         "dtype": cfg.model.dtype,
@@ -32,13 +36,15 @@ def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], A
         "logprob_backend": cfg.model.logprob_backend,
         "liger": cfg.model.liger,
         "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+        "reshard_after_forward": cfg.trainer.reshard_after_forward,
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
     lora = cfg.lora if cfg.lora.on else None
+    master = cfg.trainer.optimization_dtype
+    trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "seed": cfg.seed}
     with working("loading the model"):
-        master = cfg.trainer.optimization_dtype
-        model = load_policy(source, mesh, optimization_dtype=master, ac_freq=cfg.trainer.ac.freq, lora=lora, seed=cfg.seed, **loading)
+        model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, **trained, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:
@@ -54,7 +60,7 @@ def build(cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], A
     return PolicyTrainer(
         model,
         losses_of(cfg),
-        instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
+        instantiate(optim, params=groups_of(model.layers, model)),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
         max_norm=optim_terms.max_norm,

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from rlx import codec
+from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
@@ -134,7 +135,8 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
 
     Random states are restored if the number of ranks is the same. If no reference was saved, it never moved, so a reference that follows
     the policy starts as the initial policy.
-    Raises ValueError if the state belongs to another model or optimizer, or holds a moved reference that this trainer would ignore.
+    Raises ValueError if the state belongs to another model or optimizer, if it holds a moved reference that this trainer
+    would ignore, or if the model fails `check_packed_forward`.
     """
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
@@ -173,6 +175,7 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
             f"the adapters in {folder} belong to another model: they were trained beside {state['base']['name']} (digest "
             f"{state['base']['digest']}), not {trainer.model.base['name']} ({trainer.model.base['digest']}). Resume with the same model.*"
         )
+    check_packed_forward(trainer.model, trainer.device)
     if trainer.losses.adapts:  # otherwise beta comes from the configuration
         trainer.losses.load_state_dict(state["objective"])
     return progress

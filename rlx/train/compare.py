@@ -88,7 +88,8 @@ def in_one_process(cfg: Config, device: str) -> Config:
         logprob_backend="torch" if device == "cpu" else "auto",
         liger=False,
     )
-    trainer = replace(cfg.trainer, optimization_dtype="float32", reduce_dtype="float32", compile=False, fsdp_cpu_offload=False)
+    trainer = replace(cfg.trainer, optimization_dtype="float32", reduce_dtype="float32", compile=False)
+    trainer = replace(trainer, fsdp_cpu_offload=False, dp_replicate=1)
     return replace(cfg, model=model, trainer=trainer, hardware=replace(cfg.hardware, device=device))
 
 

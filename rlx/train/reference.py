@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlx.models.lora import without_adapters
 from rlx.models.policy import PolicyModel
+from rlx.models.shard import free_gathered
 
 
 class Reference:
@@ -40,10 +41,8 @@ class Reference:
             raise ValueError(f"the reference model (ref.name) has {own} token ids, but the policy has {wanted}; it must have all of them")
 
     def scored(self) -> None:
-        """End a round of scoring. A sharded model keeps its root's parameters gathered until backward, and scoring has no backward."""
-        reshard = getattr(self.model, "reshard", None)
-        if reshard is not None:
-            reshard()
+        """End a round of scoring. A sharded model keeps some parameters gathered until backward, and scoring has no backward."""
+        free_gathered(self.model)
 
     @torch.no_grad()
     def after_step(self, step: int, policy: PolicyModel) -> bool:

@@ -22,6 +22,7 @@ from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.layout import Layout, build_layout
 from rlx.models.policy import PolicyModel
+from rlx.models.shard import free_gathered
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
@@ -134,10 +135,10 @@ class PolicyTrainer:
         self.reshard()
 
     def reshard(self) -> None:
-        """Free the parameters that a forward without backward has gathered: forward keeps the root's until backward."""
-        for model in (self.model, *([self.reference.model] if self.reference is not None else [])):
-            if (reshard := getattr(model, "reshard", None)) is not None:
-                reshard()
+        """Free the parameters that a forward without backward has gathered."""
+        free_gathered(self.model)
+        if self.reference is not None:
+            free_gathered(self.reference.model)
 
     def _score_before(self, mini_batch: MiniBatch, recompute: bool) -> list[Before]:
         """Scores from before the first optimizer step, one per micro-batch.

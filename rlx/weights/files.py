@@ -2,8 +2,8 @@
 
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and, written last, `COMPLETE`:
 `{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads Hugging Face
-models can load it. If adapters are trained, it is a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, which names
-the model that they belong to.
+models can load it. If adapters are trained, it is a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, and the
+manifest has `"base": {"name", "identity"}` of the model that they belong to.
 
 Each tensor has one checksum, its sum (`sums.py`), because all three users can compute it. The trainer sums its memory, which also catches
 write errors. A server sums the files before it pauses. Its engine sums the parameters that it serves, on their own device.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 2**30  # largest safetensors file, unless a single tensor is larger
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
+IDENTIFYING = 4096  # bytes of each tensor
 CHUNK = 1 << 20  # bytes read at a time when checking
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
@@ -93,6 +94,24 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
     if end != path.stat().st_size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, but its header says {end}")
     return entries, 8 + size
+
+
+def identity(folder: Path) -> str:
+    """Tells a model's weights from others, at no cost: a digest of all names, shapes and dtypes, and of the beginning of every tensor.
+
+    It is the same however the weights are divided into files. Damage may go unnoticed. Raises as `weight_files` and `header`.
+    """
+    tensors = {
+        name: (path, begin, entry) for path in weight_files(folder) for entries, begin in [header(path)] for name, entry in entries.items()
+    }
+    state = xxhash.xxh3_64()
+    for name, (path, begin, entry) in sorted(tensors.items()):
+        start, end = entry["data_offsets"]
+        state.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin + start)
+            state.update(file.read(min(end - start, IDENTIFYING)))
+    return state.hexdigest()
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -188,6 +207,7 @@ class ModelFiles:
     """The files of a model folder that do not change during training, by file name."""
 
     files: Mapping[str, bytes]
+    base: Mapping[str, str] | None = None  # of adapters: `name` and `identity` of their model
 
     @classmethod
     def read(cls, source: str, hf: Any, dtype: str, *, trust_remote_code: bool = False) -> ModelFiles:
@@ -210,9 +230,10 @@ class ModelFiles:
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 
     @classmethod
-    def of_adapters(cls, config: Mapping[str, Any]) -> ModelFiles:
-        """The one file beside the adapters of a PEFT folder."""
-        return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()})
+    def of_adapters(cls, config: Mapping[str, Any], model: Path) -> ModelFiles:
+        """The one file beside the adapters of a PEFT folder, for the model in the folder `model`."""
+        base = {"name": config["base_model_name_or_path"], "identity": identity(model)}
+        return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, base)
 
     def with_chat_template(self, path: str) -> ModelFiles:
         """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
@@ -262,7 +283,8 @@ def write(
             (temporary / name).write_bytes(content)
         for file in sorted(temporary.iterdir()):
             manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
-        (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained}))
+        base = {} if static.base is None else {"base": dict(static.base)}
+        (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained, **base}))
     except SafetensorError as error:  # it carries the system's message, but not its class
         raise OSError(str(error)) from error
 

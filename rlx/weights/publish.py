@@ -20,6 +20,7 @@ from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, Tensors
+from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ class Publisher:
         if mesh.first and lora is not None:
             from rlx.models.lora import peft_config
 
-            static = ModelFiles.of_adapters(peft_config(model.hf, lora, source))
+            static = ModelFiles.of_adapters(peft_config(model.hf, lora, source), fetch(source, None))
         elif mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
             if chat_template is not None:

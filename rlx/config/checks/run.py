@@ -9,7 +9,7 @@ from typing import Any
 
 from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
-from rlx.config.schema import Config
+from rlx.config.schema import Config, TrainingRoot
 from rlx.config.signatures import is_installed
 
 OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
@@ -33,6 +33,44 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "lora_target_modules": "lora.target_modules",
     "lora_dtype": "model.dtype",
 }
+
+NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets it, or why it cannot be set
+    "array": "A sweep (-m) is one array; launcher.array_parallelism limits it",
+    "nodes": "hardware.nodes sets it",
+    "ntasks": "The supervisor is the job's one task",
+    "ntasks-per-node": "The supervisor is the job's one task",
+    "signal": "slurm.signal_seconds sets it",
+    "time": "slurm.time_minutes sets it",
+    "output": "rlx shows the job's output as logs/attempt_N/job.log",
+    "error": "rlx shows the job's output as logs/attempt_N/job.log",
+    "open-mode": "rlx shows the job's output as logs/attempt_N/job.log",
+    "wrap": "rlx writes the script",
+    "wait": "launcher.wait=true waits for the run",
+    "test-only": "dry_run=true submits nothing",
+    "parsable": "rlx reads the job's id from sbatch's usual answer",
+    "quiet": "rlx reads the job's id from sbatch's usual answer",
+}
+
+
+# trainer
+
+
+@rule("trainer.dp_replicate", "hardware.trainer_processes")
+def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
+    if ranks % copies:
+        counts = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield (
+            f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
+            f"Set trainer.dp_replicate to one of {counts}, or change {of('hardware.trainer_processes')}."
+        )
+
+
+@rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
+def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    asked = {"trainer.ac_offloading": cfg.trainer.ac_offloading, "trainer.ac.mode": cfg.trainer.ac.mode != "full"}
+    for name in [key for key, on in asked.items() if on and not cfg.trainer.ac.freq]:
+        yield f"{of(name)} is about checkpointed layers, but {of('trainer.ac.freq')} means none. Set trainer.ac.freq=1, or leave it out."
 
 
 # model
@@ -255,6 +293,11 @@ def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
             f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
             "Run the command on a login node, or use dry_run=true to see what would be submitted."
         )
+    for name in cfg.slurm.options:
+        if (known := name.replace("_", "-").lstrip("-")) in NOT_FOR_SBATCH:
+            yield f"sbatch's option {known} would break the run: {of(f'slurm.options.{name}')}.\n{NOT_FOR_SBATCH[known]}. Remove it."
+        elif name.startswith("-"):
+            yield f"options of sbatch are named without dashes in front: {of(f'slurm.options.{name}')}. Write {known}."
     if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
         yield (
             f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.rules import Show, declared, rule, target_name
-from rlx.config.schema import Config, SftRoot
+from rlx.config.schema import Config, EvaluatedRun, SftRoot
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 
@@ -76,13 +76,18 @@ def one_update_per_batch(cfg: SftRoot, of: Show) -> Iterator[str]:
         )
 
 
-@rule("data", "bench", "eval.interval", "val.name")
+@rule("data", "bench", "val.name")
 def bench_on_random_tokens(cfg: SftRoot, of: Show) -> Iterator[str]:
     if cfg.bench and cfg.data.type != "fake":
         yield f"a benchmark trains on random tokens: {of('bench')} with {of('data.type')}. Use data=fake, and data.length for the lengths."
-    for key, value in (("eval.interval", cfg.eval.interval), ("val.name", cfg.val.name)):
-        if cfg.bench and value is not None:
-            yield f"a benchmark measures the trainer alone: {of('bench')} with {of(key)}. Remove one of the two."
+    if cfg.bench and cfg.val.name is not None:
+        yield f"a benchmark measures the trainer alone: {of('bench')} with {of('val.name')}. Remove one of the two."
+
+
+@rule("bench", "eval.interval")
+def bench_evaluates_nothing(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
+    if cfg.bench and cfg.eval.interval is not None:
+        yield f"a benchmark measures the trainer alone: {of('bench')} with {of('eval.interval')}. Remove one of the two."
 
 
 @rule("replay", "bench")

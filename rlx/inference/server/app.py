@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 import uvicorn
@@ -68,7 +69,9 @@ class PolicyApp:
             await receive()
             if path == "/generate" and self._authorized(scope["headers"]):
                 await send({"type": "websocket.accept"})
-                await Session(self.engine, send).run(receive)
+                (run, *_) = parse_qs(scope["query_string"].decode()).get("run", [""])
+                with self._holder.connection(run):
+                    await Session(self.engine, send).run(receive)
             else:
                 await send({"type": "websocket.close", "code": 1008})  # closed before it was accepted, so the client gets status 403
             return

@@ -30,6 +30,7 @@ from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, tensor_shapes, twin_of_head
 from rlx.inference.server.rendezvous import leave_no_files
+from rlx.weights.files import identity
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class PolicyEngine:
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
+        self.identity = identity(model) if self.rank else None
         self.attested = 0.0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
@@ -198,7 +200,7 @@ class PolicyEngine:
                         f"{folder} holds {_what(kind == 'adapter')}, but this server was started to serve {_what(bool(self.rank))}"
                     )
                 if self.rank:
-                    await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank)
+                    await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank, self.identity)
                 else:
                     await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
             except (ValueError, KeyError, TypeError, OSError) as error:

@@ -96,14 +96,20 @@ def linear_layers(shapes: Shapes) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in matrices} - set(TABLES))
 
 
-def check_adapter(folder: Path, version: int, served: Shapes, rank: int) -> None:
+def check_adapter(folder: Path, version: int, served: Shapes, rank: int, model: str | None = None) -> None:
     """Raise ValueError unless the folder holds complete, undamaged adapters of this version for layers of the served model.
 
-    `rank`: the largest that the engine can serve.
+    `rank`: the largest that the engine can serve. `model`: the `identity` of the served model, which must be that of the trained one.
     """
     manifest = verify(folder)
     if manifest.get("version") != version:
         raise ValueError(f"{folder} holds version {manifest.get('version')}, not {version}")
+    base = manifest.get("base")
+    if model is not None and base is not None and base["identity"] != model:
+        raise ValueError(
+            f"the adapters in {folder} were trained beside {base['name']} (weights {base['identity']}), but this server has other weights "
+            f"({model}); start it with the same model"
+        )
     has = json.loads((folder / ADAPTER_CONFIG).read_text())["r"]
     if has > rank:
         raise ValueError(f"{folder} has adapters of rank {has}, but this server was started for rank {rank} (lora.rank)")

@@ -1,0 +1,188 @@
+"""Reads a checkpoint into a model that is still on the meta device: every rank reads its own shards from the files, and nothing else.
+
+The files are read by `pread`, so that what was read stays in no mapping of the process. transformers maps stored names, layouts and dtypes
+as in `from_pretrained`, and computes what no checkpoint has (the rotary tables).
+
+A sharded read is exact only if rows 0 … n of a parameter need nothing but rows 0 … n of what is stored. Where a family fuses or splits
+stored tensors along the rows, and for files other than safetensors and for quantized weights, rank 0 reads everything and sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    set_param_for_module,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from rlx.models.lora import PARAMETERS
+from rlx.parallel.mesh import Mesh
+
+log = logging.getLogger("rlx.trainer")
+
+
+def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trust_remote_code: bool = False) -> None:
+    """Fill `hf`, a transformers model on the meta device, whole or sharded by FSDP, from a folder or hub name. Tensors go to `device`.
+
+    Adapters are left uninitialised. Every rank calls this. Raises ValueError if the checkpoint lacks weights of the model.
+    """
+    mapping: list[Any] = get_model_conversion_mapping(hf)
+    with contextlib.ExitStack() as opened:
+        stored: dict[str, Any] = {}
+        for file in weight_files(source, hf.config):
+            content = opened.enter_context(safe_open(file, framework="pt", backend="pread"))
+            stored |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
+        why = None if stored else "it has no plain safetensors files"
+        converted = _converted(hf, mapping, stored)
+        if mesh.grouped:
+            why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
+        if why is not None:
+            if mesh.first:
+                log.info("rank 0 reads the whole of %s and sends the other ranks their shards: %s", source, why)
+            _read_whole(hf, source, mesh, device, trust_remote_code)
+            return
+        plan = {} if mesh.grouped else hf._get_dtype_plan(hf.dtype)  # FSDP wants one dtype in a unit
+        loading = LoadStateDictConfig(
+            pretrained_model_name_or_path=source, device_map={"": device}, dtype=hf.dtype, dtype_plan=plan, weight_mapping=mapping
+        )
+        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge).
+        locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in hf.state_dict().items()}
+        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not tensor.numel()}
+        wanted = {name: part for name, part in stored.items() if name not in converted or converted[name][0] not in absent}
+        info, _ = convert_and_load_state_dict_in_model(hf, wanted, loading)
+    no_quantizer: Any = None
+    for name in absent & info.missing_keys:
+        set_param_for_module(hf, name, torch.empty_like(locals_[name], device=device), info, no_quantizer)
+    lacking = sorted(hf._finalize_model_loading(hf, loading, info).missing_keys)
+    if lacking:
+        raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
+
+
+def empty_weights(hf: Any, device: torch.device) -> None:
+    """Leave the weights of a model on the meta device uninitialised, because others follow. Buffers that no checkpoint has are computed."""
+    ties = _ties(hf)
+    hf.to_empty(device=device)
+    _tie(ties)
+    for tensor in hf.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    hf.initialize_weights()
+
+
+def may_be_untied(hf: Any, source: str) -> bool:
+    """Whether a checkpoint has both matrices of a model whose configuration ties them. They may differ."""
+    tied = set(hf.all_tied_weights_keys)
+    stored: set[str] = set()
+    for file in weight_files(source, hf.config) if tied else ():
+        with safe_open(file, framework="pt") as content:
+            stored.update(content.keys())
+    return bool(tied & stored)
+
+
+def weight_files(source: str, config: Any) -> list[str]:
+    """The safetensors files of a model, as transformers would choose them; none if it has none, or names files of its own."""
+    if getattr(config, "transformers_weights", None) or getattr(config, "quantization_config", None):
+        return []
+
+    def find(name: str) -> str | None:
+        return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+
+    if (single := find(SAFE_WEIGHTS_NAME)) is not None:
+        return [single]
+    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return []
+    with open(index) as file:
+        names = sorted(set(json.load(file)["weight_map"].values()))
+    return [found for name in names if (found := cached_file(source, name)) is not None]
+
+
+def _converted(hf: Any, mapping: list[Any], stored: dict[str, Any]) -> dict[str, tuple[str, WeightConverter]]:
+    """The stored tensors that are more than renamed: the first parameter that each becomes a part of, and how."""
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    parameters = hf.state_dict() if converters else {}
+    found = {}
+    for name in stored if converters else ():
+        becomes, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, parameters)
+        if pattern is not None:
+            found[name] = (becomes, by_pattern[pattern])
+    return found
+
+
+def _keeps_rows(converter: WeightConverter) -> bool:
+    """Whether a conversion makes any range of rows from the same range of rows. FSDP shards rows: dimension 0."""
+
+    def keeps(operation: Any) -> bool:
+        if isinstance(operation, MergeModulelist):  # one stored tensor for each row
+            return operation.dim == 0
+        if isinstance(operation, Transpose):
+            return min(operation.dim0, operation.dim1) >= 1
+        return isinstance(operation, Concatenate | Chunk) and operation.dim >= 1
+
+    return all(map(keeps, converter.operations))
+
+
+def _read_whole(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:
+    """The same by way of rank 0, which reads the whole model into host memory."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds, so not at the top
+
+    full = AutoModelForCausalLM.from_pretrained(source, dtype=hf.dtype, trust_remote_code=trust_remote_code) if mesh.first else None
+    ties = _ties(hf)
+    hf.to_empty(device=device)
+    if not mesh.any(full is not None and is_untied(full)):
+        _tie(ties)
+    state = full.state_dict() if full is not None else {}
+    if mesh.grouped:
+        broadcast = mesh.world_size > 1
+        set_model_state_dict(hf, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False))
+    else:
+        hf.load_state_dict(state, strict=False)
+    values = dict(full.named_buffers()) if full is not None else {}
+    for name, buffer in hf.named_buffers():
+        value = values[name].to(mesh.device) if full is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=mesh.device)
+        mesh.broadcast(value)
+        module, _, attribute = name.rpartition(".")
+        setattr(hf.get_submodule(module), attribute, value)
+
+
+def is_untied(hf: Any) -> bool:
+    """Whether a model has its own head although its configuration ties the head to the embedding: its checkpoint has both."""
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    return hf.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not embedding.weight
+
+
+def _tie(ties: list[tuple[nn.Module, str, tuple[nn.Module, str]]]) -> None:
+    """Tie again, after `to_empty` gave each name its own tensor."""
+    for module, name, parameter_of in ties:
+        setattr(module, name, getattr(*parameter_of))
+
+
+def _ties(hf: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
+    """(module, name, (module, name) of its first appearance) of every parameter that appears twice."""
+    seen: dict[int, tuple[nn.Module, str]] = {}
+    again = []
+    for module in hf.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                again.append((module, name, seen[id(parameter)]))
+            seen.setdefault(id(parameter), (module, name))
+    return again

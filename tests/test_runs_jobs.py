@@ -1,0 +1,126 @@
+"""What `rlx runs` and a waiting launcher say of jobs, and write for those that could not: with stand-ins for SLURM's commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlx.cli import main
+from rlx.launch.follow import follow
+from rlx.paths import RunPaths
+from rlx.runs.claim import RunLock
+from rlx.runs.jobs import note_job, waits
+from rlx.runs.status import Status, read_status
+
+PENDING = """\
+7|gpu|2026-11-23T14:20:00|Priority
+12_1|gpu,old|N/A|Resources
+9|cpu|N/A|Priority
+14|gpu|2026-11-24T08:00:00|Dependency
+"""
+
+
+class Controller:
+    """Stand-ins for `squeue` and `sacct` in the PATH, which note how they are called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.answers(mine="", accounting="exit 1")
+
+    def answers(self, mine: str, accounting: str) -> None:
+        """`mine`: the user's jobs and their states; `accounting`: what sacct does."""
+        squeue = f"case \"$*\" in *--me*) cat <<'X'\n{mine}\nX\n;; *) cat <<'X'\n{PENDING}X\n;; esac"
+        for name, does in (("squeue", squeue), ("sacct", accounting)):
+            path = self.folder / name
+            path.write_text(f"#!/bin/sh\necho {name} >> {self.folder}/asked\n{does}\n")
+            path.chmod(0o755)
+
+    def asked(self) -> list[str]:
+        return (self.folder / "asked").read_text().split()
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    made = Controller(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{made.folder}{os.pathsep}{os.environ['PATH']}")
+    return made
+
+
+def run_of(root: Path, job: str, state: str = "starting", *, old: bool = False) -> RunPaths:
+    paths = RunPaths(root)
+    root.mkdir(parents=True)
+    status = Status(max_steps=9, step=4, job=job)
+    if state in ("preempted", "completed"):
+        status.finish(state)
+    status.state = state
+    status.write(paths)
+    if old:
+        paths.status.write_text(paths.status.read_text().replace(str(status.updated), str(status.updated - 600)))
+    note_job(paths, job)
+    return paths
+
+
+def test_a_job_that_waits_says_why_at_which_place_and_until_when(controller: Controller) -> None:
+    assert waits() == {
+        "7": "Priority, 1 of 3 waiting in gpu, start about 2026-11-23 14:20",
+        "12_1": "Resources, 2 of 3 waiting in gpu,old",
+        "9": "Priority, 1 of 1 waiting in cpu",
+        "14": "Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00",
+    }
+
+
+def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: Controller, tmp_path: Path, capsys) -> None:
+    controller.answers("12_1|PENDING\n14|PENDING\n15|RUNNING", "exit 1")
+    for name, job in (("a", "12_1"), ("b", "14"), ("c", "15")):
+        run_of(tmp_path / "out" / name, job)
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    rows = {Path(line.split()[0]).name: line for line in capsys.readouterr().out.splitlines()}
+    assert rows["a"].endswith("Resources, 2 of 3 waiting in gpu,old")
+    assert rows["b"].endswith("Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00")
+    assert rows["c"].endswith("ago")
+    assert controller.asked() == ["squeue", "squeue"], "one question for all states, and one for the queue because some wait"
+
+
+@pytest.mark.parametrize(
+    ("before", "old", "mine", "accounting", "after", "said"),
+    [
+        ("starting", False, "12|CANCELLED", "exit 1", "interrupted", None),
+        ("preempted", False, "12|CANCELLED", "exit 1", "interrupted", None),
+        ("starting", False, "", "echo '12|CANCELLED by 1000'", "interrupted", None),
+        ("starting", False, "12|FAILED", "exit 1", "starting", None),  # what it wrote may not be visible yet
+        ("starting", True, "12|FAILED", "exit 1", "failed", "SLURM job 12 ended as FAILED"),
+        ("running", True, "12|NODE_FAIL", "exit 1", "failed", "SLURM job 12 ended as NODE_FAIL"),
+        ("starting", True, "", "exit 1", "starting", None),  # perhaps the job of another cluster
+        ("preempted", True, "12|PENDING", "exit 1", "preempted", None),
+        ("completed", True, "12|CANCELLED", "exit 1", "completed", None),
+    ],
+)
+def test_the_list_of_runs_writes_the_end_that_no_process_could_write(
+    controller: Controller, tmp_path: Path, capsys, before, old, mine, accounting, after, said
+) -> None:
+    paths = run_of(tmp_path / "out" / "run", "12", before, old=old)
+    controller.answers(mine, accounting)
+    lock = RunLock(paths)
+    lock.share()  # a process of the run still lives
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert read_status(paths).state == before
+    lock.close()
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    status, shown = read_status(paths), capsys.readouterr().out
+    assert (status.state, status.step) == (after, 4)
+    assert said is None or (said in status.cause.reason and said in shown)
+
+
+def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Controller, tmp_path: Path, capsys, monkeypatch) -> None:
+    paths = run_of(tmp_path / "run", "14")
+    # The job waits when it is asked for first; then it is cancelled in the queue.
+    states = f'if [ -e {tmp_path}/seen ]; then echo "14|CANCELLED"; else touch {tmp_path}/seen; echo "14|PENDING"; fi'
+    squeue = controller.folder / "squeue"
+    squeue.write_text(f"#!/bin/sh\ncase \"$*\" in *--me*) {states};; *) printf '%s' '{PENDING}';; esac\n")
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
+    assert follow(paths, "14") == 130
+    assert capsys.readouterr().out == "job 14 waits: Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00\n"
