@@ -3,16 +3,31 @@
 A simulated engine with the costs of a real one, in simulated time: a step costs a constant, a part per decoded sequence and a part per
 prefilled token; the cache is a number of tokens; when it is full, the sequence that came last loses its cache and is prefilled again. The
 clients are rollouts of one or several turns that start as soon as the limit allows. Prints new tokens per simulated second.
+
+With `--real CACHE` the engine is a real vLLM server on CPU (the tiny architecture with random weights) with a cache of so many tokens, and
+the limit is moved by the orchestrator's own `follow`. The answers have exponential lengths. Prints new tokens per second.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
 import random
+import statistics
+import time
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from rlx.rollout.concurrency import LOOK, Controller
+from inference import served
+
+from rlx.config.load import compose
+from rlx.config.schema import Config
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.fleet import Fleet
+from rlx.inference.sampler import Sampler
+from rlx.rollout.concurrency import LOOK, Controller, follow
 
 
 @dataclass(frozen=True)
@@ -116,10 +131,101 @@ def simulate(load: Load, limit: int | None, seconds: float, seed: int = 0) -> tu
     return (tokens - counted) / (now - counted_at), preemptions, most
 
 
+REAL = Load("real", slots=64, prompt=40, mean=300, longest=1200)
+BYTES = 2048  # a token of the tiny architecture in the cache, float32
+
+
+class Lanes:
+    """Requests in flight, as many as the limit allows: what `follow` needs of a `Collector`."""
+
+    def __init__(self, sampler: Sampler, load: Load, limit: int) -> None:
+        self.sampler, self.load, self.max_concurrent = sampler, load, limit
+        self.rng = random.Random(0)
+        self.tally = SimpleNamespace(requests=0)
+        self.done: list[tuple[float, int]] = []  # time, tokens of an answer
+        self.playing: set[asyncio.Task[None]] = set()
+        self.serial = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.playing)
+
+    def set_max_concurrent(self, limit: int) -> None:
+        self.max_concurrent = limit
+        while len(self.playing) < limit:
+            self.serial += 1
+            task = asyncio.create_task(self.play(self.serial, length(self.load, self.rng)))
+            self.playing.add(task)
+            task.add_done_callback(self.ended)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        self.playing.discard(task)
+        if not task.cancelled():
+            task.result()
+            self.set_max_concurrent(self.max_concurrent)
+
+    async def play(self, number: int, tokens: int) -> None:
+        prompt = [10 + (number * 7 + place * 13) % 80 for place in range(self.load.prompt)]
+        await self.sampler.generate(prompt, {"max_tokens": tokens, "min_tokens": tokens, "seed": number}, str(number), number)
+        self.tally.requests += 1
+        self.done.append((time.monotonic(), tokens))
+
+    async def close(self) -> None:
+        playing = list(self.playing)
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
+
+async def run_real(config: Config, endpoint: Endpoint, limit: int | None, seconds: float) -> tuple[float, float, int]:
+    """New tokens and preemptions per second in the second half of the time, and the last limit."""
+    async with Fleet([endpoint]) as fleet, Sampler([endpoint], 600.0) as sampler:
+        lanes = Lanes(sampler, REAL, limit or REAL.slots)
+        lanes.set_max_concurrent(lanes.max_concurrent)
+        engines: Any = fleet
+        following = asyncio.create_task(follow(config, engines, lanes)) if limit is None else None  # type: ignore[arg-type]
+        await asyncio.sleep(seconds / 2)
+        half, before = time.monotonic(), (await fleet.stats())["perf/preemptions"]
+        await asyncio.sleep(seconds / 2)
+        now, after = time.monotonic(), (await fleet.stats())["perf/preemptions"]
+        if following is not None:
+            following.cancel()
+        await lanes.close()
+    return sum(tokens for at, tokens in lanes.done if at > half) / (now - half), (after - before) / (now - half), lanes.max_concurrent
+
+
+def real(cache: int, seconds: float, fixed: list[int], rounds: int) -> None:
+    """Fixed limits and the adaptive one in turn on one server; the adaptive one has three times as long to find its place."""
+    context = REAL.prompt + REAL.longest + 8
+    overrides = [
+        "hardware=cpu", f"seq_len={context}", f"model.context_length={context}", f"inference.max_num_seqs={REAL.slots}",
+        f"inference.kv_cache_gb={cache * BYTES / 2**30}",
+    ]  # fmt: skip
+    config = compose(overrides, {}).cfg
+    found: dict[int | None, list[tuple[float, float, int]]] = {limit: [] for limit in (*fixed, None)}
+    with served(config) as (_, endpoint):
+        for _ in range(rounds):
+            for limit, seen in found.items():
+                seen.append(asyncio.run(run_real(config, endpoint, limit, seconds * (3 if limit is None else 1))))
+    print(f"| limit, a cache of {cache} tokens | tokens/s, median of {rounds} | range | preemptions/s | last limit |")
+    print("| --- | --- | --- | --- | --- |")
+    for limit, seen in found.items():
+        rates, preemptions, last = zip(*seen, strict=True)
+        shown = f"{min(rates):.0f}-{max(rates):.0f} | {statistics.mean(preemptions):.1f} | {', '.join(map(str, last))}"
+        print(f"| {limit or 'adaptive'} | {statistics.median(rates):.0f} | {shown} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1200.0, help="simulated")
+    parser.add_argument("--seconds", type=float, help="of each limit: simulated, 1200 by default, or real, 20 by default")
+    parser.add_argument("--real", type=int, metavar="CACHE", help="on a real engine with a cache of so many tokens")
+    parser.add_argument("--limits", type=int, nargs="*", default=[4, 8, 16, 32, 64], help="fixed limits, on a real engine")
+    parser.add_argument("--rounds", type=int, default=1, help="on a real engine")
     options = parser.parse_args()
+    if options.real is not None:
+        real(options.real, options.seconds or 20.0, options.limits, options.rounds)
+        return
+    options.seconds = options.seconds or 1200.0
     fixed = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
     print("| load | best fixed | its tokens/s | 256 | adaptive | of the best | last limit | preemptions: best, adaptive |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

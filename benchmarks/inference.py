@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,13 @@ def main() -> None:
         "sampling.allow_biased_ratio=true", f"inference.max_num_seqs={options.concurrent}", f"model.context_length={max(256, length)}",
     ]  # fmt: skip
     config = compose(overrides, {}).cfg
+    with served(config) as (paths, endpoint):
+        asyncio.run(measure(config, paths, endpoint, options))
+
+
+@contextmanager
+def served(config: Config) -> Iterator[tuple[RunPaths, Endpoint]]:
+    """A real server of a random model of the tiny architecture."""
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         paths.config.write_text(to_yaml(config))
@@ -194,7 +202,7 @@ def main() -> None:
                 if server.poll() is not None:
                     sys.exit((paths.root / "server.log").read_text()[-2000:])
                 time.sleep(0.2)
-            asyncio.run(measure(config, paths, endpoint, options))
+            yield paths, endpoint
         finally:
             server.terminate()
             server.wait()

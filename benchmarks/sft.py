@@ -82,7 +82,7 @@ def cases(folder: Path, given: str | None) -> list[Case]:
     if given is None:
         tokenizer = tiny.build_tokenizer(256)
         tiny.save(LlamaForCausalLM(LlamaConfig(**SHAPE)), tokenizer, large)  # type: ignore[arg-type]
-    words = ["".join(state.choices("abcdefghijklmnopqrstuvwxyz", k=state.randint(3, 6))) for _ in range(20_000)]
+    words = ["".join(state.choices("abcdefghijklmnopqrstuvwxyz", k=state.randint(3, 6))) for _ in range(4_096)]
     asked = [" ".join(state.choices(words, k=state.randint(3, 25))) for _ in range(1_000)]
     rows = {"tiny": [(word, word[::-1]) for word in words], "135m": [(text, text.upper()) for text in asked]}
     for name, pairs in rows.items():

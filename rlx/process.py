@@ -171,11 +171,11 @@ def keep_event_loop_free() -> None:
     """Call it when everything that stays is loaded, before an event loop with a thousand rollouts runs.
 
     Full garbage collections walk over every rollout in flight: 0.1 to 0.3 s each, every few hundred rollouts with Python's thresholds.
-    Here what is loaded is never walked over, and a full collection comes after ten million new objects. The middle generation is collected
-    after 10,000 new objects: 25,000 would block the loop for 20 ms.
+    Here what is loaded is never walked over, a full collection comes after ten million new objects, and the small ones come often: one of
+    25,000 objects would block the loop for 20 ms.
     A thread that writes files gives the interpreter back after 1 ms instead of 5.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5000, 1, 1000)
+    gc.set_threshold(2000, 1, 2500)
     sys.setswitchinterval(0.001)

@@ -20,6 +20,7 @@ from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 
 UPDATES = 6
@@ -49,7 +50,7 @@ def make_trainer(
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
-        getattr(torch.optim, optimizer)([p for p in policy.parameters() if p.requires_grad], lr=1e-2),
+        (Muon if optimizer == "Muon" else getattr(torch.optim, optimizer))(groups_of(policy.layers, policy), lr=1e-2),
         schedule=SchedulerConfig(type="cosine", warmup_steps=2),
         total_updates=UPDATES,
         max_norm=1.0,

@@ -34,7 +34,7 @@ EOS = VOCABULARY.index("<|im_end|>")
 START = "from rlx.roles import inference; inference.end_at_once(inference.main)"
 
 
-def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -> Qwen3ForCausalLM:
+def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32", context: int = CONTEXT) -> Qwen3ForCausalLM:
     """A random Qwen3 of the tiny size, saved with its tokenizer."""
     size = WarmStartConfig()
     torch.manual_seed(seed)
@@ -47,7 +47,7 @@ def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -
             num_attention_heads=size.num_attention_heads,
             num_key_value_heads=size.num_key_value_heads,
             head_dim=size.head_dim,
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             tie_word_embeddings=tied,
             initializer_range=0.1,  # peaked enough that a wrong weight shows
             eos_token_id=EOS,
@@ -57,7 +57,7 @@ def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32") -
     ).eval()
     model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
-    build_tokenizer(CONTEXT).save_pretrained(folder)
+    build_tokenizer(context).save_pretrained(folder)
     return model
 
 
@@ -74,15 +74,17 @@ def seal(folder: Path, version: int) -> Path:
 class Run:
     """A run directory with policy versions that the test can score, and at most one living server."""
 
-    def __init__(self, root: Path, *, tied: bool, port: int = 0, dtype: str = "float32", vllm: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, root: Path, *, tied: bool, port: int = 0, dtype: str = "float32", vllm: dict[str, Any] | None = None, context: int = CONTEXT
+    ) -> None:
         self.paths = RunPaths(root)
         self.tied, self.dtype = tied, dtype
-        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype)}
-        config = Config(max_steps=1, seq_len=CONTEXT)
+        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype, context=context)}
+        config = Config(max_steps=1, seq_len=context)
         config.model = ModelConfig(
             name="tiny",
             dtype=dtype,
-            context_length=CONTEXT,
+            context_length=context,
             num_parameters=0.8e6,
             hidden_size=128,
             num_layers=4,

@@ -81,9 +81,14 @@ def local_data(monkeypatch: pytest.MonkeyPatch) -> None:
         return rows if split is not None else {"train": rows, "test": rows}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    local_words(monkeypatch)
+
+
+def local_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few words in place of nltk's lists, for the word games."""
     if importlib.util.find_spec("nltk") is None:
         return
-    nltk = importlib.import_module("nltk")  # of the word games
+    nltk = importlib.import_module("nltk")
     monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
     monkeypatch.setattr(nltk, "pos_tag", lambda words: [(word, "NN") for word in words])
     monkeypatch.setattr(nltk.corpus, "words", SimpleNamespace(words=lambda *_: WORDS))
@@ -95,6 +100,7 @@ class Said:
 
     text: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()  # (tool, arguments)
+    truncated: bool = False  # cut by a length limit
 
     @property
     def written(self) -> str:
@@ -165,7 +171,10 @@ class StockClient(Client):
     async def from_native_response(self, response: Said) -> Response:
         calls = [ToolCall(id=f"stock_{i}", name=name, arguments=json.dumps(how)) for i, (name, how) in enumerate(response.calls)]
         message = ResponseMessage(
-            content=response.text, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop", is_truncated=False
+            content=response.text,
+            tool_calls=calls or None,
+            finish_reason="length" if response.truncated else "tool_calls" if calls else "stop",
+            is_truncated=response.truncated,
         )
         usage = Usage(prompt_tokens=1, reasoning_tokens=0, completion_tokens=1, total_tokens=2)
         return Response(id=f"r{self.number}", created=0, model="m", usage=usage, message=message)
@@ -252,10 +261,7 @@ def ours(
 
 def stock(name: str, arguments: Mapping[str, Any], script: Script, row: int = 0) -> Any:
     """The same example, played by verifiers alone. An old task name is taken from the row, because verifiers refuses such rows."""
-    fresh(name)
-    random.seed(0)
-    env = vf.load_environment(name, **arguments)
-    example = without_old_task(env.get_dataset()[row])
+    env, example = stock_example(name, arguments, row)
 
     async def main() -> Any:
         output = await env.run_rollout(example, StockClient(script), "m", {}, state_columns=["trajectory"])
@@ -263,6 +269,26 @@ def stock(name: str, arguments: Mapping[str, Any], script: Script, row: int = 0)
         return output
 
     return asyncio.run(main())
+
+
+def stock_group(name: str, arguments: Mapping[str, Any], scripts: Sequence[Script], row: int = 0) -> Any:
+    """The same group of one turn each, played by verifiers alone."""
+    env, example = stock_example(name, arguments, row)
+
+    async def main() -> Any:
+        client = StockClient([script[0] for script in scripts])
+        outputs = await env.run_group([example] * len(scripts), client, "m", {}, state_columns=["trajectory"])
+        await env._teardown()
+        return outputs
+
+    return asyncio.run(main())
+
+
+def stock_example(name: str, arguments: Mapping[str, Any], row: int) -> tuple[vf.Environment, Any]:
+    fresh(name)
+    random.seed(0)
+    env = vf.load_environment(name, **arguments)
+    return env, without_old_task(env.get_dataset()[row])
 
 
 def check_tokens(rollout: Rollout, sampled: Sequence[Turn]) -> None:

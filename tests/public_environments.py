@@ -11,12 +11,15 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from policy_stand_in import SAMPLING, StandIn, policy_of, tiny_chat
+from public_classic import local_words
 
+from rlx.config.schema import EnvConfig
 from rlx.types import Rollout, Task, Turn
 
 V1 = "v1-2026-08"
@@ -58,6 +61,7 @@ def local_data(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(ROWS[name])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    local_words(monkeypatch)
 
 
 class Answers(StandIn):
@@ -83,8 +87,59 @@ def one_of(*texts: str) -> Callable[[str], str]:
 
 def calling(name: str, arguments: Mapping[str, Any], then: Callable[[str], str]) -> Callable[[str], str]:
     """A model that calls a tool once and says something about its result."""
-    call = f"<tool_call>{json.dumps({'name': name, 'arguments': dict(arguments)})}</tool_call>"
+    call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>"  # as the tiny model writes it
     return lambda prompt: then(prompt) if "<|im_start|>tool" in prompt or "tool_response" in prompt else call
+
+
+@dataclass
+class Case:
+    """How one v1 environment is played."""
+
+    name: str
+    model: Callable[[str], str]
+    args: dict[str, Any] = field(default_factory=dict)
+    agent: str = "agent"  # that trains
+    turns: int = 1  # of the trained agent; 0: not said
+    stock: int = 2  # so many rollouts of two are played by stock verifiers, too
+    free: bool = True  # an episode ends well whatever the model says
+    needs: tuple[str, ...] = ()  # modules that rlx does not install
+
+
+LOCAL = {"runtime": {"type": "subprocess"}}
+PROBLEM = '{"problem": "What is 3 + 4?", "answer": 7}'
+
+
+def cards(prompt: str) -> str:
+    legal = [word for word in ("check", "bet", "fold", "call") if f"[{word}]" in prompt.rpartition("legal actions:")[2].partition("<|")[0]]
+    return one_of("I see.", *(f"[{word}]" for word in legal))(prompt)
+
+
+KUHN = Case("kuhn_poker", cards, agent="player1", turns=1, free=False, stock=1)
+CASES = [
+    KUHN,
+    Case("kuhn_poker", cards, agent="player0", turns=1, stock=0, free=False),
+    Case("reverse_text", lambda prompt: "<reversed_text>cbx</reversed_text>"),
+    Case("alphabet_sort", one_of("<alphabetical_sorted>\nAnnLee\n</alphabetical_sorted>"), turns=0),
+    Case("gsm8k", one_of("I add.\n#### 2", "#### 3"), {"agent": LOCAL}, stock=1),
+    Case("code_golf", one_of("```python\nprint(5050)\n```"), {"golfer": LOCAL, "attempts": 1}, agent="golfer"),
+    Case(
+        "glossary", calling("facts_lookup", {"name": "Ada Lovelace"}, lambda prompt: "<answer>first programmer</answer>"), turns=2, stock=1
+    ),
+    Case("scratchpad", calling("scratchpad_roundtrip", {"word": "alpha"}, lambda prompt: "alpha"), turns=2, stock=1),
+    Case("interception", one_of("DETERMINISTIC_BLOCK"), {"taskset": {"task": {"judge": {"base_url": "http://127.0.0.1:9/v1"}}}}),
+    Case(
+        "proposer_solver", lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p), {"n": 2}, agent="solver", free=False, stock=1
+    ),
+    Case("wordle", one_of("I say [crane]", "[slate]"), agent="player", turns=0, needs=("nltk", "textarena")),
+    Case(
+        "proposer_solver",
+        lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p),
+        {"n": 2},
+        agent="proposer",
+        stock=0,
+        free=False,
+    ),
+]
 
 
 async def played(env: Any, answers: Answers, task: Task, members: Sequence[int]) -> list[Rollout]:
@@ -96,11 +151,30 @@ async def played(env: Any, answers: Answers, task: Task, members: Sequence[int])
         await env.close()
 
 
-async def stock(block: Any, row: Mapping[str, Any], answers: Answers, task: Task) -> Any:
-    """The episode of stock verifiers: its own harness in a process of its own, its own client, over HTTP, the same model behind it."""
+class Replayed:
+    """A model that says again what was sampled: the next of the turns that begin with the same prompt."""
+
+    away = 0.0
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.turns = list(turns)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
+        place = next((n for n, turn in enumerate(self.turns) if turn.prompt_ids.tolist() == list(prompt_ids)), None)
+        assert place is not None, f"nobody was asked {tiny_chat().tokenizer.decode(prompt_ids)}"
+        return self.turns.pop(place)
+
+
+async def stock(case: Case, row: Mapping[str, Any], answers: Any, task: Task, run: int = 0) -> Any:
+    """The trace of the case's agent, in its `run`-th run, by stock verifiers.
+
+    Its own harness in a process of its own, its own client, over HTTP, the same model behind it.
+    """
     import verifiers.v1 as vf
     from aiohttp import web
     from verifiers.v1.utils.loaders import load_environment
+
+    from rlx.envs.verifiers_v1 import block_of
 
     episode = policy_of(answers, context_length=8000, sampling={**SAMPLING, "max_tokens": 400}).episode(task, 0, 0)
 
@@ -123,12 +197,27 @@ async def stock(block: Any, row: Mapping[str, Any], answers: Answers, task: Task
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    block, _ = block_of("envs.e", EnvConfig(id=case.name, args=case.args))
     client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="NO_KEY")
     env = load_environment(block)
     data = type(env.taskset).task_type().data_type().model_validate(row["task"])
     try:
         async with env.serving(), asyncio.timeout(600):
             (slot,) = env.slots(type(env.taskset).task_type()(data, env.config.taskset.task))
-            return await env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig()))
+            played = await env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig()))
     finally:
         await runner.cleanup()
+    assert played.ok, [error.message for one in [played, *played.traces] for error in one.errors]
+    traces = [trace for trace in played.traces if trace.agent.name == case.agent]
+    return sorted(traces, key=lambda trace: trace.timing.start)[run % len(traces)]
+
+
+def check_as_stock(rollout: Rollout, trace: Any) -> None:
+    """The rollout says, earns and measures what the trace of stock verifiers has."""
+    messages = [*rollout.prompt, *rollout.completion]
+    assert [(one.role, one.content or "") for one in trace.messages] == [(one["role"], one["content"]) for one in messages]
+    assert {name: value.score for name, value in trace.rewards.items()} == rollout.rewards
+    assert trace.reward == rollout.reward
+    assert (trace.stop_condition, trace.is_truncated) == (rollout.stop, rollout.is_truncated)
+    measured = {name: value for name, value in rollout.metrics.items() if name != "latency" and not name.endswith("/reward")}
+    assert {name: value for name, value in trace.metrics.items() if name != "latency"} == measured

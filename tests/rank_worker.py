@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from trainer_examples import make_samples, step_batch
 
-from rlx.config.schema import LoraConfig, LossTerms
+from rlx.config.schema import AcConfig, LoraConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, join, shards
 from rlx.paths import RunPaths
+from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
 
@@ -32,8 +33,10 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     if (copies := settings.get("copies", 1)) > 1 and mesh.world_size % copies == 0:
         mesh = replace(mesh, fsdp=shards(mesh.device, mesh.world_size, copies))
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
-    model = load_policy(str(folder / "model"), mesh, lora=lora, **settings["load"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    ac = AcConfig(**settings.get("ac", {}))
+    model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])
+    make = Muon if settings.get("muon") else torch.optim.AdamW
+    optimizer = make(groups_of(model.layers, model), lr=1e-2, fused=True)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])

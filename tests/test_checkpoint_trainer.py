@@ -59,7 +59,7 @@ def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         assert torch.equal(b[name], tensor), name
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Muon"])
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: str, tmp_path: Path, optimizer: str) -> None:
     job = {"model": model, "optimizer": optimizer}
     run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))

@@ -168,6 +168,10 @@ def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: 
     assert gpus.visible_gpus() == count
 
 
+def test_a_directory_may_have_letters_of_any_language():
+    assert compose(["run.dir=größe-模/läufe", "dry_run=true"], {}).cfg.run.dir == "größe-模/läufe"
+
+
 def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):
     first = compose(["env=[sums,reverse_text]", "loss=gspo", "logger=wandb_offline", "optim.lr=1e-5", "seed=3", "dry_run=true"], {})
     write(tmp_path / "config.yaml", first.yaml)

@@ -164,6 +164,7 @@ CASES = {
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
     "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 hardware.trainer_processes=4 dry_run=true"),
     "copies_of_unequal_size": Case("model=qwen3_8b hardware=node8 trainer.dp_replicate=3 dry_run=true"),
+    "checkpointing_of_no_layer": Case("trainer.ac.mode=selective trainer.ac_offloading=true dry_run=true"),
     "layout_too_small_for_the_servers": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=8 dry_run=true"),
     "renamed_key": Case("hardware.trainer_ranks=2"),
     "gpus_absent": Case("hardware=node8"),

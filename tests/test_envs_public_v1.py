@@ -5,51 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
-from public_environments import Answers, calling, local_data, on_path, one_of, played, stock
+from public_classic import check_tokens
+from public_environments import KUHN, Answers, check_as_stock, local_data, on_path, played, stock
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
 from rlx.types import Rollout
-
-
-@dataclass
-class Case:
-    name: str
-    model: Callable[[str], str]
-    args: dict[str, Any] = field(default_factory=dict)
-    agent: str = "agent"  # that trains
-    turns: int = 1  # of the trained agent
-    stock: bool = True  # stock verifiers is run beside it
-
-
-LOCAL = {"runtime": {"type": "subprocess"}}
-PROBLEM = '{"problem": "What is 3 + 4?", "answer": 7}'
-
-
-def cards(prompt: str) -> str:
-    legal = [word for word in ("check", "bet", "fold", "call") if f"[{word}]" in prompt.rpartition("legal actions:")[2].partition("<|")[0]]
-    return one_of("I see.", *(f"[{word}]" for word in legal))(prompt)
-
-
-SLOW = Case("kuhn_poker", cards, agent="player1", turns=1)
-LONG = [
-    Case("kuhn_poker", cards, agent="player0", turns=1, stock=False),
-    Case("reverse_text", lambda prompt: "<reversed_text>cbx</reversed_text>"),
-    Case("alphabet_sort", one_of("<alphabetical_sorted>\nAnnLee\n</alphabetical_sorted>"), turns=0),
-    Case("gsm8k", one_of("I add.\n#### 2", "#### 3"), {"agent": LOCAL}),
-    Case("code_golf", one_of("```python\nprint(5050)\n```"), {"golfer": LOCAL, "attempts": 1}, agent="golfer"),
-    Case("glossary", calling("facts_lookup", {"name": "Ada Lovelace"}, lambda prompt: "<answer>first programmer</answer>"), turns=2),
-    Case("scratchpad", calling("scratchpad_roundtrip", {"word": "alpha"}, lambda prompt: "alpha"), turns=2),
-    Case("interception", one_of("DETERMINISTIC_BLOCK"), {"taskset": {"task": {"judge": {"base_url": "http://127.0.0.1:9/v1"}}}}),
-    Case("proposer_solver", lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p), {"n": 2}, agent="solver"),
-    Case("proposer_solver", lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p), {"n": 2}, agent="proposer", stock=False),
-]
 
 REFUSED = {
     "bash_interception": ({}, "its tasks run commands in the agent's sandbox (BashInterceptionTask.rewritten), and rlx starts no sandbox"),
@@ -75,40 +40,6 @@ def load(name: str, args: dict[str, Any], agents: list[str]) -> Any:
     return load_environment("e", EnvConfig(id=name, args=args, agents=agents, num_tasks=3), dict(SAMPLING), 120.0)
 
 
-def like_stock(case: Case) -> Rollout:
-    """Play one row with rlx and with stock verifiers, and compare."""
-    from rlx.envs.verifiers_v1 import block_of
-
-    assert kind_of(case.name, importing=False) == "v1"
-    env = load(case.name, case.args, [case.agent])
-    task, answers = task_of(env), Answers(case.model)
-    (rollout,) = asyncio.run(played(env, answers, task, [0]))
-    assert rollout.status == "ok", rollout.error
-    assert case.turns in (0, len(rollout.turns))
-    messages = [*rollout.prompt, *rollout.completion]
-    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(said) == len(rollout.turns)
-    for number, turn in zip(said, rollout.turns, strict=True):  # every token that the trained agent sampled, once
-        assert sum(turn is one for one in answers.turns) == 1
-        assert turn.prompt_ids.tolist()[-4:] == tiny_chat().render(messages[:number])[-4:]
-        assert len(turn.logprobs) == len(turn.versions) == len(turn.completion_ids) > 0
-        assert set(turn.versions.tolist()) == {5}
-    if case.stock:
-        block, _ = block_of("envs.e", EnvConfig(id=case.name, args=case.args))
-        episode = asyncio.run(stock(block, env.rows[0], Answers(case.model), task))
-        assert episode.ok, [error.message for one in [episode, *episode.traces] for error in one.errors]
-        trace = next(one for one in episode.traces if one.agent.name == case.agent)
-        assert [(one.role, one.content or "") for one in trace.messages] == [(one["role"], one["content"]) for one in messages]
-        assert {name: value.score for name, value in trace.rewards.items()} == rollout.rewards
-        assert trace.reward == rollout.reward
-        assert (trace.stop_condition, trace.is_truncated) == (rollout.stop, rollout.is_truncated)
-        measured = {name: value for name, value in rollout.metrics.items() if not name.endswith("/reward")}
-        assert {name: value for name, value in trace.metrics.items() if name != "latency"} == {
-            name: value for name, value in measured.items() if name != "latency"
-        }
-    return rollout
-
-
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, caplog):
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
@@ -118,17 +49,20 @@ def quiet(monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatch):
-    on_path(SLOW.name, monkeypatch)
-    rollout = like_stock(SLOW)
+    on_path(KUHN.name, monkeypatch)
+    assert kind_of(KUHN.name, importing=False) == "v1"
+    env = load(KUHN.name, KUHN.args, [KUHN.agent])
+    task, answers = task_of(env), Answers(KUHN.model)
+    (rollout,) = asyncio.run(played(env, answers, task, [0]))
+    assert rollout.status == "ok", rollout.error
+    messages = [*rollout.prompt, *rollout.completion]
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, turn in zip(said, rollout.turns, strict=True):  # every token that the trained agent sampled, once
+        assert sum(turn is one for one in answers.turns) == 1
+        assert turn.prompt_ids.tolist()[-4:] == tiny_chat().render(messages[:number])[-4:]
+    check_tokens(rollout, rollout.turns)
+    check_as_stock(rollout, asyncio.run(stock(KUHN, env.rows[0], Answers(KUHN.model), task)))
     assert rollout.metrics["player0/reward"] == -rollout.reward
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("case", LONG, ids=lambda case: f"{case.name}-{case.agent}")
-def test_an_environment_is_played_like_stock_verifiers_plays_it(case, monkeypatch):
-    on_path(case.name, monkeypatch)
-    like_stock(case)
 
 
 @pytest.mark.slow

@@ -209,6 +209,17 @@ def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_p
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
+@pytest.mark.usefixtures("known_environments")
+def test_an_error_of_sbatch_is_said_once_for_all_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for name in ("sbatch", "srun", "squeue", "scontrol"):
+        stand_in(tmp_path / name, 'echo "sbatch: error: Invalid account" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert main(["train", "-m", "seed=1,2,3", "launcher=slurm", "hardware=cpu", f"run.dir={tmp_path / 'sweep'}"]) == 1
+    assert capsys.readouterr().err.count("Invalid account") == 1
+    causes = [read_status(RunPaths(tmp_path / "sweep" / f"seed={seed}")).cause for seed in (1, 2, 3)]
+    assert all("Invalid account" in cause.reason for cause in causes)
+
+
 def made(tmp_path: Path, *argv: str) -> RunPaths:
     composed = compose([f"run.dir={tmp_path / 'run'}", "hardware=cpu", *argv], {})
     cfg = settle(composed.cfg, composed.label)

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import AcConfig, LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
 from rlx.models.layout import build_layout
@@ -32,7 +32,7 @@ def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -
         add_adapters(hf, LoraConfig(rank=4))
         draw_adapters(hf, seed=0)
     trainer = make_trainer(hf)
-    checkpoint_activations(trainer.model, freq)
+    checkpoint_activations(trainer.model, AcConfig(freq=freq))
     traced: list[Any] = []
 
     def backend(graph, inputs):

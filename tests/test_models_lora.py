@@ -12,7 +12,7 @@ from torch import nn
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.gpt2 import GPT2Config
 
-from rlx.config.schema import KlTerms, LoraConfig
+from rlx.config.schema import AcConfig, KlTerms, LoraConfig
 from rlx.data.packing import pack
 from rlx.kernels.reference import logprob_reference
 from rlx.losses.grpo import grpo
@@ -140,7 +140,7 @@ def test_dropout_acts_in_training_alone_and_recomputed_layers_draw_the_same():
     for freq in (0, 1):
         hf = with_adapters(LoraConfig(rank=4, dropout=0.5))
         trainer = make_trainer(hf, grpo)
-        checkpoint_activations(trainer.model, freq, random=True)
+        checkpoint_activations(trainer.model, AcConfig(freq=freq), random=True)
         torch.manual_seed(0)
         trainer.accumulate_gradients(row)
         found[freq] = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}

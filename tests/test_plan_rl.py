@@ -239,6 +239,10 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert trainer.loading == 4 * table / 4 * 4, "four threads, each with this rank's shard of a table in 32 bits"
     reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
     assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
+    partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))
+    assert partly.activations == 8192 * 4096 * 2 * (36 * 12 + 17), "an input and eleven results of products per layer"
+    on_host = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "ac_offloading": True, "micro_batch_tokens": 8192}))
+    assert on_host.activations == 8192 * 4096 * 2 * 17
     copies = trainer_memory(config("node8", trainer={"dp_replicate": 2}))
     assert copies.parameters == 2 * trainer.parameters, "each of two copies lies on half of the ranks"
     kept = trainer_memory(config("node8", trainer={"reshard_after_forward": False}))

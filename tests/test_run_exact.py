@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 import zstandard
 from policy_stand_in import OUTSIDE
-from public_classic import folder
 
 from rlx import codec
 from rlx.paths import RunPaths
@@ -57,27 +55,3 @@ def test_trajectories_of_all_kinds_are_trained_as_they_were_sampled(start):
     assert set(beside) == {2.0}
     log = (job.run_dir / "logs" / "latest" / "orchestrator.log").read_text()
     assert log.count("envs.sampling asks for top_p=0.5") == 1, log[-3000:]
-
-
-def test_public_environments_train_on_the_real_stack(start):
-    names = {"tools": "tool_test", "gym": "reasoning_gym_env"}
-    places = [OUTSIDE, *(str(folder() / module) for module in names.values())]
-    job = start(
-        "run",
-        "env=[]",
-        *(f"+envs.{name}.id={module}" for name, module in names.items()),
-        "+envs.gym.args.gym=chain_sum",
-        "max_async_level=0",
-        "max_steps=2",
-        "model.warm_start.steps=20",
-        "orchestrator.batch_size=32",
-        "orchestrator.max_reward_errors=null",
-        "model.context_length=1024",
-        "seq_len=1024",
-        env={"PYTHONPATH": os.pathsep.join(places)},
-    )
-    assert job.wait() == 0, job.text()
-    assert all(record["mismatch/kl"] <= 1e-6 for record in job.metrics("trainer"))
-    played = [rollout for step in range(2) for rollout in job.rollouts(step)]
-    assert {rollout["env"] for rollout in played} == set(names)
-    assert all(rollout["num_tokens"] > 0 for rollout in played)

@@ -207,7 +207,7 @@ def test_a_run_that_lives_is_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints/step_3"])
-def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp_path: Path, name: str, capsys) -> None:
     source = ended(tmp_path / "run")
     before = sorted((str(path), path.stat().st_mtime_ns) for path in source.root.rglob("*"))
     paths, lock = make(settled(tmp_path / "fork", resume=str(source.root / name)))
@@ -215,6 +215,7 @@ def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp
     start = read_start(paths)
     assert start is not None
     assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))
+    assert f"{paths.root}: starting after {step} steps, from {source.checkpoint_of(step)}" in capsys.readouterr().err
     assert paths.initial_model.read_text() == source.initial_model.read_text()
     assert load_run(paths.root).resume == str(source.checkpoint_of(step)), "reproduce.sh forks it again"
     lock.close()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from test_train_models import own_log_probabilities
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer, step_batch
 
-from rlx.config.schema import SchedulerConfig
+from rlx.config.schema import AcConfig, SchedulerConfig
 from rlx.data.packing import pack
 from rlx.losses.aipo import aipo, masked_is
 from rlx.losses.cispo import cispo
@@ -25,7 +26,9 @@ from rlx.losses.reinforce import reinforce
 from rlx.losses.rloo import rloo
 from rlx.losses.sapo import sapo
 from rlx.losses.sft import sft
-from rlx.models.shard import checkpoint_activations
+from rlx.models.policy import PolicyModel
+from rlx.models.shard import PRODUCTS, checkpoint_activations
+from rlx.train.muon import Muon, groups_of
 from rlx.train.optim import NotFiniteError, learning_rate
 from rlx.train.step import merge_metrics
 from rlx.types import RankBatch
@@ -202,17 +205,37 @@ def test_gradients_are_clipped_to_the_norm_and_reported_before():
     assert moved[1][0] == pytest.approx(1e-3, rel=1e-2)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
 def test_activation_checkpointing_changes_no_gradient():
     (mini_batch,) = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches
-    found = []
-    for freq in (0, 1, 2):
+    found, products = [], {}
+    for ac, offload in (
+        (AcConfig(freq=0), False),
+        (AcConfig(freq=1), False),
+        (AcConfig(freq=2), False),
+        (AcConfig(freq=1, mode="selective"), False),
+        (AcConfig(freq=1), True),
+        (AcConfig(freq=1, mode="selective"), True),
+    ):
         trainer = make_trainer(make_model())
-        checkpoint_activations(trainer.model, freq)
-        trainer.accumulate_gradients(mini_batch)
+        checkpoint_activations(trainer.model, ac, offload=offload)
+        with Products() as counted:
+            trainer.accumulate_gradients(mini_batch)
         found.append(gradients(trainer))
+        products[ac.freq, ac.mode] = counted.count
     for other in found[1:]:
         for name, gradient in found[0].items():
             assert torch.equal(gradient, other[name]), name
+    assert products[1, "selective"] == products[0, "full"] < products[2, "full"] < products[1, "full"]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -292,3 +315,25 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
     assert told(gspo, 2, 0.003, proximal="recompute") is None
     assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
     assert told(grpo, 2, 0.3) is None
+
+
+def test_muon_steps_as_torchs_on_the_matrices_of_layers_and_as_adamw_on_the_rest():
+    hf, other = make_model(), make_model()
+    keys = {"lr": 1e-2, "weight_decay": 0.1}
+    groups = groups_of(PolicyModel(hf).layers, hf)
+    ours = Muon(groups, betas=(0.9, 0.95), **keys)
+    matrices, rest = ([p for p in other.parameters() if any(p.shape == q.shape and torch.equal(p, q) for q in g["params"])] for g in groups)
+    assert len(matrices) == 2 * 7, "of two layers"
+    theirs = [
+        torch.optim.Muon(matrices, nesterov=True, adjust_lr_fn="match_rms_adamw", **keys),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), **keys),
+    ]
+    for seed in range(3):
+        for model, optimizers in ((hf, [ours]), (other, theirs)):
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            for optimizer in optimizers:
+                optimizer.step()
+    for (name, a), b in zip(hf.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)

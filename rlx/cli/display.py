@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rlx.config.secret import hide_lines
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
 from rlx.runs.history import History
@@ -90,7 +91,7 @@ class Display(ABC):
 
     def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
         """`argv`: the command's arguments, for the suggested commands at the end."""
-        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, list(argv)
+        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, hide_lines(argv, cfg)
         self.paths = self.run.paths
         self.history = History(self.paths)
         self.started = time.time()

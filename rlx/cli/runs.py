@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
             note = why.get(job or "", "") if states[each].startswith("waiting") else ""
             if status.cause is not None:
-                note = f"{status.cause.role}: {status.cause.reason}".partition("\n")[0]
+                note = status.cause.line
             rows.append([str(each.root), kind, states[each], steps, shown, job or "-", _age(status.updated), note])
     rows = unreadable + rows
     print("\n".join(table(["run", "kind", "state", "steps", "reward", "job", "last sign", ""], rows)) if rows else "no runs")

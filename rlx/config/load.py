@@ -180,6 +180,6 @@ def _fill_secrets(data: dict[str, Any], file: Path) -> None:
 def to_yaml(cfg: Any) -> str:
     """A configuration as the text of a `config.yaml`, with `<secret>` in place of its secrets."""
     root = root_of(cfg)
-    return HEADER.format(command=root.command, schema=root.schema_name) + yaml.safe_dump(
-        dataclasses.asdict(hidden(cfg)), sort_keys=False, allow_unicode=True, width=1000
-    )
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text = yaml.dump(dataclasses.asdict(hidden(cfg)), Dumper=dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return HEADER.format(command=root.command, schema=root.schema_name) + text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,9 @@ def parse(lines: list[str]) -> list[Override]:
     """Parse overrides. Raises ConfigError that lists all invalid ones."""
     parser, parsed, problems = OverridesParser.create(), [], []
     for line in lines:
+        key, _, value = line.partition("=")
+        if not value.isascii() and re.fullmatch(r"[\w./~@:+-]+", value):  # hydra's grammar knows no such letters without quotes
+            line = f'{key}="{value}"'
         try:
             parsed.append(parser.parse_override(line))
         except HydraException:

@@ -90,6 +90,12 @@ __all__ = [
 @dataclass
 class AcConfig:
     freq: int = key(0, "activation checkpointing of every freq-th layer; 0 is off", low=0)
+    mode: str = key(
+        "full",
+        "`full` recomputes the whole layer in backward; `selective` keeps the results of matrix products and of attention, and recomputes "
+        "only what is cheap between them",
+        choices=("full", "selective"),
+    )
 
 
 @dataclass
@@ -105,6 +111,7 @@ class TrainerConfig:
     optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
+    ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
     reshard_after_forward: bool = key(
         True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"

@@ -106,14 +106,21 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def secret_keys(cls: type, prefix: str = "") -> Iterator[str]:
+def secret_keys(cls: type) -> tuple[str, ...]:
     """Every dotted key that the schema marks as secret."""
+    return _secret_keys(cls, "")
+
+
+@functools.cache
+def _secret_keys(cls: type, prefix: str) -> tuple[str, ...]:
+    found: list[str] = []
     for f in fields(cls):
         kind, _ = split_optional(types_of(cls)[f.name])
         if is_dataclass(kind):
-            yield from secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
+            found += _secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
         elif f.metadata.get("secret"):
-            yield f"{prefix}{f.name}"
+            found.append(f"{prefix}{f.name}")
+    return tuple(found)
 
 
 def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:

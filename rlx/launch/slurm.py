@@ -8,6 +8,8 @@ has the roles write a checkpoint, and the job goes back into the queue: same job
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import secrets
 import shlex
@@ -178,19 +180,22 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     roots = [paths.root for paths, _ in runs]
+    script = sbatch_script(runs[0][1], name, folder, roots, code)
     for paths, cfg in runs:
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
-        write_text(paths.sbatch, sbatch_script(cfg, name, folder, roots, code))
+        write_text(paths.sbatch, script)
     executor = _executor(folder, sbatch_options(runs[0][1], name, code), roots, runs[0][1].launcher.last_lines)
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
-        jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
+        with contextlib.redirect_stderr(io.StringIO()) as said:  # by submitit: what sbatch said, which an error repeats
+            jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
+        print(said.getvalue(), end="", file=sys.stderr)
     except Exception as error:  # submitit reports sbatch's errors through several exception types
-        said = getattr(error, "stderr", None) or str(error)
-        reason = said.decode(errors="replace") if isinstance(said, bytes) else said
+        text = getattr(error, "stderr", None) or str(error)
+        reason = text.decode(errors="replace") if isinstance(text, bytes) else text
         for paths, cfg in runs:
-            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}")
+            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}", tell=False)
         raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
     finally:
         os.environ.update(inherited)
@@ -339,8 +344,9 @@ def _safe_steps(paths: RunPaths, cfg: CommandConfig) -> int:
     return max(steps(paths), default=0) if cfg.has_checkpoints else status.step if status else 0
 
 
-def _fail(paths: RunPaths, status: Status, reason: str) -> None:
+def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:
     log = os.path.relpath(paths.log(status.attempt, "launcher"), paths.root)
     status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=log))
     status.write(paths)
-    print(reason, file=sys.stderr, flush=True)
+    if tell:
+        print(reason, file=sys.stderr, flush=True)

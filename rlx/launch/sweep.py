@@ -235,7 +235,7 @@ def ending_of(element: Element) -> str:
     if status is None:
         return "not started"
     reward = final_reward(element.paths)
-    cause = f": {status.cause.role}, {status.cause.reason}" if status.cause is not None else ""
+    cause = f": {status.cause.line}" if status.cause is not None else ""
     return (
         f"{status.state} after {status.step} of {status.max_steps} steps" + (f", reward {reward:.3f}" if reward is not None else "") + cause
     )
@@ -246,7 +246,7 @@ def summary(elements: Sequence[Element]) -> list[str]:
     rows = []
     for element in elements:
         status, reward = read_status(element.paths), final_reward(element.paths)
-        cause = f"{status.cause.role}: {status.cause.reason}" if status is not None and status.cause is not None else ""
+        cause = status.cause.line if status is not None and status.cause is not None else ""
         rows.append(
             [
                 element.name,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from rlx.config.schema import LoraConfig
+from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.layout import build_layout
@@ -40,7 +40,8 @@ def load_policy(
     attention: str = "auto",
     logprob_backend: str = "auto",
     liger: bool | str = "auto",
-    ac_freq: int = 0,
+    ac: AcConfig | None = None,
+    ac_offloading: bool = False,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     compile: bool = False,
@@ -85,7 +86,8 @@ def load_policy(
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(hf, liger, device)
-        checkpoint_activations(model, ac_freq, random=lora is not None and lora.dropout > 0)
+        if ac is not None:
+            checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
         if compile:
             compile_layers(model)
         if sharded:
@@ -107,6 +109,9 @@ def load_policy(
         whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
         model = built()
         read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+    for module in model.modules() if place != device else ():  # only parameters stay in host memory
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if lora is not None:
         model.base = {"name": source, "digest": digest(model.hf, mesh), "dtype": dtype}
         for name, parameter in model.hf.named_parameters():  # reading makes new ones

@@ -6,35 +6,49 @@ only one implementation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rlx.config.schema import AcConfig
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._grouped_mm}
 
-def checkpoint_activations(model: PolicyModel, freq: int, *, random: bool = False) -> None:
-    """Recompute every `freq`-th decoder layer in backward instead of storing its activations; 0 is off.
 
-    `random`: the layers draw numbers (dropout), which must be the same when they are recomputed.
+def checkpoint_activations(model: PolicyModel, ac: AcConfig, *, offload: bool = False, random: bool = False) -> None:
+    """Recompute every `ac.freq`-th decoder layer in backward instead of storing its activations; 0 is off.
+
+    `offload` keeps what these layers store in host memory. `random`: the layers draw numbers (dropout), which must be the same when they
+    are recomputed.
     """
-    if freq < 1:
-        return
-    for i, layer in enumerate(model.layers):
-        if i % freq == 0:
-            layer.forward = _recomputed(layer.forward, random)
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if ac.mode == "selective":
+        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    for layer in model.layers[:: ac.freq] if ac.freq else ():
+        layer.forward = _recomputed(layer.forward, how, offload)
 
 
-def _recomputed(forward: Callable[..., Any], random: bool) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], how: dict[str, Any], offload: bool) -> Callable[..., Any]:
     """A plain function around `checkpoint`: torch.compile does not look into a functools.partial, so it would compile nothing."""
 
     def forward_again(*args: Any, **keys: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **keys)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+            return checkpoint(forward, *args, **how, **keys)
 
     return forward_again
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    """Whether selective checkpointing keeps an operation's result: it costs more to compute than to store."""
+    kept = op.overloadpacket in PRODUCTS or "attention" in str(op) or "attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:

@@ -95,12 +95,13 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     model, cuda = cfg.model, cfg.hardware.device == "cuda"
     ranks = cfg.trainer_ranks / cfg.trainer.dp_replicate  # that share one copy of the model
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
-    states = STATES.get(str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower(), 2)
+    optimizer = str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower()
     trained = trained_parameters(cfg)
     frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
     shard = trained / ranks
     share = trained / model.num_parameters  # of a layer that gets gradients
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
+    beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
     kept = not cfg.trainer.reshard_after_forward  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
     # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
@@ -111,7 +112,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     return TrainerMemory(
         parameters=shard * master + frozen * compute,
         gradients=shard * master,
-        optimizer=shard * master * states,
+        optimizer=master * (shard * STATES.get(optimizer, 2) + beside / ranks),
         reference=model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master) if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,

@@ -159,6 +159,7 @@ def create(
 
 
 def _adopt(paths: RunPaths, start: Start) -> Start:
+    say(f"{paths.root}: starting after {start.step} steps, from {start.checkpoint}")
     try:
         return adopt(paths, start)
     except NoCheckpoint as error:

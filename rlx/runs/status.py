@@ -31,6 +31,11 @@ class Cause:
     log: str  # path of its log file, relative to the run directory
     last_lines: tuple[str, ...] = ()
 
+    @property
+    def line(self) -> str:
+        """In one line, with the last of the log: `trainer: exit code 1: ValueError: no data`."""
+        return ": ".join([self.role, self.reason.partition("\n")[0], *self.last_lines[-1:]])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:

@@ -14,6 +14,7 @@ from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh
+from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
@@ -40,9 +41,10 @@ def build(
         "trust_remote_code": cfg.model.trust_remote_code,
     }
     lora = cfg.lora if cfg.lora.on else None
-    master, ac_freq = cfg.trainer.optimization_dtype, cfg.trainer.ac.freq
+    master = cfg.trainer.optimization_dtype
+    trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "seed": cfg.seed}
     with working("loading the model"):
-        model = load_policy(source, mesh, optimization_dtype=master, ac_freq=ac_freq, lora=lora, seed=cfg.seed, read=not resumes, **loading)
+        model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, **trained, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:
@@ -58,7 +60,7 @@ def build(
     return PolicyTrainer(
         model,
         losses_of(cfg),
-        instantiate(optim, params=[p for p in model.parameters() if p.requires_grad]),
+        instantiate(optim, params=groups_of(model.layers, model)),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
         max_norm=optim_terms.max_norm,

@@ -55,7 +55,7 @@ NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets 
 # trainer
 
 
-@rule("trainer.dp_replicate", "hardware.trainer_processes")
+@rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
     if ranks % copies:
@@ -64,6 +64,13 @@ def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
             f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
             f"Set trainer.dp_replicate to one of {counts}, or change {of('hardware.trainer_processes')}."
         )
+
+
+@rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
+def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    asked = {"trainer.ac_offloading": cfg.trainer.ac_offloading, "trainer.ac.mode": cfg.trainer.ac.mode != "full"}
+    for name in [key for key, on in asked.items() if on and not cfg.trainer.ac.freq]:
+        yield f"{of(name)} is about checkpointed layers, but {of('trainer.ac.freq')} means none. Set trainer.ac.freq=1, or leave it out."
 
 
 # model
