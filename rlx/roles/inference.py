@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import secrets
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlx.config.load import load_play
-from rlx.config.schema import InferenceConfig, PlayRoot
+from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 2.0  # seconds between two heartbeats while serving
+WARM_UP = 30  # steps of an engine in which kernels may still be compiled
 
 
 def main() -> int:
@@ -112,7 +114,8 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         await asyncio.sleep(0.005)
     log.info("serving version 0 at %s", publish_endpoint(endpoint_file(paths, replica), sock, api_key))
     try:
-        return await watch(engine, stopped, serving, heartbeat, None if runs_in_process(config) else config.inference)
+        patience = math.inf if runs_in_process(config) else config.inference.hung_timeout
+        return await watch(engine, stopped, serving, heartbeat, patience, config.inference.startup_timeout)
     finally:
         endpoint_file(paths, replica).unlink(missing_ok=True)
         server.should_exit = server.force_exit = True
@@ -121,21 +124,25 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
 
 
 async def watch(
-    engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat, limits: InferenceConfig | None
+    engine: PolicyEngine,
+    stopped: asyncio.Future[int],
+    serving: asyncio.Future[None],
+    heartbeat: Heartbeat,
+    patience: float,
+    first_patience: float,
 ) -> int:
     """Send heartbeats until there is a reason to end. Print the reason and return the exit code.
 
-    `limits` say how long a step of an engine process may take: the first one, which may compile kernels, as long as a start. They are None
-    for an engine in this process: its step may take minutes (a long prompt on a CPU), and a thread that hangs stops the heartbeats, unless
-    it hangs in C code that leaves the interpreter to others.
+    `patience`: seconds for one step of the engine. In this process a step may take minutes (a long prompt on a CPU); an engine that hangs
+    here stops the heartbeats, unless it hangs in C code. `first_patience`: the same for the first `WARM_UP` steps, if that is more: what
+    no warm-up of vLLM has used yet is compiled in them.
     """
     silent = 0.0  # seconds since the engine's last step; time in which this process was stopped itself does not count
     while True:
         silent = silent + ALIVE if engine.activity == heartbeat.progress and engine.waited_for else 0.0
-        if limits is not None and silent > (limit := limits.hung_timeout if engine.activity else limits.startup_timeout):
-            key = "hung_timeout" if engine.activity else "startup_timeout"
-            said = f"no step for {silent:.0f} s (inference.{key}={limit:g}), and {engine.waited_for} requests wait"
-            print(f"the engine hangs: {said}", file=sys.stderr)
+        if silent > (max(patience, first_patience) if engine.activity < WARM_UP else patience):
+            limit = f"inference.hung_timeout={patience:g}"
+            print(f"the engine hangs: no step for {silent:.0f} s ({limit}), and {engine.waited_for} requests wait", file=sys.stderr)
             return 1
         heartbeat.progress = engine.activity
         heartbeat.beat(SERVING, step=engine.version)
