@@ -91,14 +91,26 @@ def waits() -> dict[str, str]:
     return found
 
 
-def accounted(job_ids: Sequence[str]) -> dict[str, str]:
-    """Job id → its final state, of jobs that SLURM's accounting knows; empty where there is none."""
+def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Job id → its state and its command, of the user's jobs that SLURM or its accounting knows: `12` → `FAILED`, `/runs/a/.submitit/x.sh`.
+
+    The command contains the path of the batch script, and so tells which run the job is of. Ids do not: two clusters, or one whose ids
+    began anew, use the same. Empty where SLURM does not answer.
+    """
+    found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o")
+    if unknown := [job for job in job_ids if job not in found]:
+        columns = "--format=JobID,State,SubmitLine"
+        found |= _table("sacct", "--allocations", "--noheader", "--parsable2", columns, f"--jobs={','.join(unknown)}")
+    return found
+
+
+def _table(*command: str) -> dict[str, tuple[str, str]]:
     try:
-        done = ask("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(job_ids)}")
+        done = ask(*command)
     except RuntimeError:
         return {}
-    found = (line.strip().partition("|") for line in done.stdout.splitlines())
-    return {job: state.split()[0] for job, _, state in found if state}  # CANCELLED by 1000
+    rows = (line.strip().split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2)
+    return {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
 
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
