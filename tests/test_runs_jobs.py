@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from rlx.cli import main
 from rlx.launch.follow import close_ended, follow
 from rlx.paths import RunPaths
+from rlx.runs import jobs
 from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job, waits
 from rlx.runs.run import Run
@@ -71,12 +73,21 @@ def script_of(paths: RunPaths) -> Path:
 
 
 def test_a_job_that_waits_says_why_at_which_place_and_until_when(controller: Controller) -> None:
-    assert waits() == {
+    assert waits(["7", "12_1", "9", "14", "15"]) == {
         "7": "Priority, 1 of 3 waiting in gpu, start about 2026-11-23 14:20",
         "12_1": "Resources, 2 of 3 waiting in gpu,old",
         "9": "Priority, 1 of 1 waiting in cpu",
         "14": "Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00",
     }
+
+
+def test_the_place_of_one_job_does_not_cost_that_of_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = "".join(f"{number}|gpu|N/A|Priority\n" for number in range(1000))
+    monkeypatch.setattr(jobs, "ask", lambda *command: subprocess.CompletedProcess(command, 0, queued, ""))
+    compared, rivals = [], jobs._rivals
+    monkeypatch.setattr(jobs, "_rivals", lambda counts, partitions: compared.append(len(counts)) or rivals(counts, partitions))
+    assert waits(["700"]) == {"700": "Priority, 701 of 1000 waiting in gpu"}
+    assert sum(compared) == 2, "one partition, counted once for the place and once for the number"
 
 
 def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: Controller, tmp_path: Path, capsys) -> None:
@@ -137,7 +148,7 @@ def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
 ) -> None:
     paths = run_of(tmp_path / "out" / "run", "12")
 
-    def submitted_again(jobs: Sequence[str]) -> dict[str, tuple[str, str]]:
+    def submitted_again(ids: Sequence[str]) -> dict[str, tuple[str, str]]:
         Status(max_steps=9, step=4).write(paths)
         note_job(paths, "13", script_of(paths).with_name("13_0_log.out"))
         return {"12": ("CANCELLED", str(script_of(paths)))}

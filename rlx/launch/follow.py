@@ -118,7 +118,7 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
 
 def _why(job_id: str) -> str | None:
     try:
-        return waits().get(job_id)
+        return waits([job_id]).get(job_id)
     except RuntimeError:
         return None
 

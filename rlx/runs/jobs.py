@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +75,31 @@ def queue() -> dict[str, str]:
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
 
 
-def waits() -> dict[str, str]:
-    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of all users' queued jobs.
+def waits(wanted: Collection[str]) -> dict[str, str]:
+    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of those in the queue.
 
-    Raises RuntimeError if the controller does not answer.
+    The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """
     done = ask("squeue", "--noheader", "--array", "--states=PENDING", "--sort=-p,i", "--format=%i|%P|%S|%r")
     if done.returncode != 0:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     jobs = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]  # the first to run comes first
+    before: Counter[str] = Counter()  # jobs so far by their partitions, `gpu` or `gpu,old`
+    mine = []
+    for job, partitions, start, reason in jobs:
+        before[partitions] += 1
+        if job in wanted:
+            mine.append((job, partitions, start, reason, _rivals(before, partitions)))
     found = {}
-    for job, partition, start, reason in jobs:
-        rivals = [other for other, theirs, *_ in jobs if {*partition.split(",")} & {*theirs.split(",")}]
+    for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
-        found[job] = f"{reason}, {rivals.index(job) + 1} of {len(rivals)} waiting in {partition}{about}"
+        found[job] = f"{reason}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
     return found
+
+
+def _rivals(counts: Mapping[str, int], partitions: str) -> int:
+    """How many of the counted jobs can run in one of these partitions."""
+    return sum(count for theirs, count in counts.items() if not {*partitions.split(",")}.isdisjoint(theirs.split(",")))
 
 
 def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
