@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import heapq
 import random
+import statistics
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -177,7 +178,7 @@ class Lanes:
 
 
 async def run_real(config: Config, endpoint: Endpoint, limit: int | None, seconds: float) -> tuple[float, float, int]:
-    """New tokens per second and preemptions in the second half of the time, and the last limit."""
+    """New tokens and preemptions per second in the second half of the time, and the last limit."""
     async with Fleet([endpoint]) as fleet, Sampler([endpoint], 600.0) as sampler:
         lanes = Lanes(sampler, REAL, limit or REAL.slots)
         lanes.set_max_concurrent(lanes.max_concurrent)
@@ -190,32 +191,39 @@ async def run_real(config: Config, endpoint: Endpoint, limit: int | None, second
         if following is not None:
             following.cancel()
         await lanes.close()
-    return sum(tokens for at, tokens in lanes.done if at > half) / (now - half), after - before, lanes.max_concurrent
+    return sum(tokens for at, tokens in lanes.done if at > half) / (now - half), (after - before) / (now - half), lanes.max_concurrent
 
 
-def real(cache: int, seconds: float) -> None:
-    """Fixed limits and the adaptive one on one server; the adaptive one has three times as long to find its place."""
+def real(cache: int, seconds: float, fixed: list[int], rounds: int) -> None:
+    """Fixed limits and the adaptive one in turn on one server; the adaptive one has three times as long to find its place."""
     context = REAL.prompt + REAL.longest + 8
     overrides = [
         "hardware=cpu", f"seq_len={context}", f"model.context_length={context}", f"inference.max_num_seqs={REAL.slots}",
         f"inference.kv_cache_gb={cache * BYTES / 2**30}",
     ]  # fmt: skip
     config = compose(overrides, {}).cfg
-    print(f"| limit, a cache of {cache} tokens | tokens/s | preemptions/s | last limit |\n| --- | --- | --- | --- |", flush=True)
+    found: dict[int | None, list[tuple[float, float, int]]] = {limit: [] for limit in (*fixed, None)}
     with served(config) as (_, endpoint):
-        for limit in (4, 8, 16, 32, 64, None):
-            length_of_run = seconds * (3 if limit is None else 1)
-            rate, preemptions, last = asyncio.run(run_real(config, endpoint, limit, length_of_run))
-            print(f"| {limit or 'adaptive'} | {rate:.0f} | {preemptions / (length_of_run / 2):.1f} | {last} |", flush=True)
+        for _ in range(rounds):
+            for limit, seen in found.items():
+                seen.append(asyncio.run(run_real(config, endpoint, limit, seconds * (3 if limit is None else 1))))
+    print(f"| limit, a cache of {cache} tokens | tokens/s, median of {rounds} | range | preemptions/s | last limit |")
+    print("| --- | --- | --- | --- | --- |")
+    for limit, seen in found.items():
+        rates, preemptions, last = zip(*seen, strict=True)
+        shown = f"{min(rates):.0f}-{max(rates):.0f} | {statistics.mean(preemptions):.1f} | {', '.join(map(str, last))}"
+        print(f"| {limit or 'adaptive'} | {statistics.median(rates):.0f} | {shown} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, help="of each limit: simulated, 1200 by default, or real, 20 by default")
     parser.add_argument("--real", type=int, metavar="CACHE", help="on a real engine with a cache of so many tokens")
+    parser.add_argument("--limits", type=int, nargs="*", default=[4, 8, 16, 32, 64], help="fixed limits, on a real engine")
+    parser.add_argument("--rounds", type=int, default=1, help="on a real engine")
     options = parser.parse_args()
     if options.real is not None:
-        real(options.real, options.seconds or 20.0)
+        real(options.real, options.seconds or 20.0, options.limits, options.rounds)
         return
     options.seconds = options.seconds or 1200.0
     fixed = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)

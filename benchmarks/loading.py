@@ -3,8 +3,8 @@
     python benchmarks/loading.py [--ranks 2] [--layers 22]
 
 Needs 4 GB of disk while it runs. Prints one line per rank: resident memory before the model is loaded (Python, torch, transformers, the
-process group), and its peak while it is loaded and checked. `anonymous` leaves out pages of files, which the system can drop.
-Resident memory is the kernel's own high-water mark (VmHWM), reset before loading.
+process group), its peak while the rank reads its shards, and the growth since, also with the check on a few tokens that follows: its
+forward gathers embedding, head and two layers, as every forward of training does. Peaks are the kernel's own (VmHWM), reset before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 GB = 1e9
 WIDTH, INNER, VOCABULARY = 2048, 5632, 32768
@@ -32,7 +32,12 @@ def make(folder: Path, layers: int) -> None:
         hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=4,
         vocab_size=VOCABULARY, tie_word_embeddings=False,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="1GB")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.02, 0.02)
+    model.save_pretrained(folder, max_shard_size="1GB")
 
 
 def memory() -> dict[str, float]:
@@ -46,7 +51,7 @@ def rank(folder: Path) -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    from rlx.models.load import load_policy
+    from rlx.models import load
     from rlx.parallel.mesh import join
 
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -56,27 +61,27 @@ def rank(folder: Path) -> None:
     mesh.barrier()
     before = memory()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    anonymous, done = [0.0], threading.Event()
+    peaks: list[float] = []
+    check = load.check_packed_forward
 
-    def watch() -> None:
-        while not done.wait(0.005):
-            anonymous[0] = max(anonymous[0], memory()["RssAnon"])
+    def checked(*args: Any) -> None:
+        peaks.append(memory()["VmHWM"])
+        check(*args)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    load.check_packed_forward = checked
     started = time.perf_counter()
-    model = load_policy(str(folder), mesh, dtype="float32")
+    model = load.load_policy(str(folder), mesh, dtype="float32")
     seconds = time.perf_counter() - started
-    done.set()
-    watcher.join()
-    peak = memory()["VmHWM"]
+    peaks.append(memory()["VmHWM"])
+    resident = memory()["VmRSS"]
     parameters = sum(p.numel() for p in model.parameters())
     for turn in range(ranks):
         mesh.barrier()
         if turn == number:
+            grown = [(value - before["VmRSS"]) / size for value in (*peaks, resident)]
             print(
-                f"| rank {number} of {ranks} | {parameters / 1e9:.3f}e9 parameters, {size:.2f} GB | {before['VmRSS']:.2f} | {peak:.2f} "
-                f"| {(peak - before['VmRSS']) / size:.2f} | {(anonymous[0] - before['RssAnon']) / size:.2f} | {seconds:.1f} |",
+                f"| {number} of {ranks} | {parameters / 1e9:.3f}e9 parameters, {size:.2f} GB | {before['VmRSS']:.2f} | {peaks[0]:.2f} | "
+                f"{' | '.join(f'{share:.2f}' for share in grown)} | {seconds:.1f} |",
                 flush=True,
             )
     mesh.close()
@@ -94,7 +99,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         made = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import loading, pathlib"
         subprocess.run([sys.executable, "-c", f"{made}; loading.make(pathlib.Path({name!r}), {args.layers})"], check=True)
-        print("| rank | model | before, GB | peak, GB | grown, of the model | anonymous, of the model | s |\n|---|---|---|---|---|---|---|")
+        print("| rank | model | before, GB | peak of reading, GB | grown, of the model | with the check | afterwards | s |")
+        print("|---|---|---|---|---|---|---|---|")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         subprocess.run([*launcher, __file__, "--made", name], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 

@@ -300,15 +300,6 @@ def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_wha
     assert "'env=[sums,reverse_text]'" in another, "the shell would read the brackets as a pattern"
 
 
-def test_the_next_command_has_a_gap_for_a_secret(run):
-    cfg = Config(max_steps=10)
-    cfg.teacher.api_key = "hidden"
-    console = Console(run, cfg, ["teacher.api_key=hidden", "teacher={model: big, api_key: hidden}"])
-    console.history.read()
-    assert "hidden" not in console.summary(0)
-    assert "teacher.api_key=<secret>" in console.summary(0)
-
-
 @pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
 def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_own(run, resume, kept):
     assert (f"resume={resume}" in next_commands(finished(run, f"resume={resume}"))[0]) == kept

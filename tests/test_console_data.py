@@ -1,4 +1,4 @@
-"""What the displays suggest after data was made, and after training on it."""
+"""What the displays suggest after data was made, and after training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.cli.console import Console
 from rlx.cli.console_sft import SftConsole
 from rlx.cli.synthesized import SynthesisDisplay
 from rlx.config.load import compose
@@ -29,3 +30,11 @@ def test_the_model_that_wrote_the_data_is_suggested_for_training_on_it(tmp_path:
     assert SynthesisDisplay(tmp_path, cfg, ["env=sums"])._model() == "model=tiny_trained model.name=/cache/tiny"
     other = compose(["env=math", "model=qwen3_0_6b"], {}, SYNTHESIZE).cfg
     assert SynthesisDisplay(tmp_path, other, ["env=math", "model=qwen3_0_6b"])._model() == "model=qwen3_0_6b"
+
+
+def test_a_suggested_command_has_a_gap_for_a_secret(tmp_path: Path) -> None:
+    secrets = ["teacher.base_url=[http://host:8000]", "teacher.api_key=hidden", "loss=opd"]
+    cfg = compose(secrets, {}).cfg
+    lines = Console(tmp_path, cfg, secrets)._next(0)
+    assert "hidden" not in lines[0]
+    assert "teacher.api_key=<secret>" in lines[0]

@@ -52,6 +52,25 @@ def test_prompts_of_the_completion_type_are_raw_text() -> None:
     assert rollout.completion[0] == {"role": "assistant", "content": " a time"}
 
 
+class Talks(vf.MultiTurnEnv):
+    """Never stops, or breaks when it answers."""
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        if state["answer"] == "breaks":
+            raise KeyError("no answer")
+        return [{"role": "user", "content": "more"}]
+
+
+@pytest.mark.parametrize(("answer", "status", "stop"), [("goes on", "ok", "prompt_too_long"), ("breaks", "error", "environment_error")])
+def test_an_environment_that_never_stops_ends_with_the_context_and_one_that_breaks_says_where(answer: str, status: str, stop: str) -> None:
+    data = Dataset.from_list([{"question": "once upon", "answer": answer}])
+    env = VerifiersEnvironment("e", Talks(dataset=data, max_turns=-1, rubric=vf.Rubric(funcs=[one])), SAMPLING, 30.0)
+    rollout = play(env, StandIn(tiny_chat(), answer=lambda _: " a time", error=0.0))
+    assert (rollout.status, rollout.stop, rollout.is_truncated) == (status, stop, status == "ok")
+    assert (len(rollout.turns) > 1) == (status == "ok")
+    assert status == "ok" or "KeyError" in (rollout.error or "")
+
+
 class Parts(vf.MultiTurnEnv):
     """Says its messages in parts."""
 

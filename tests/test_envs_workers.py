@@ -112,10 +112,13 @@ def test_a_rollout_that_ends_its_worker_failed_and_the_others_are_played_again(p
 
 def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
     async def kill(pool: WorkerPool) -> None:
-        await asyncio.sleep(0.01)
-        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+        worker = pool._workers[0]  # while all its rollouts wait for the model: one that computes would be at fault
+        while not worker.playing or not all(each.episodes for each in worker.playing.values()) or worker.child.marks.step() is not None:
+            await asyncio.sleep(0.01)
+        os.kill(worker.child.pid, signal.SIGKILL)
 
     pool = pool_of(2)
+    pool.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=2.0))
     assert [one.status for (one,) in play(pool, range(8), meanwhile=kill)] == ["ok"] * 8
     assert pool.replaced == {"died": 1}
 

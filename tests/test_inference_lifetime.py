@@ -175,7 +175,8 @@ def test_an_engine_process_that_hangs_ends_its_server_although_the_server_itself
     async def conversation(endpoints: list[Endpoint]) -> None:
         async with Servers(endpoints, request_timeout=280, restart_timeout=1) as client:
             await client.fleet.wait_ready(300)
-            await sample(client, prompts(1)[0], 0)
+            for prompt in prompts(10):  # the first steps of an engine may take longer
+                await sample(client, prompt, 0)
             for engine in psutil.Process(process.pid).children(recursive=True):
                 engine.suspend()
             with pytest.raises(RuntimeError, match="does not answer"):

@@ -102,6 +102,7 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     assert (status.cause.returncode, status.cause.log) == (code, "logs/attempt_1/job.log")
     assert f"job {job} ended on node3 with exit code {code} before rlx could start" in status.cause.reason
     assert said is None or said in status.cause.last_lines[-1]
+    assert (mine.latest_logs / "job.log").is_file()
     assert (mine.root / status.cause.log).read_text() == (folder / f"{job}_0_log.out").read_text()
     assert [read_status(each).state for each in paths[:-1]] == ["starting"] * len(paths[:-1])
 

@@ -80,6 +80,23 @@ def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
     assert len(env.asked) == 40, "each was played twice"
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_that_comes_as_a_rollout_ends_is_not_lost(turns: int) -> None:
+    async def cancel_at_an_end() -> None:
+        ended = asyncio.Event()
+        player = Player({"x": Env()}, max_retries=0, room=lambda: 1, played=lambda job, rollouts: ended.set())
+        playing = asyncio.create_task(player.play(jobs_of("x", Env(), range(10), 1)))
+        await ended.wait()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert player.finished < 10
+
+    asyncio.run(cancel_at_an_end())
+
+
 def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
     done = {(0, 0), (0, 1), (1, 1)}
     jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(), range(3), 2, done.__contains__)]

@@ -146,7 +146,7 @@ def test_the_shipped_sweeps_are_what_they_say():
         (["-m", "loss=grpo,grppo"], "there is no loss=grppo"),
         (["-m", "seed=1,2", "seq_len=2"], "(in all 2 runs)"),
         (["-m", "orchestrator.batch_size=64,65"], "(in orchestrator.batch_size=65)"),
-        (["-m", "launcher=local,slurm", "dry_run=true"], "launched together"),
+        (["-m", "launcher=local,slurm", "hardware=cpu", "dry_run=true"], "launched together"),
         (["sweeps=lossses"], "Did you mean sweeps=losses?"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_run_that_waited_for_its_turn_looks_at_what_has_become_of_it(toys: Pat
     monkeypatch.setattr(element, "launch", lambda paths, *_: started.append((paths.root.name, paths.metrics.read_text())) or 0)
     for each in (one, two):
         each.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
-    Status(state="completed", step=2).write(one.paths)
+    Status(state="completed", step=2, max_steps=2).write(one.paths)
     assert [element.main(str(each.paths.root)) for each in (one, two)] == [0, 0]
     assert started == [("seed=2", "")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_worker import train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
 from transformers.models.hrm_text import HrmTextConfig
@@ -19,6 +19,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.load import load_policy
+from rlx.models.read import stored_tensors
 from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
 from rlx.weights.files import ADAPTER, verify
@@ -158,6 +159,31 @@ def test_every_rank_reads_its_own_rows_unless_rows_are_fused_in_the_files(tmp_pa
                 assert torch.equal(model.hf.state_dict()[key].full_tensor(), tensor), key
     finally:
         mesh.close()
+
+
+def test_of_a_stored_tensor_only_the_wanted_rows_are_read(tmp_path, monkeypatch):
+    tensors = {"a": torch.randn(7, 3).bfloat16(), "one": torch.tensor(5.0), "none": torch.zeros(0, 4), "b": torch.arange(12).view(3, 2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    read, preadv = [], os.preadv
+
+    def counting(*arguments):
+        read.append(preadv(*arguments))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    with (tmp_path / "model.safetensors").open("rb", buffering=0) as file:
+        stored = stored_tensors(file)
+        for name, tensor in tensors.items():
+            assert stored[name].get_shape() == list(tensor.shape)
+            assert torch.equal(stored[name][...], tensor), name
+        read.clear()
+        assert torch.equal(stored["a"][slice(2, 5), slice(0, 3)], tensors["a"][2:5])
+        assert sum(read) == 3 * 3 * 2
+        assert torch.equal(stored["b"][slice(1, 3), slice(0, 2), slice(1, 2)], tensors["b"][1:3, :, 1:])
+        assert stored["a"][slice(0, 0), slice(0, 3)].shape == (0, 3)
+        os.truncate(tmp_path / "model.safetensors", os.stat(tmp_path / "model.safetensors").st_size - 8)
+        with pytest.raises(OSError, match=r"model\.safetensors ends within a tensor; it was cut short"):
+            [tensor[...] for tensor in stored.values()]
 
 
 def test_a_checkpoint_without_some_weights_is_refused(tmp_path):

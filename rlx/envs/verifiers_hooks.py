@@ -24,8 +24,8 @@ _parse_tokens = multiturn_env.parse_response_tokens
 def hook(env: vf.Environment) -> None:
     """Change `env` in place, and the tokens that verifiers looks for, for all environments of this process."""
     multiturn_env.parse_response_tokens = _tokens_of
-    for func in (*env._stop_conditions, *env._cleanup_handlers):
-        _keep_signature(func)
+    env._stop_conditions = [_with_signature(func) for func in env._stop_conditions]
+    env._cleanup_handlers = [_with_signature(func) for func in env._cleanup_handlers]
     rubrics = [env.rubric]
     while rubrics:
         rubric = rubrics.pop()
@@ -79,6 +79,20 @@ def _keep_signature(func: Any) -> None:
     plain = getattr(func, "__func__", func)
     if inspect.isfunction(plain):
         plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+
+
+def _with_signature(func: Any) -> Any:
+    """The function with its signature at hand. The signature of a method, without `self`, would be made anew at each inspection."""
+    if not inspect.ismethod(func):
+        _keep_signature(func)
+        return func
+
+    @functools.wraps(func)
+    def call(*args: Any, **named: Any) -> Any:
+        return func(*args, **named)
+
+    call.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]
+    return call
 
 
 def _note_reward_error(func: Any, states: list[State], error: Exception) -> None:

@@ -58,6 +58,7 @@ rlx_end() {
   while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
   log=logs/attempt_$attempt/job.log
   mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
     line=${line//\\/\\\\}
@@ -180,10 +181,11 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     """
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     roots = [paths.root for paths, _ in runs]
+    script = sbatch_script(runs[0][1], name, folder, roots, code)
     for paths, cfg in runs:
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
-        write_text(paths.sbatch, sbatch_script(cfg, name, folder, roots, code))
+        write_text(paths.sbatch, script)
     executor = _executor(folder, sbatch_options(runs[0][1], name, code), roots, runs[0][1].launcher.last_lines)
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:

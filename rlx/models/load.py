@@ -109,6 +109,9 @@ def load_policy(
         whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
         model = built()
         read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+    for module in model.modules() if place != device else ():  # only parameters stay in host memory
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if lora is not None:
         model.base = {"name": source, "digest": digest(model.hf, mesh), "dtype": dtype}
         for name, parameter in model.hf.named_parameters():  # reading makes new ones

@@ -1,7 +1,7 @@
 """Reads a checkpoint into a model that is still on the meta device: every rank reads its own shards from the files, and nothing else.
 
-The files are read by `pread`, so that what was read stays in no mapping of the process. transformers maps stored names, layouts and dtypes
-as in `from_pretrained`, and computes what no checkpoint has (the rotary tables).
+Rows are read straight into the memory that keeps them; safetensors' own slices would map the file, or read whole tensors. transformers maps
+stored names, layouts and dtypes as in `from_pretrained`, and computes what no checkpoint has (the rotary tables).
 
 A sharded read is exact only if rows 0 … n of a parameter need nothing but rows 0 … n of what is stored. Where a family fuses or splits
 stored tensors along the rows, and for files other than safetensors and for quantized weights, rank 0 reads everything and sends it.
@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+from io import FileIO
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     set_param_for_module,
 )
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlx.models.lora import PARAMETERS
@@ -47,11 +48,10 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     """
     mapping: list[Any] = get_model_conversion_mapping(hf)
     with contextlib.ExitStack() as opened:
-        stored: dict[str, Any] = {}
-        for file in weight_files(source, hf.config):
-            content = opened.enter_context(safe_open(file, framework="pt", backend="pread"))
-            stored |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
-        why = None if stored else "it has no plain safetensors files"
+        stored: dict[str, Stored] = {}
+        for path in weight_files(source, hf.config):
+            stored |= stored_tensors(opened.enter_context(open(path, "rb", buffering=0)))
+        why = None if stored else "it has no safetensors files, or its weights are quantized"
         converted = _converted(hf, mapping, stored)
         if mesh.grouped:
             why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
@@ -91,10 +91,47 @@ def may_be_untied(hf: Any, source: str) -> bool:
     """Whether a checkpoint has both matrices of a model whose configuration ties them. They may differ."""
     tied = set(hf.all_tied_weights_keys)
     stored: set[str] = set()
-    for file in weight_files(source, hf.config) if tied else ():
-        with safe_open(file, framework="pt") as content:
-            stored.update(content.keys())
+    for path in weight_files(source, hf.config) if tied else ():
+        with open(path, "rb", buffering=0) as file:
+            stored.update(stored_tensors(file))
     return bool(tied & stored)
+
+
+class Stored:
+    """A tensor in a safetensors file, of which rows can be read. To transformers it is one of safetensors' slices."""
+
+    def __init__(self, file: FileIO, begin: int, dtype: torch.dtype, shape: list[int]) -> None:
+        """`begin`: the position of the first value."""
+        self.file, self.begin, self.dtype, self.shape = file, begin, dtype, shape
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """`[...]`, or a tuple with a slice for each dimension. Raises OSError if the file ends early."""
+        rows = range(self.shape[0])[index[0]] if index is not Ellipsis and self.shape else None
+        found = torch.empty(self.shape if rows is None else [len(rows), *self.shape[1:]], dtype=self.dtype)
+        start = 0 if rows is None or not len(rows) else rows.start * (found.nbytes // len(rows))
+        if found.nbytes:
+            left: Any = found.reshape(-1).view(torch.uint8).numpy()
+            left = memoryview(left)
+            while left:
+                count = os.preadv(self.file.fileno(), [left], self.begin + start)
+                if not count:
+                    raise OSError(f"{self.file.name} ends within a tensor; it was cut short")
+                left, start = left[count:], start + count
+        return found if rows is None else found[(slice(None), *index[1:])]
+
+
+def stored_tensors(file: FileIO) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name. It starts with the length of its JSON header; offsets count from the header's end."""
+    size = int.from_bytes(file.read(8), "little")
+    entries = json.loads(file.read(size))
+    return {
+        name: Stored(file, 8 + size + entry["data_offsets"][0], str_to_torch_dtype[entry["dtype"]], entry["shape"])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
 
 
 def weight_files(source: str, config: Any) -> list[str]:
@@ -114,7 +151,7 @@ def weight_files(source: str, config: Any) -> list[str]:
     return [found for name in names if (found := cached_file(source, name)) is not None]
 
 
-def _converted(hf: Any, mapping: list[Any], stored: dict[str, Any]) -> dict[str, tuple[str, WeightConverter]]:
+def _converted(hf: Any, mapping: list[Any], stored: dict[str, Stored]) -> dict[str, tuple[str, WeightConverter]]:
     """The stored tensors that are more than renamed: the first parameter that each becomes a part of, and how."""
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 2.0  # seconds between two heartbeats while serving
+WARM_UP = 30  # steps of an engine in which kernels may still be compiled
 
 
 def main() -> int:
@@ -114,7 +115,7 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     log.info("serving version 0 at %s", publish_endpoint(endpoint_file(paths, replica), sock, api_key))
     try:
         patience = math.inf if runs_in_process(config) else config.inference.hung_timeout
-        return await watch(engine, stopped, serving, heartbeat, patience)
+        return await watch(engine, stopped, serving, heartbeat, patience, config.inference.startup_timeout)
     finally:
         endpoint_file(paths, replica).unlink(missing_ok=True)
         server.should_exit = server.force_exit = True
@@ -123,17 +124,23 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
 
 
 async def watch(
-    engine: PolicyEngine, stopped: asyncio.Future[int], serving: asyncio.Future[None], heartbeat: Heartbeat, patience: float
+    engine: PolicyEngine,
+    stopped: asyncio.Future[int],
+    serving: asyncio.Future[None],
+    heartbeat: Heartbeat,
+    patience: float,
+    first_patience: float,
 ) -> int:
     """Send heartbeats until there is a reason to end. Print the reason and return the exit code.
 
     `patience`: seconds for one step of the engine. In this process a step may take minutes (a long prompt on a CPU); an engine that hangs
-    here stops the heartbeats, unless it hangs in C code.
+    here stops the heartbeats, unless it hangs in C code. `first_patience`: the same for the first `WARM_UP` steps, if that is more: what
+    no warm-up of vLLM has used yet is compiled in them.
     """
     silent = 0.0  # seconds since the engine's last step; time in which this process was stopped itself does not count
     while True:
         silent = silent + ALIVE if engine.activity == heartbeat.progress and engine.waited_for else 0.0
-        if silent > patience:
+        if silent > (max(patience, first_patience) if engine.activity < WARM_UP else patience):
             limit = f"inference.hung_timeout={patience:g}"
             print(f"the engine hangs: no step for {silent:.0f} s ({limit}), and {engine.waited_for} requests wait", file=sys.stderr)
             return 1

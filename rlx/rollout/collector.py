@@ -171,7 +171,8 @@ class Collector:
             idle, began = not self._playing, time.monotonic()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._patience() if self._complete else None)
+                async with asyncio.timeout(self._patience() if self._complete else None):  # `wait_for` of Python 3.11 loses cancellations
+                    await self._changed.wait()
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))

@@ -120,7 +120,8 @@ class Player:
                     one.add_done_callback(end)
                     job = next(coming, None)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(one_ended.wait(), GLANCE)
+                    async with asyncio.timeout(GLANCE):  # `wait_for` of Python 3.11 loses a cancellation that comes with the event
+                        await one_ended.wait()
                 one_ended.clear()
                 errors = [one.exception() for one in ended]  # ask all, or asyncio complains about those that nobody asked
                 ended.clear()

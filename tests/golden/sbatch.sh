@@ -34,6 +34,7 @@ rlx_end() {
   while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
   log=logs/attempt_$attempt/job.log
   mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
     line=${line//\\/\\\\}

@@ -55,7 +55,7 @@ NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets 
 # trainer
 
 
-@rule("trainer.dp_replicate", "hardware.trainer_processes")
+@rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
     if ranks % copies:
