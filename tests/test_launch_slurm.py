@@ -253,7 +253,7 @@ def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypa
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "first"]):
         subprocess.run(["git", "-C", str(source), *command], check=True)
     monkeypatch.setattr(provenance, "SOURCE", source)
-    provenance.source_state.cache_clear()
+    monkeypatch.setattr(provenance, "source_state", provenance.source_state.__wrapped__)  # not the cached one of other tests, nor for them
     paths = made(tmp_path)
     (source / "README.md").write_text("second\n")
     assert code_change(paths) is None
@@ -264,7 +264,6 @@ def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypa
         assert "is not what it was when the run was submitted (commit " in str(code_change(paths))
         (source / file).write_text("first\n")
     assert "is not what it was" in str(code_change(paths)), "rlx/new.py is still there"
-    provenance.source_state.cache_clear()
 
 
 @pytest.mark.parametrize(
