@@ -64,9 +64,11 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         loading = LoadStateDictConfig(
             pretrained_model_name_or_path=source, device_map={"": device}, dtype=hf.dtype, dtype_plan=plan, weight_mapping=mapping
         )
-        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge).
+        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge). Tied ones are
+        # read by every rank: transformers compares both matrices across the ranks, unless all of them miss one.
+        tied = {*hf.all_tied_weights_keys, *hf.all_tied_weights_keys.values()}
         locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in hf.state_dict().items()}
-        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not tensor.numel()}
+        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not (tensor.numel() or name in tied)}
         wanted = {name: part for name, part in stored.items() if name not in converted or converted[name][0] not in absent}
         info, _ = convert_and_load_state_dict_in_model(hf, wanted, loading)
     no_quantizer: Any = None
