@@ -21,7 +21,7 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.read import empty_weights, is_untied, may_be_untied, read_weights
+from rlx.models.read import empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.parallel.mesh import Mesh
 
@@ -79,6 +79,7 @@ def load_policy(
         """The model on the meta device, sharded."""
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
+            keep_float32_buffers(hf)
             if lora is not None:
                 add_adapters(hf, lora, master)
         model = PolicyModel(hf, attention=attention, compute_dtype=compute)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from io import FileIO
 from typing import Any
 
@@ -77,6 +78,15 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     lacking = sorted(hf._finalize_model_loading(hf, loading, info).missing_keys)
     if lacking:
         raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
+
+
+def keep_float32_buffers(hf: Any) -> None:
+    """Give the buffers that a family always keeps in float32 that dtype, as `from_pretrained` does: routers add some to their scores."""
+    plan = hf._get_dtype_plan(hf.dtype)
+    for prefix, module in hf.named_modules() if plan else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if any(re.search(part.replace("*", ".*"), f"{prefix}.{name}") for part in plan) and buffer.is_floating_point():
+                setattr(module, name, buffer.to(torch.float32))
 
 
 def empty_weights(hf: Any, device: torch.device) -> None:
