@@ -100,10 +100,13 @@ def empty_weights(hf: Any, device: torch.device) -> None:
 
 
 def may_be_untied(hf: Any, source: str) -> bool:
-    """Whether a checkpoint has both matrices of a model whose configuration ties them. They may differ."""
+    """Whether a checkpoint may have both matrices of a model whose configuration ties them. They may differ."""
     tied = set(hf.all_tied_weights_keys)
     stored: set[str] = set()
-    for path in weight_files(source, hf.config) if tied else ():
+    files = weight_files(source, hf.config) if tied else []
+    if tied and not files:  # whatever files it has, they are read whole
+        return True
+    for path in files:
         with open(path, "rb", buffering=0) as file:
             stored.update(stored_tensors(file))
     return bool(tied & stored)
