@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import resource
 from io import FileIO
 from typing import Any
 
@@ -41,6 +42,8 @@ from rlx.parallel.mesh import Mesh
 
 log = logging.getLogger("rlx.trainer")
 
+OTHER_FILES = 512  # that this process may have open beside the weights
+
 
 def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trust_remote_code: bool = False) -> None:
     """Fill `hf`, a transformers model on the meta device, whole or sharded by FSDP, from a folder or hub name. Tensors go to `device`.
@@ -50,7 +53,9 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     mapping: list[Any] = get_model_conversion_mapping(hf)
     with contextlib.ExitStack() as opened:
         stored: dict[str, Stored] = {}
-        for path in weight_files(source, hf.config):
+        files = weight_files(source, hf.config)
+        _allow_open(len(files))
+        for path in files:
             stored |= stored_tensors(opened.enter_context(open(path, "rb", buffering=0)))
         why = None if stored else "it has no safetensors files, or its weights are quantized"
         converted = _converted(hf, mapping, stored)
@@ -164,6 +169,14 @@ def weight_files(source: str, config: Any) -> list[str]:
     with open(index) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
     return [found for name in names if (found := cached_file(source, name)) is not None]
+
+
+def _allow_open(num_files: int) -> None:
+    """Let this process have so many more files open, as far as the system's hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else max(soft, min(wanted, hard)), hard))
 
 
 def _converted(hf: Any, mapping: list[Any], stored: dict[str, Stored]) -> dict[str, tuple[str, WeightConverter]]:
