@@ -10,8 +10,10 @@ stored tensors along the rows, and for files other than safetensors and for quan
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -43,6 +45,7 @@ from rlx.parallel.mesh import Mesh
 log = logging.getLogger("rlx.trainer")
 
 OTHER_FILES = 512  # that this process may have open beside the weights
+BEGINNING = 4096  # bytes of each tensor that tell whether two hosts have the same files
 
 
 def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trust_remote_code: bool = False) -> None:
@@ -61,6 +64,7 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         converted = _converted(hf, mapping, stored)
         if mesh.grouped:
             why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
+        _same_everywhere(stored, str(why), source, mesh)
         if why is not None:
             if mesh.first:
                 log.info("rank 0 reads the whole of %s and sends the other ranks their shards: %s", source, why)
@@ -169,6 +173,35 @@ def weight_files(source: str, config: Any) -> list[str]:
     with open(index) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
     return [found for name in names if (found := cached_file(source, name)) is not None]
+
+
+def _same_everywhere(stored: dict[str, Stored], why: str, source: str, mesh: Mesh) -> None:
+    """Raise ValueError on every rank if the files of some rank differ from rank 0's: hosts may have different revisions in their caches.
+
+    Compares `why`, names, shapes, dtypes and the beginning of every tensor.
+    """
+    if mesh.world_size == 1:
+        return
+    found = hashlib.blake2b(why.encode(), digest_size=16)
+    for name, part in sorted(stored.items(), key=lambda item: (item[1].file.name.rpartition("/")[2], item[1].begin)):  # in the files' order
+        length = min(math.prod(part.shape) * part.dtype.itemsize, BEGINNING)
+        found.update(f"{name} {part.shape} {part.dtype} ".encode() + os.pread(part.file.fileno(), length, part.begin))
+    others = different_from_first(found.hexdigest(), mesh)
+    if others:
+        raise ValueError(
+            f"the files of {source} differ between hosts: those of rank {', '.join(map(str, others))} are not those of rank 0 (of "
+            f"{mesh.world_size} ranks). Give every host the same: a folder on a shared file system, or the same revision in its cache"
+        )
+
+
+def different_from_first(value: str, mesh: Mesh) -> list[int]:
+    """The ranks whose `value` differs from rank 0's. Every rank calls this, and all get the same."""
+    if mesh.world_size == 1:
+        return []
+    differ = torch.zeros(mesh.world_size)
+    differ[mesh.rank] = value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None)
+    mesh.max(differ)
+    return differ.nonzero().flatten().tolist()
 
 
 def _allow_open(num_files: int) -> None:
