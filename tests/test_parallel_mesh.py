@@ -41,7 +41,11 @@ def rank(number: int, folder: str) -> None:
         threads.append(threading.current_thread().name)
         yield
 
-    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=300, store=dist.FileStore(f"{folder}/store", 2), alive=alive)
+    meeting = dist.FileStore(f"{folder}/store", 2)
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=300, store=meeting, alive=alive, copies=2)
+    assert mesh.fsdp is not None
+    limits = {group._get_backend(mesh.device).options._timeout.total_seconds() for group in mesh.fsdp.get_all_groups()}
+    assert limits == {300}, limits
     heard = [mesh.any(number == 1), mesh.any(False)]
     module.PIECE = 1000  # so that the message takes several broadcasts
     content = mesh.broadcast_bytes(bytes(range(256)) * 10 if mesh.first else None)

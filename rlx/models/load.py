@@ -21,7 +21,7 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.read import empty_weights, is_untied, may_be_untied, read_weights
+from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.parallel.mesh import Mesh
 
@@ -79,6 +79,7 @@ def load_policy(
         """The model on the meta device, sharded."""
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
+            keep_float32_buffers(hf)
             if lora is not None:
                 add_adapters(hf, lora, master)
         model = PolicyModel(hf, attention=attention, compute_dtype=compute)
@@ -98,7 +99,7 @@ def load_policy(
 
     place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
     model = built()
-    read = read or lora is not None or may_be_untied(model.hf, source)
+    read = mesh.any(read or lora is not None or may_be_untied(model.hf, source))  # reading takes all ranks
     if read:
         read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
     else:
@@ -114,6 +115,11 @@ def load_policy(
             setattr(module, name, buffer.to(device))
     if lora is not None:
         model.base = {"name": source, "digest": digest(model.hf, mesh), "dtype": dtype}
+        if others := different_from_first(model.base["digest"], mesh):
+            raise ValueError(
+                f"the frozen weights of rank {', '.join(map(str, others))} are not those of rank 0: the files of {source} differ between "
+                "hosts. Give every host the same: a folder on a shared file system, or the same revision in its cache"
+            )
         for name, parameter in model.hf.named_parameters():  # reading makes new ones
             parameter.requires_grad_(name.endswith(PARAMETERS))
         draw_adapters(model.hf, seed)

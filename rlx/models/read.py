@@ -10,9 +10,13 @@ stored tensors along the rows, and for files other than safetensors and for quan
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
+import math
 import os
+import re
+import resource
 from io import FileIO
 from typing import Any
 
@@ -40,6 +44,9 @@ from rlx.parallel.mesh import Mesh
 
 log = logging.getLogger("rlx.trainer")
 
+OTHER_FILES = 512  # that this process may have open beside the weights
+BEGINNING = 4096  # bytes of each tensor that tell whether two hosts have the same files
+
 
 def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trust_remote_code: bool = False) -> None:
     """Fill `hf`, a transformers model on the meta device, whole or sharded by FSDP, from a folder or hub name. Tensors go to `device`.
@@ -49,12 +56,15 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     mapping: list[Any] = get_model_conversion_mapping(hf)
     with contextlib.ExitStack() as opened:
         stored: dict[str, Stored] = {}
-        for path in weight_files(source, hf.config):
+        files = weight_files(source, hf.config)
+        _allow_open(len(files))
+        for path in files:
             stored |= stored_tensors(opened.enter_context(open(path, "rb", buffering=0)))
         why = None if stored else "it has no safetensors files, or its weights are quantized"
         converted = _converted(hf, mapping, stored)
         if mesh.grouped:
             why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
+        _same_everywhere(stored, str(why), source, mesh)
         if why is not None:
             if mesh.first:
                 log.info("rank 0 reads the whole of %s and sends the other ranks their shards: %s", source, why)
@@ -64,9 +74,11 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         loading = LoadStateDictConfig(
             pretrained_model_name_or_path=source, device_map={"": device}, dtype=hf.dtype, dtype_plan=plan, weight_mapping=mapping
         )
-        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge).
+        # Not read: adapters, and parameters of which this rank has no row (it may have no expert, and then nothing to merge). Tied ones are
+        # read by every rank: transformers compares both matrices across the ranks, unless all of them miss one.
+        tied = {*hf.all_tied_weights_keys, *hf.all_tied_weights_keys.values()}
         locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in hf.state_dict().items()}
-        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not tensor.numel()}
+        absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not (tensor.numel() or name in tied)}
         wanted = {name: part for name, part in stored.items() if name not in converted or converted[name][0] not in absent}
         info, _ = convert_and_load_state_dict_in_model(hf, wanted, loading)
     no_quantizer: Any = None
@@ -75,6 +87,15 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
     lacking = sorted(hf._finalize_model_loading(hf, loading, info).missing_keys)
     if lacking:
         raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
+
+
+def keep_float32_buffers(hf: Any) -> None:
+    """Give the buffers that a family always keeps in float32 that dtype, as `from_pretrained` does: routers add some to their scores."""
+    plan = hf._get_dtype_plan(hf.dtype)
+    for prefix, module in hf.named_modules() if plan else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if any(re.search(part.replace("*", ".*"), f"{prefix}.{name}") for part in plan) and buffer.is_floating_point():
+                setattr(module, name, buffer.to(torch.float32))
 
 
 def empty_weights(hf: Any, device: torch.device) -> None:
@@ -88,10 +109,13 @@ def empty_weights(hf: Any, device: torch.device) -> None:
 
 
 def may_be_untied(hf: Any, source: str) -> bool:
-    """Whether a checkpoint has both matrices of a model whose configuration ties them. They may differ."""
+    """Whether a checkpoint may have both matrices of a model whose configuration ties them. They may differ."""
     tied = set(hf.all_tied_weights_keys)
     stored: set[str] = set()
-    for path in weight_files(source, hf.config) if tied else ():
+    files = weight_files(source, hf.config) if tied else []
+    if tied and not files:  # whatever files it has, they are read whole
+        return True
+    for path in files:
         with open(path, "rb", buffering=0) as file:
             stored.update(stored_tensors(file))
     return bool(tied & stored)
@@ -149,6 +173,43 @@ def weight_files(source: str, config: Any) -> list[str]:
     with open(index) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
     return [found for name in names if (found := cached_file(source, name)) is not None]
+
+
+def _same_everywhere(stored: dict[str, Stored], why: str, source: str, mesh: Mesh) -> None:
+    """Raise ValueError on every rank if the files of some rank differ from rank 0's: hosts may have different revisions in their caches.
+
+    Compares `why`, names, shapes, dtypes and the beginning of every tensor.
+    """
+    if mesh.world_size == 1:
+        return
+    found = hashlib.blake2b(why.encode(), digest_size=16)
+    for name, part in sorted(stored.items(), key=lambda item: (item[1].file.name.rpartition("/")[2], item[1].begin)):  # in the files' order
+        length = min(math.prod(part.shape) * part.dtype.itemsize, BEGINNING)
+        found.update(f"{name} {part.shape} {part.dtype} ".encode() + os.pread(part.file.fileno(), length, part.begin))
+    others = different_from_first(found.hexdigest(), mesh)
+    if others:
+        raise ValueError(
+            f"the files of {source} differ between hosts: those of rank {', '.join(map(str, others))} are not those of rank 0 (of "
+            f"{mesh.world_size} ranks). Give every host the same: a folder on a shared file system, or the same revision in its cache"
+        )
+
+
+def different_from_first(value: str, mesh: Mesh) -> list[int]:
+    """The ranks whose `value` differs from rank 0's. Every rank calls this, and all get the same."""
+    if mesh.world_size == 1:
+        return []
+    differ = torch.zeros(mesh.world_size)
+    differ[mesh.rank] = value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None)
+    mesh.max(differ)
+    return differ.nonzero().flatten().tolist()
+
+
+def _allow_open(num_files: int) -> None:
+    """Let this process have so many more files open, as far as the system's hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else max(soft, min(wanted, hard)), hard))
 
 
 def _converted(hf: Any, mapping: list[Any], stored: dict[str, Stored]) -> dict[str, tuple[str, WeightConverter]]:

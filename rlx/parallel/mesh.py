@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place, meet
@@ -226,6 +227,9 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else store
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    parts = shards(device, world_size, copies)
+    for group in parts.get_all_groups():  # groups of some ranks would have torch's own limit
+        _set_pg_timeout(timedelta(seconds=timeout), group)
     return Mesh(
         device=device,
         rank=rank,
@@ -233,7 +237,7 @@ def join(
         data_rank=rank,
         num_data_ranks=world_size,
         loss_group=dist.group.WORLD if world_size > 1 else None,
-        fsdp=shards(device, world_size, copies),
+        fsdp=parts,
         alive=alive,
     )
 

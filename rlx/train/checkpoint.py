@@ -165,6 +165,12 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
             f"the checkpoint {folder} does not fit this model and optimizer: {error}. "
             "Resume with the model.*, lora.* and optim._target_ that it has"
         ) from error
+    unused = sorted(name for name in stored if name.startswith("model.") and name.removeprefix("model.") not in state["model"])
+    if unused:
+        raise ValueError(
+            f"the checkpoint {folder} has {len(unused)} weights that this model lacks: {', '.join(unused[:3])}. Resume with the model.* "
+            "and lora.* that it has; if its head was not tied to the embedding, set tie_word_embeddings to false in the model's config.json"
+        )
     for packed in state["random"].values():
         _set_random_state(packed)
     progress = Progress(**state["progress"])

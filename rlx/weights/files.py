@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -104,13 +105,18 @@ def identity(folder: Path) -> str:
     tensors = {
         name: (path, begin, entry) for path in weight_files(folder) for entries, begin in [header(path)] for name, entry in entries.items()
     }
-    state = xxhash.xxh3_64()
-    for name, (path, begin, entry) in sorted(tensors.items()):
-        start, end = entry["data_offsets"]
-        state.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+    beginnings: dict[str, bytes] = {}
+    by_place = sorted(tensors.items(), key=lambda item: (item[1][0], item[1][2]["data_offsets"]))
+    for path, parts in itertools.groupby(by_place, key=lambda item: item[1][0]):
         with path.open("rb", buffering=0) as file:
-            file.seek(begin + start)
-            state.update(file.read(min(end - start, IDENTIFYING)))
+            for name, (_, begin, entry) in parts:
+                start, end = entry["data_offsets"]
+                file.seek(begin + start)
+                beginnings[name] = file.read(min(end - start, IDENTIFYING))
+    state = xxhash.xxh3_64()
+    for name, (_, _, entry) in sorted(tensors.items()):
+        state.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+        state.update(beginnings[name])
     return state.hexdigest()
 
 

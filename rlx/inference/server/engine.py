@@ -66,7 +66,7 @@ class PolicyEngine:
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
-        self.identity = identity(model) if self.rank else None
+        self.identity: str | None = None  # of the model that adapters belong to
         self.attested = 0.0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
@@ -100,6 +100,7 @@ class PolicyEngine:
         engine._tasks = await llm.get_supported_tasks()
         llm._run_output_handler()
         if engine.rank:
+            engine.identity = await asyncio.to_thread(identity, engine.model)
             await llm.collective_rpc("load_adapter", None, (None,))
             every_request_with_adapter(llm.input_processor)
         return engine

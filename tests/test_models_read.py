@@ -1,0 +1,113 @@
+"""Reading weights: ranks without rows, files that differ between hosts, buffers with a dtype of their own, more files than may be open."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import xxhash
+from checkpoint_worker import make_trainer
+from safetensors.torch import load_file
+from trainer_examples import make_model
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3 import DeepseekV3Config
+
+from rlx.models.load import load_policy
+from rlx.parallel.mesh import join, one_process
+from rlx.train import checkpoint
+from rlx.train.checkpoint import Progress, Saver
+
+RANKS = 3
+
+
+def load(rank: int, folder: str, models: list[str]) -> None:
+    """One of several ranks: load each model. If its name has `{rank}`, every rank has its own files. Write the outcomes to a file."""
+    torch.set_num_threads(1)
+    mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=20, store=dist.FileStore(f"{folder}/store", RANKS))
+    found: list[dict[str, torch.Tensor] | str] = []
+    for name in models:
+        try:
+            model = load_policy(f"{folder}/{name.format(rank=rank)}", mesh, dtype="float32")
+            found.append({key: tensor.full_tensor() for key, tensor in model.hf.state_dict().items()})
+        except ValueError as error:
+            found.append(str(error))
+    torch.save(found, f"{folder}/{rank}.pt")
+    mesh.close()
+
+
+def outcomes(folder: Path, *models: str) -> list[list]:
+    """What each rank found. The processes are forked, because importing takes far longer than the test."""
+    mp.start_processes(load, (str(folder), list(models)), nprocs=RANKS, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def test_all_ranks_read_the_same_also_one_without_rows_or_all_say_which_files_differ(tmp_path: Path):
+    make_model(vocab_size=4, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")  # 2 rows of the embedding, 2 rows, none
+    for rank in range(RANKS):
+        make_model(seed=int(rank == 1)).save_pretrained(tmp_path / f"revision_{rank}")
+        make_model().save_pretrained(tmp_path / f"format_{rank}")
+    torch.save(load_file(tmp_path / "format_2" / "model.safetensors"), tmp_path / "format_2" / "pytorch_model.bin")
+    (tmp_path / "format_2" / "model.safetensors").unlink()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "tied").state_dict()
+    for rank, (tied, revision, format) in enumerate(outcomes(tmp_path, "tied", "revision_{rank}", "format_{rank}")):
+        assert all(torch.equal(tied[key], tensor) for key, tensor in expected.items())
+        said = "the files of {}/{}_{} differ between hosts: those of rank {} are not those of rank 0 (of 3 ranks). Give every host the same"
+        assert revision.startswith(said.format(tmp_path, "revision", rank, 1))
+        assert format.startswith(said.format(tmp_path, "format", rank, 2))
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_the_routers_bias_stays_float32_in_a_bfloat16_model(tmp_path: Path, read: bool):
+    keys = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    hf = make_model(DeepseekV3Config, **keys, **experts, first_k_dense_replace=1)
+    bias = hf.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor([1.001, 0.999, 1.0005, 0.998]))
+    hf.save_pretrained(tmp_path)
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        model = load_policy(str(tmp_path), mesh, dtype="bfloat16", optimization_dtype="bfloat16", attention="rows", read=read)
+    finally:
+        mesh.close()
+    found = model.hf.model.layers[1].mlp.gate.e_score_correction_bias
+    assert found.dtype == torch.float32
+    assert not read or torch.equal(found, bias)
+    assert model.hf.dtype == torch.bfloat16
+
+
+def test_more_files_than_the_soft_limit_are_opened(tmp_path: Path):
+    make_model().save_pretrained(tmp_path, max_shard_size="1KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 10
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 8, before[1]))
+    try:
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_head_of_its_own_is_not_lost_when_a_run_goes_on(tmp_path: Path):
+    make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
+    Saver(make_trainer(str(tmp_path / "untied")), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1)).files()
+    with pytest.raises(ValueError, match=r"has 1 weights that this model lacks: model\.lm_head\.weight\. Resume with"):
+        checkpoint.load(tmp_path / "saved", make_trainer(str(tmp_path / "tied"), read=False))
+    weights = load_file(tmp_path / "untied" / "model.safetensors")
+    torch.save(weights, tmp_path / "tied" / "pytorch_model.bin")
+    (tmp_path / "tied" / "model.safetensors").unlink()
+    resumed = make_trainer(str(tmp_path / "tied"), read=False)
+    checkpoint.load(tmp_path / "saved", resumed)
+    assert torch.equal(resumed.model.hf.lm_head.weight, weights["lm_head.weight"])
