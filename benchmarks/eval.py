@@ -1,10 +1,10 @@
 """`rlx eval` against a bare load generator on the same server: `python benchmarks/eval.py --run RUN`.
 
-RUN is a finished run; its initial model is served once, by `rlx inference`. After one whole command `rlx eval`, this process takes turns:
-it plays the same evaluation again, as the evaluator's process does, and then sends the same prompts, with the lengths of the answers, as
-fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and tokens per second of both, the CPU
-time of a rollout by process (on few cores they share them), and the median of the pairs' ratios (goal: at least 0.9). A pair takes seconds,
-so that other work on the machine disturbs both alike. `--tokens N` makes every answer N tokens long.
+RUN is a finished run; its initial model is served once, by `rlx inference`. The load generator sends the prompts of the evaluation, with
+the lengths of its answers, as fast as the server takes them: no environment, no chat template, no records. Prints seconds, rollouts and
+tokens per second of both, alternately, and the median of the pairs' ratios (goal: at least 0.9). The time of an evaluation counts from its
+first request to its last result, not its start. Below each line stands the CPU time of a rollout by process in that time: on few cores the
+engine and the evaluation share them. `--tokens N` makes every answer N tokens long.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
-import uvloop
 
-from rlx.config.evaluated import PREFIX
 from rlx.config.load import load_play
-from rlx.config.schema_eval import EvalRoot
-from rlx.envs.base import Local
-from rlx.envs.load import load_environments, load_tokenizer, wait_loaded
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
 from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths, write_text
-from rlx.process import keep_event_loop_free
-from rlx.rollout.models import connected
-from rlx.rollout.scored import Scored
+from rlx.policy.chat import load_chat
+from rlx.policy.templates import ends_of, tokenizer_of
 from rlx.waiting import wait_for
 
 KEY = "key-of-the-benchmark"
@@ -50,7 +44,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens of every answer; by default the model ends its answers")
     parser.add_argument("keys", nargs="*", help="further keys of `rlx eval`")
     options = parser.parse_args()
-    os.environ["BENCHMARK_KEY"] = KEY
     run = options.run.absolute()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,14 +57,7 @@ def main() -> None:
             write_text(paths.initial_model, RunPaths(run).initial_model.read_text())
             file = endpoint_file(paths, 0)
             endpoint = wait_for(lambda: read_endpoint(file) if server.poll() is None else None, f"the server ({file})", 120)
-            root = folder / "eval"
-            evaluate(run, root, endpoint, options)
-            config = load_play(root)
-            assert isinstance(config, EvalRoot)
-            envs = load_environments(config, lambda phase: None)
-            wait_loaded(envs, lambda phase: None)
-            keep_event_loop_free()  # as the role does
-            uvloop.run(compare(config, root, envs, endpoint, options.repeats))
+            compare(options, run, folder, endpoint)
         finally:
             server.terminate()
             server.wait()
@@ -116,39 +102,33 @@ class CpuTimes:
 def role_of(process: psutil.Process) -> str:
     """What a process does."""
     line = " ".join(process.cmdline())
-    names = {"EngineCore": "engine", "rlx.roles.": "", "boot.py": "environment worker", "benchmarks/eval.py": "this process"}
+    names = {"EngineCore": "engine", "rlx.roles.": "", "boot.py": "environment worker", "benchmarks/eval.py": "load generator"}
     for mark, name in names.items():
         if mark in line:
             return name or line.partition("rlx.roles.")[2].split()[0]
     return "launcher"
 
 
-async def compare(config: EvalRoot, root: Path, envs: Mapping[str, Local], endpoint: Endpoint, repeats: int) -> None:
-    """Run both, alternately, and print what they took. `root`: the directory of the whole command's evaluation."""
-    lines = [json.loads(line) for file in sorted(root.glob("eval/*/*/results.jsonl")) for line in file.read_text().splitlines()]
-    tokens = sum(line["token_usage"]["output_tokens"] for line in lines)
-    paths = RunPaths(root)
-    chat = load_tokenizer(config, paths, lambda phase: None)
-    requests = [(chat.render(line["prompt"]), max(1, line["token_usage"]["output_tokens"])) for line in lines]
-    cpu, ratios = CpuTimes(), []
-    print("and the milliseconds of CPU that a rollout costs each process")
-    mine = {name.removeprefix(PREFIX): env for name, env in envs.items()}
-    async with connected(config, paths, envs, chat, lambda phase: None) as model, Sampler([endpoint], 600.0) as sampler:
-        for repeat in range(repeats + 1):
-            seconds = []
-            scored = Scored(config, RunPaths(root / f"round_{repeat}"), mine, 0, model)
-            for name, work in (("rlx eval", scored.play()), ("load generator", generate(sampler, requests, config.concurrency, repeat))):
-                began = time.time()
-                await work
-                seconds.append(took := time.time() - began)
-                cpus = {role: 1000 * each / len(lines) for role, each in cpu.between(began, began + took).items()}
-                used = ", ".join(f"{role} {each:.2f}" for role, each in cpus.items() if each >= 0.01)
-                note = "" if repeat else "   (does not count)"
-                speed = f"{len(lines) / took:7.1f} rollouts/s  {tokens / took:6.0f} tokens/s"
-                print(f"{name.ljust(14)}  {took:6.2f} s  {speed}   {used}{note}", flush=True)
-            ratios += [seconds[1] / seconds[0]] if repeat else []
-        await asyncio.gather(*(env.close() for env in envs.values()))
+def compare(options: argparse.Namespace, run: Path, folder: Path, endpoint: Endpoint) -> None:
+    """Run both, alternately, and print what they took."""
+    cpu = CpuTimes()
+    seconds: dict[str, list[float]] = {"rlx eval": [], "load generator": []}
+    for repeat in range(options.repeats + 1):  # the first warms the server up and does not count
+        root = folder / f"eval_{repeat}"
+        evaluate(run, root, endpoint, options)
+        record = json.loads((root / "metrics.jsonl").read_text().splitlines()[-1])
+        lines = [json.loads(line) for file in sorted(root.glob("eval/*/*/results.jsonl")) for line in file.read_text().splitlines()]
+        bare = asyncio.run(generate(root, endpoint, lines))
+        tokens = sum(line["token_usage"]["output_tokens"] for line in lines)
+        for name, took, end in (("rlx eval", record["time/evaluation"], record["time"]), ("load generator", bare, time.time())):
+            if repeat:
+                seconds[name].append(took)
+            note = "" if repeat else "   (warming up)"
+            print(f"{name.ljust(14)}  {took:6.2f} s  {len(lines) / took:8.1f} rollouts/s  {tokens / took:8.0f} tokens/s{note}", flush=True)
+            used = {role: 1000 * each / len(lines) for role, each in cpu.between(end - took, end).items()}
+            print(f"{'':14}  " + "  ".join(f"{role} {each:.2f}" for role, each in used.items() if each >= 0.01) + " ms of CPU a rollout")
     cpu.stop()
+    ratios = [bare / took for took, bare in zip(seconds["rlx eval"], seconds["load generator"], strict=True)]
     each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     print(f"rlx eval has {statistics.median(ratios):.2f} of the load generator's throughput, the median of {each}")
 
@@ -158,19 +138,29 @@ def evaluate(run: Path, root: Path, endpoint: Endpoint, options: argparse.Namesp
     keys = [f"weights_dir={run}", "steps=[0]", f"num_examples={options.examples}", f"rollouts_per_example={options.rollouts}"]
     served = [f"inference.base_url=[{endpoint.url}]", "inference.api_key=${oc.env:BENCHMARK_KEY}", f"run.dir={root}"]
     served += [*lengths(options.tokens), *options.keys]
-    subprocess.run([sys.executable, "-m", "rlx.cli", "eval", *keys, *served], check=True, stdout=subprocess.DEVNULL, timeout=600)
+    environment = os.environ | {"BENCHMARK_KEY": KEY}
+    subprocess.run(
+        [sys.executable, "-m", "rlx.cli", "eval", *keys, *served], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600
+    )
 
 
-async def generate(sampler: Sampler, requests: Sequence[tuple[list[int], int]], concurrency: int, repeat: int) -> None:
-    """Sample an answer of the given length to each prompt, `concurrency` at a time."""
-    room = asyncio.Semaphore(concurrency)
+async def generate(root: Path, endpoint: Endpoint, lines: list[dict[str, Any]]) -> float:
+    """Seconds for all prompts of the evaluation, answered with as many tokens as there, `concurrency` at a time."""
+    config = load_play(root)
+    source = RunPaths(root).initial_model.read_text().strip()
+    chat = load_chat(tokenizer_of(source, config.model), config.model, ends=ends_of(source))
+    requests = [(chat.render(line["prompt"]), max(1, line["token_usage"]["output_tokens"])) for line in lines]
+    room = asyncio.Semaphore(config.concurrency)
+    async with Sampler([Endpoint(endpoint.url, KEY)], 600.0) as sampler:
 
-    async def one(number: int, prompt: list[int], length: int) -> None:
-        async with room:
-            sampling = {"max_tokens": length, "min_tokens": length, "seed": number}
-            await sampler.generate(prompt, sampling, f"bare_{repeat}_{number}", number)
+        async def one(number: int, prompt: list[int], length: int) -> None:
+            async with room:
+                sampling = {"max_tokens": length, "min_tokens": length, "seed": number}
+                await sampler.generate(prompt, sampling, f"bare_{root.name}_{number}", number)
 
-    await asyncio.gather(*(one(number, *request) for number, request in enumerate(requests)))
+        began = time.perf_counter()
+        await asyncio.gather(*(one(number, *request) for number, request in enumerate(requests)))
+        return time.perf_counter() - began
 
 
 if __name__ == "__main__":

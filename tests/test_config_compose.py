@@ -159,6 +159,21 @@ def test_auto_hardware_of_a_job_goes_by_the_cluster_and_not_by_the_machine_that_
         compose(["launcher=slurm", "dry_run=true"], {})
 
 
+@pytest.mark.parametrize("per_node", ['"8"', "${oc.env:GPN}"])
+def test_auto_hardware_of_a_job_takes_a_decimal_text_and_an_interpolation(monkeypatch, tmp_path: Path, per_node: str):
+    monkeypatch.setenv("GPN", "8")
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "mine.yaml").write_text(f"gpus_per_node: {per_node}\n")
+    line = ["launcher=slurm", "--config-dir", str(tmp_path), "slurm=mine", "dry_run=true"]
+    composed = compose(line, {})
+    assert (composed.cfg.hardware.name, composed.cfg.slurm.gpus_per_node) == ("node8", 8)
+    for wrong, said in (("GPN", "slurm.gpus_per_node"), ("2.5", "slurm.gpus_per_node"), ("${oc.env:NO_GPN}", "cannot be resolved")):
+        with pytest.raises(ConfigError) as caught:
+            compose([*line, f"slurm.gpus_per_node={wrong}"], {})
+        assert said in str(caught.value)
+        assert "hardware=auto" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("chosen", "count"), [("", 0), ("0", 1), ("1,3", 2), ("0,9,1", 1), ("-1", 0), ("GPU-8f1,GPU-8f2", 2)])
 def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: int):
     from rlx.config import gpus

@@ -28,6 +28,7 @@ NEEDED = {
     ("model", "endpoint"): ["model.name=x"],
     ("model", "tiny_trained"): ["model.name=x"],
     ("data", "rows"): ["data.name=a/b"],
+    ("launcher", "slurm"): ["hardware=cpu"],  # without the file of a cluster nothing is known of its nodes
 }
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]
 

@@ -172,19 +172,3 @@ def test_environments_of_others_are_judged_by_an_endpoints_answers(rlx: Rlx, nam
         done = rlx("env", "check", name, *keys, code=1 if name == "gsm8k" else 3, env=own)
         assert says in done.stdout + done.stderr
         assert (len(endpoint.asked) >= 6) == (name != "gsm8k")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["tool_test", "reasoning_gym_env"])
-def test_environments_of_others_are_judged_by_the_tiny_models_answers(rlx: Rlx, name: str) -> None:
-    """It has learned them for 20 steps, so it answers in their form now and then."""
-    keys = ["model.context_length=2048", "seq_len=2048", "sampling.max_tokens=64", "model.warm_start.steps=20"]
-    done = rlx(
-        "env", "check", name, *keys, "num_examples=4", "rollouts_per_example=4", "--json", code=3, env={"PYTHONPATH": str(folder() / name)}
-    )
-    answer = json.loads(done.stdout)
-    facts = answer["facts"]
-    assert (answer["playable"], facts["rollouts"], facts["scored"], facts["failed"]) == (True, 16, 16, 0.0)
-    assert facts["turns"][0]["sampled"] > 0
-    assert facts["baseline"] is not None
-    assert answer["reasons"]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import follow
+from rlx.launch.follow import close_ended, follow
 from rlx.paths import RunPaths
+from rlx.runs import jobs
 from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job, waits
+from rlx.runs.run import Run
 from rlx.runs.status import Status, read_status
 
 PENDING = """\
@@ -30,9 +34,10 @@ class Controller:
         folder.mkdir()
         self.answers(mine="", accounting="exit 1")
 
-    def answers(self, mine: str, accounting: str) -> None:
-        """`mine`: the user's jobs and their states; `accounting`: what sacct does."""
-        squeue = f"case \"$*\" in *--me*) cat <<'X'\n{mine}\nX\n;; *) cat <<'X'\n{PENDING}X\n;; esac"
+    def answers(self, mine: str, accounting: str, script: object = "/a/run.sh") -> None:
+        """`mine`: the user's jobs and their states; `accounting`: what sacct does; `script`: that these jobs run."""
+        scripts = "\n".join(f"{line}|{script}" for line in mine.splitlines())
+        squeue = f"case \"$*\" in *%o*) cat <<'X'\n{scripts}\nX\n;; *--me*) cat <<'X'\n{mine}\nX\n;; *) cat <<'X'\n{PENDING}X\n;; esac"
         for name, does in (("squeue", squeue), ("sacct", accounting)):
             path = self.folder / name
             path.write_text(f"#!/bin/sh\necho {name} >> {self.folder}/asked\n{does}\n")
@@ -59,17 +64,30 @@ def run_of(root: Path, job: str, state: str = "starting", *, old: bool = False) 
     status.write(paths)
     if old:
         paths.status.write_text(paths.status.read_text().replace(str(status.updated), str(status.updated - 600)))
-    note_job(paths, job)
+    note_job(paths, job, script_of(paths).with_name(f"{job}_0_log.out"))
     return paths
 
 
+def script_of(paths: RunPaths) -> Path:
+    return paths.root / ".submitit" / ".submission_file_1.sh"
+
+
 def test_a_job_that_waits_says_why_at_which_place_and_until_when(controller: Controller) -> None:
-    assert waits() == {
+    assert waits(["7", "12_1", "9", "14", "15"]) == {
         "7": "Priority, 1 of 3 waiting in gpu, start about 2026-11-23 14:20",
         "12_1": "Resources, 2 of 3 waiting in gpu,old",
         "9": "Priority, 1 of 1 waiting in cpu",
         "14": "Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00",
     }
+
+
+def test_the_place_of_one_job_does_not_cost_that_of_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = "".join(f"{number}|gpu|N/A|Priority\n" for number in range(1000))
+    monkeypatch.setattr(jobs, "ask", lambda *command: subprocess.CompletedProcess(command, 0, queued, ""))
+    compared, rivals = [], jobs._rivals
+    monkeypatch.setattr(jobs, "_rivals", lambda counts, partitions: compared.append(len(counts)) or rivals(counts, partitions))
+    assert waits(["700"]) == {"700": "Priority, 701 of 1000 waiting in gpu"}
+    assert sum(compared) == 2, "one partition, counted once for the place and once for the number"
 
 
 def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: Controller, tmp_path: Path, capsys) -> None:
@@ -89,7 +107,7 @@ def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: 
     [
         ("starting", False, "12|CANCELLED", "exit 1", "interrupted", None),
         ("preempted", False, "12|CANCELLED", "exit 1", "interrupted", None),
-        ("starting", False, "", "echo '12|CANCELLED by 1000'", "interrupted", None),
+        ("starting", False, "", "echo '12|CANCELLED by 1000|sbatch SCRIPT'", "interrupted", None),
         ("starting", False, "12|FAILED", "exit 1", "starting", None),  # what it wrote may not be visible yet
         ("starting", True, "12|FAILED", "exit 1", "failed", "SLURM job 12 ended as FAILED"),
         ("running", True, "12|NODE_FAIL", "exit 1", "failed", "SLURM job 12 ended as NODE_FAIL"),
@@ -102,7 +120,7 @@ def test_the_list_of_runs_writes_the_end_that_no_process_could_write(
     controller: Controller, tmp_path: Path, capsys, before, old, mine, accounting, after, said
 ) -> None:
     paths = run_of(tmp_path / "out" / "run", "12", before, old=old)
-    controller.answers(mine, accounting)
+    controller.answers(mine, accounting.replace("SCRIPT", str(script_of(paths))), script_of(paths))
     lock = RunLock(paths)
     lock.share()  # a process of the run still lives
     assert main(["runs", str(tmp_path / "out")]) == 0
@@ -113,6 +131,31 @@ def test_the_list_of_runs_writes_the_end_that_no_process_could_write(
     status, shown = read_status(paths), capsys.readouterr().out
     assert (status.state, status.step) == (after, 4)
     assert said is None or (said in status.cause.reason and said in shown)
+
+
+def test_the_list_of_runs_writes_nothing_for_another_runs_job_of_the_same_id(controller: Controller, tmp_path: Path) -> None:
+    paths, other = run_of(tmp_path / "out" / "run", "12", old=True), run_of(tmp_path / "out" / "other", "12", old=True)
+    unrecorded = run_of(tmp_path / "out" / "unrecorded", "12", old=True)
+    note_job(unrecorded, "12")  # without its output, so it cannot be compared
+    for mine, accounting in (("12|CANCELLED", "exit 1"), ("", f"echo '12|CANCELLED|sbatch {script_of(other)}'")):
+        controller.answers(mine, accounting, tmp_path / "elsewhere" / ".submitit" / "x.sh")
+        assert main(["runs", str(tmp_path / "out")]) == 0
+    assert [read_status(each).state for each in (paths, other, unrecorded)] == ["starting", "interrupted", "starting"]
+
+
+def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = run_of(tmp_path / "out" / "run", "12")
+
+    def submitted_again(ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+        Status(max_steps=9, step=4).write(paths)
+        note_job(paths, "13", script_of(paths).with_name("13_0_log.out"))
+        return {"12": ("CANCELLED", str(script_of(paths)))}
+
+    monkeypatch.setattr("rlx.launch.follow.find_jobs", submitted_again)
+    close_ended([Run(paths)], {})
+    assert read_status(paths).state == "starting"
 
 
 def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Controller, tmp_path: Path, capsys, monkeypatch) -> None:

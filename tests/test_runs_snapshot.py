@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.paths import RunPaths
 from rlx.runs import provenance, snapshot
 from rlx.runs.snapshot import environment, take_snapshot
 
@@ -21,9 +23,9 @@ def make_source(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["checkout", "installed"])
+@pytest.fixture(params=["checkout", "copied", "installed"])
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = make_source(tmp_path / "source")
+    folder = make_source(tmp_path / ("site-packages" if request.param == "installed" else "source"))
     if request.param == "checkout":
         for command in (["init", "-q"], ["add", "."]):
             subprocess.run(["git", "-C", str(folder), *command], check=True)
@@ -35,11 +37,13 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_a_snapshot_is_the_code_as_it_is_with_what_is_not_committed(source: Path, tmp_path: Path):
     (source / "rlx" / "losses" / "grpo.py").write_text("changed\n")
     (source / "rlx" / "losses" / "mine.py").write_text("new\n")
+    (source / "environments" / "one" / "words.txt").write_text("new\n")
     (source / "rlx" / "__pycache__").mkdir()
     (source / "rlx" / "__pycache__" / "x.pyc").write_text("")
     first = take_snapshot(tmp_path / "jobs")
     assert (first / "rlx" / "losses" / "mine.py").read_text() == "new\n"
     assert (first / "rlx" / "losses" / "grpo.py").read_text() == "changed\n"
+    assert (first / "environments" / "one" / "words.txt").exists() == (source.name == "source"), "data that an environment may need"
     assert not (first / "docs").exists()
     assert not list(first.rglob("*.pyc"))
     assert take_snapshot(tmp_path / "jobs") == first, "the same code is copied once"
@@ -52,7 +56,7 @@ def test_a_snapshot_is_the_code_as_it_is_with_what_is_not_committed(source: Path
 def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (source / "rlx" / "where.py").write_text("print(__file__)\n")
     copy = take_snapshot(tmp_path / "jobs")
-    environments = [str(copy / "environments" / "one")] if (source / ".git").exists() else []
+    environments = [str(copy / "environments" / "one")] if source.name == "source" else []
     monkeypatch.setenv("PYTHONPATH", "/mine")
     variables = environment(copy)
     assert variables["PYTHONPATH"].split(":") == [str(copy), *environments, "/mine", str(Path.cwd())]
@@ -60,3 +64,29 @@ def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_pat
         [sys.executable, "-m", "rlx.where"], cwd=source, env=os.environ | variables, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == str(copy / "rlx" / "where.py"), "although the working directory has one too"
+
+
+def test_a_digest_of_code_passes_over_untracked_data(source: Path):
+    before = provenance.code_digest()
+    assert before is not None
+    for untracked in ("rlx/.grpo.py.swp", "environments/one/data.bin"):
+        (source / untracked).write_text("data\n")
+    assert provenance.code_digest() == before
+    (source / "rlx" / "mine.py").write_text("new\n")
+    assert provenance.code_digest() != before
+
+
+def test_code_that_cannot_be_read_stops_no_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.provenance.write_text(json.dumps({"source": {"code": provenance.code_digest(), "commit": None}}))
+    assert provenance.code_change(paths) is None
+    (source / "rlx" / "mine.py").write_text("new\n")
+    assert "is not what it was" in str(provenance.code_change(paths))
+
+    def vanished(_: object) -> str:
+        raise FileNotFoundError("rlx/mine.py")
+
+    monkeypatch.setattr(provenance, "digest_of", vanished)
+    assert provenance.code_digest() is None
+    assert provenance.code_change(paths) is None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from rlx.checkpoints import folders
 from rlx.config.load import compose
+from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
 from rlx.launch.follow import close
 from rlx.paths import RunPaths
 from rlx.runs.claim import create, settle
-from rlx.runs.jobs import GONE, barren_requeues, job_of, note_job
+from rlx.runs.jobs import GONE, job_of, note_job, note_progress
 from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
@@ -40,9 +44,9 @@ LEAVES = "import sys; sys.exit(75)"
 class Job:
     """A run directory, and the fake SLURM commands that its job sees."""
 
-    def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = (), root: Root = TRAIN) -> None:
         line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5", *argv]
-        composed = compose(line, {})
+        composed = compose(line, {}, root)
         cfg = settle(composed.cfg, "label")
         plan = [
             ProcessSpec(role=f"toy{i}" if i else "toy", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(folder / "run")))
@@ -60,14 +64,14 @@ class Job:
         path.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.folder}/asked\n{does}\n')
         path.chmod(0o755)
 
-    def run(self, **variables: str) -> int:
-        """Run the job; return its exit code."""
+    def run(self, output: IO[str] | None = None, **variables: str) -> int:
+        """Run the job; return its exit code. `output`: the job's own output file."""
         slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
-        done = subprocess.run([sys.executable, "-c", code, str(self.paths.root)], env=environment, timeout=600, check=False)
-        return done.returncode
+        argv = [sys.executable, "-c", code, str(self.paths.root)]
+        return subprocess.run(argv, env=environment, stdout=output, timeout=600, check=False).returncode
 
     def asked(self) -> list[str]:
         path = self.folder / "asked"
@@ -77,6 +81,12 @@ class Job:
         status = read_status(self.paths)
         assert status is not None
         return status
+
+
+def checkpoint(paths: RunPaths, step: int) -> Path:
+    """An empty checkpoint; returns its folder."""
+    folders.begin(paths, step)
+    return folders.finish(paths, step, {}, {})
 
 
 @pytest.fixture
@@ -162,20 +172,42 @@ def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_thoug
 def test_a_job_that_is_refused_when_it_comes_back_keeps_the_steps_of_its_run(job):
     refused = job(LEAVES)
     Status(state="preempted", step=5, max_steps=9).write(refused.paths)
-    assert barren_requeues(refused.paths, 0, 5) == 0
+    assert note_progress(refused.paths, 0, 0) == 0
     assert refused.run(SLURM_RESTART_COUNT="99") == 1
     assert (refused.status().state, refused.status().step) == ("failed", 5)
     assert "launcher.max_requeues" in refused.status().cause.reason
 
 
+def test_a_job_that_comes_back_without_notice_has_the_steps_of_its_checkpoint(job):
+    again = job("import pathlib, shutil, sys; run = pathlib.Path(sys.argv[1]); shutil.copy(run / 'status.json', run / 'seen')")
+    Status(state="running", step=37, max_steps=40).write(again.paths)
+    again.paths.metrics.write_text("".join(f'{{"step": {step}, "source": "trainer"}}\n' for step in range(37)))
+    checkpoint(again.paths, 30)
+    assert again.run(SLURM_RESTART_COUNT="1") == 0
+    assert json.loads((again.paths.root / "seen").read_text())["step"] == 30
+    assert again.status().step == 30
+
+
+def test_the_link_to_the_jobs_output_holds_where_the_output_folder_is_behind_a_symlink(tmp_path: Path):
+    (tmp_path / "disks" / "one").mkdir(parents=True)
+    (tmp_path / "outputs").symlink_to(tmp_path / "disks" / "one")
+    ends = Job(tmp_path / "outputs", "pass")
+    with (tmp_path / "outputs" / "12_0_log.out").open("w") as output:
+        output.write("said before rlx\n")
+        output.flush()
+        assert ends.run(output) == 0
+    assert ends.paths.log(0, "job").is_symlink()
+    assert ends.paths.log(0, "job").read_text().startswith("said before rlx\n")
+
+
 def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):
     paths = RunPaths(tmp_path)
     note_job(paths, "12")
-    starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9)]
-    assert [barren_requeues(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0]
+    starts = [(0, 3), (1, 3), (2, 3), (3, 4), (4, 4), (9, 4), (10, 8), (11, 9), (12, 6), (13, 6), (14, 7)]
+    assert [note_progress(paths, *start) for start in starts] == [0, 1, 2, 0, 1, 6, 0, 0, 0, 1, 0]
     assert job_of(paths) == "12"
     note_job(paths, "13")
-    assert barren_requeues(paths, 0, 9) == 0
+    assert note_progress(paths, 0, 9) == 0
 
 
 @pytest.mark.parametrize(("minutes", "code", "said"), [(3, 1, "larger slurm.time_minutes"), (60, 75, None)])
@@ -187,6 +219,44 @@ def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the
     log = leaves.paths.log(1, "launcher").read_text()
     assert "2 attempts in a row were preempted before a new step was saved" in log
     assert said is None or said in leaves.status().cause.reason
+
+
+@pytest.mark.parametrize(("root", "plays"), [(EVAL, True), (SYNTHESIZE, True), pytest.param(EVAL, False, marks=pytest.mark.slow)])
+def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, root, plays):
+    limits = ("env=reverse_text", "slurm.time_minutes=3", "slurm.signal_seconds=170")
+    leaves = job(LEAVES, argv=limits, root=root)
+    file = leaves.paths.root / ("eval/reverse_text--tiny/step_0/played.jsonl" if root is EVAL else "rollouts/finished.jsonl")
+    file.parent.mkdir(parents=True)
+    saves = f"echo '{{}}' >> '{file}'; " if plays else ""
+    leaves.command("srun", saves + 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    assert [leaves.run(SLURM_RESTART_COUNT=restart) for restart in "01"] == [75, 75 if plays else 1]
+    if not plays:
+        assert "before a new rollout was saved" in leaves.status().cause.reason
+        assert "start and first rollout take longer than slurm.time_minutes=3" in leaves.status().cause.reason
+
+
+def test_steps_up_to_a_damaged_checkpoint_are_no_progress_and_those_after_it_are(job):
+    again = job("pass")
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    checkpoint(again.paths, 60)
+    damaged = checkpoint(again.paths, 100)
+    (damaged / folders.COMPLETE).write_text(json.dumps({"step": 100, "files": {"gone": {"size": 1, "xxh3": "0"}}}))
+    assert note_progress(again.paths, 0, 0) == 0
+    assert again.run(SLURM_RESTART_COUNT="1") == 0
+    assert json.loads(again.paths.job.read_text())["progress"] == {"restarts": 1, "step": 60}
+    assert [note_progress(again.paths, *start) for start in [(2, 80), (3, 99), (4, 99)]] == [0, 0, 1]
+
+
+def test_a_job_whose_newest_checkpoint_is_always_damaged_does_not_come_back_for_ever(job):
+    again = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()", argv=("launcher.max_requeues=3",))
+    again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    checkpoint(again.paths, 60)
+    again.paths.checkpoint_of(70).mkdir()
+    (again.paths.checkpoint_of(70) / folders.COMPLETE).write_text('{"step": 70, "files": {"gone": {"size": 1, "xxh3": "0"}}}')
+    assert note_progress(again.paths, 0, 60) == 0
+    assert again.run(SLURM_RESTART_COUNT="4") == 1
+    assert "requeued 4 times without a new step, more than launcher.max_requeues=3" in again.status().cause.reason
+    assert not (again.paths.root / "ran").exists()
 
 
 def test_a_job_that_comes_back_to_damaged_checkpoints_alone_fails_and_deletes_nothing(job):

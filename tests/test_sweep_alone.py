@@ -118,3 +118,14 @@ def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
             Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
         )
     assert list(toys.glob("seed=*")) == []
+
+
+@pytest.mark.parametrize(("state", "found"), [("failed", "again"), ("interrupted", "again"), ("completed", "again"), ("running", "alive")])
+def test_a_run_with_a_final_state_is_not_asked_whether_it_lives(toys: Path, state: str, found: str):
+    (first, _) = elements = prepared(toys)
+    sweep.release(sweep.make_directories(elements))
+    status = Status(max_steps=1, launcher={"host": "elsewhere", "pid": 1})  # on another host, and written a moment ago
+    status.state = state
+    status.write(first.paths)
+    sweep.find_states([first])
+    assert first.state == found

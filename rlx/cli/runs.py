@@ -48,7 +48,8 @@ def run(argv: list[str]) -> int:
 
         close_ended([each for each, *_ in found], jobs)
     states = {each: each.state(jobs) for each, *_ in found}
-    why = _waits() if any(state.startswith("waiting") for state in states.values()) else {}
+    waiting = {job for each, _, job, _, _ in found if job and states[each].startswith("waiting")}
+    why = _waits(waiting) if waiting else {}
     rows = []
     for each, _, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
         if (status := each.status) is not None:
@@ -62,11 +63,11 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _waits() -> dict[str, str]:
+def _waits(jobs: set[str]) -> dict[str, str]:
     from rlx.runs.jobs import waits
 
     try:
-        return waits()
+        return waits(jobs)
     except RuntimeError:
         return {}
 

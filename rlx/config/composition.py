@@ -74,13 +74,14 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     tree = _compose(argv, environ, root, ())
     per_node = None
     if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
-        per_node = tree.data["slurm"]["gpus_per_node"]
-        if not isinstance(per_node, int):
+        given = tree.data["slurm"]["gpus_per_node"]
+        if given is None:
             raise ConfigError(
-                f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', per_node)}. "
+                f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', given)}. "
                 "The GPUs of this machine say nothing about them.\n"
                 "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
             )
+        per_node = int(given) if str(given).isdecimal() else 0  # else its type is wrong, which is reported with all other problems
         tree = _compose(argv, environ, root, (), per_node)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:

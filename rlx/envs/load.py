@@ -6,6 +6,7 @@ the function, because the import takes seconds: a run whose environments all hav
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     """
     from rlx.envs.kinds import kind_of
 
+    # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
+    os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., Local]
     if kind_of(config.id) == "v1":
         from rlx.envs.verifiers_v1 import load_environment as load

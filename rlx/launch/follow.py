@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
 from rlx.runs.claim import RunLock
-from rlx.runs.jobs import ENDED, GONE, accounted, output_of, queue, waits
+from rlx.runs.jobs import ENDED, GONE, find_jobs, job_of, output_of, queue, waits
 from rlx.runs.run import STALE, WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
@@ -85,21 +85,25 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
 def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
     """Write the final status of the runs whose jobs have ended, if no process of theirs could: the job was cancelled in the queue, say.
 
-    `jobs`: job id → SLURM's state. A run is left alone if SLURM and its accounting do not know its job (it may be another cluster's), if
-    it is in use, or if its directory may not be written.
+    `jobs`: job id → SLURM's state. A run is left alone if SLURM and its accounting do not know its job, if the job of this id is not the
+    run's (another cluster has it, or the ids began anew), if the run is in use, or if its directory may not be written.
     """
-    ended = {}
-    for run in runs:
-        status, job = run.status, run.job
-        if job is not None and status is not None and (status.state not in FINAL or status.state == "preempted"):
-            ended[job] = (run.paths, status)
-    ended = {job: found for job, found in ended.items() if jobs.get(job, GONE) in ENDED}
-    unknown = [job for job in ended if job not in jobs]
-    states = {**jobs, **(accounted(unknown) if unknown else {})}
-    for job, (paths, status) in ended.items():
-        state = states.get(job, GONE)
+    ended = [
+        (run.paths, job, status)
+        for run in runs
+        if (job := run.job) is not None
+        and (status := run.status) is not None
+        and (status.state not in FINAL or status.state == "preempted")
+        and jobs.get(job, GONE) in ENDED
+    ]
+    found = find_jobs([job for _, job, _ in ended]) if ended else {}
+    for paths, job, status in ended:
+        state, command = found.get(job, (GONE, ""))
         # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
         if state not in ENDED or state == GONE or (state != "CANCELLED" and time.time() - status.updated < STALE):
+            continue
+        output = output_of(paths)
+        if output is None or f" {output.parent}/" not in f" {command}":
             continue
         try:
             lock = RunLock(paths)
@@ -107,13 +111,14 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
             continue
         if lock.exclusive():
             with contextlib.suppress(OSError):
-                close(paths, job, state)
+                if job_of(paths) == job and read_status(paths) == status:  # else it was submitted again while SLURM answered
+                    close(paths, job, state)
         lock.close()
 
 
 def _why(job_id: str) -> str | None:
     try:
-        return waits().get(job_id)
+        return waits([job_id]).get(job_id)
     except RuntimeError:
         return None
 

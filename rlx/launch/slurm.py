@@ -33,7 +33,7 @@ from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import environment, take_snapshot
@@ -46,6 +46,7 @@ QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID"
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
 
 BEGINNING = r"""
+trap '' USR2 # the notice would kill the job before Python handles it
 # If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
 rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 rlx_job=${rlx_job:-$SLURM_JOB_ID}
@@ -58,6 +59,7 @@ rlx_end() {
   while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
   log=logs/attempt_$attempt/job.log
   mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
     line=${line//\\/\\\\}
@@ -71,6 +73,7 @@ rlx_end() {
       ' "attempt":'*) line=" \"attempt\": $attempt," ;;
       ' "exit_code":'*) line=' "exit_code": 1,' ;;
       ' "cause":'*)
+        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
         line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
         line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
         ;;
@@ -155,8 +158,7 @@ def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_
         f"rlx_last={last_lines}",
         BEGINNING.strip(),
     ]
-    # SIGUSR2 would kill the job before its handler is installed, so it is ignored until then. `env --ignore-signal` needs coreutils 8.31.
-    executor = _Executor(folder, python=f"trap '' USR2; exec {shlex.quote(sys.executable)}")
+    executor = _Executor(folder, python=f"exec {shlex.quote(sys.executable)}")
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
@@ -241,21 +243,28 @@ class Attempt:
         lock.share()
         output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
         if output.is_file():
-            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt)))
+            paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt).resolve()))
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        safe = _safe_steps(paths, cfg)
-        barren = barren_requeues(paths, restarts, safe)
-        self._may_start(paths, cfg, status, barren)
+        self._may_come_back(paths, cfg, status, barren_requeues(paths, restarts, _saved(paths, cfg)))
+        self._has_its_code(paths, cfg, status)
         if restarts or has_begun(paths):
             try:
                 start = rewind(paths)
             except ConfigError as error:
                 _fail(paths, status, str(error))
                 raise SystemExit(1) from None
-            print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
+            if cfg.has_checkpoints:
+                status.step = start.step if start else 0
+                status.write(paths)
+                print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
+            else:
+                print("continuing with what is not done yet", flush=True)
+        saved = _saved(paths, cfg)  # not before: the newest checkpoint may have been damaged
+        barren = note_progress(paths, restarts, saved)
+        self._may_come_back(paths, cfg, status, barren)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
@@ -268,7 +277,7 @@ class Attempt:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            barren = 0 if _safe_steps(paths, cfg) > safe else barren + 1
+            barren = 0 if _saved(paths, cfg) != saved else barren + 1
             code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
             raise SystemExit(code)
@@ -284,12 +293,15 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_start(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
-        """Exit if the job was requeued too often without a new step, or if the code has changed since the job was submitted."""
+    def _may_come_back(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
+        """Exit if the job was requeued too often without saving anything new."""
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"the job was requeued {barren} times without a new step, more than {most}")
+            _fail(paths, status, f"the job was requeued {barren} times without a new {_unit(cfg)}, more than {most}")
             raise SystemExit(1)
+
+    def _has_its_code(self, paths: RunPaths, cfg: CommandConfig, status: Status) -> None:
+        """Exit, or warn, if the code has changed since the job was submitted."""
         change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
         if change and cfg.launcher.code_changes == "refuse":
             _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
@@ -300,7 +312,7 @@ class Attempt:
     def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
         """Requeue the job unless SLURM has done so or the limit is reached; return the exit code.
 
-        `barren`: how many attempts in a row, up to this one, have ended without a new step.
+        `barren`: how many attempts in a row, up to this one, have ended without saving anything new.
         """
         status = supervisor.status
         if restarts_of(job_id) > restarts:
@@ -311,12 +323,13 @@ class Attempt:
             return status.exit_code or 0
         lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
         if barren >= 2:
-            why = f"{barren} attempts in a row were preempted before a new step was saved, this one after {lasted:.0f} s"
+            begin = "start, first step and checkpoint" if cfg.has_checkpoints else "start and first rollout"
+            why = f"{barren} attempts in a row were preempted before a new {_unit(cfg)} was saved, this one after {lasted:.0f} s"
             if lasted >= until_notice - START:
                 _fail(
                     paths,
                     status,
-                    f"{why}, by the notice before the time limit: start, first step and checkpoint take longer than slurm.time_minutes="
+                    f"{why}, by the notice before the time limit: {begin} take longer than slurm.time_minutes="
                     f"{cfg.slurm.time_minutes} less slurm.signal_seconds={cfg.slurm.signal_seconds}; continue with resume=latest and a "
                     "larger slurm.time_minutes",
                 )
@@ -324,7 +337,7 @@ class Attempt:
             print(f"warning: {why}", flush=True)
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"preempted, and {most} requeues without a new step are used up; continue with resume=latest")
+            _fail(paths, status, f"preempted, and {most} requeues without a new {_unit(cfg)} are used up; continue with resume=latest")
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -338,10 +351,17 @@ class Attempt:
         return status.exit_code or 0
 
 
-def _safe_steps(paths: RunPaths, cfg: CommandConfig) -> int:
-    """Steps that a requeue does not lose: those of the newest checkpoint, or, for a command that keeps all its records, all."""
-    status = read_status(paths)
-    return max(steps(paths), default=0) if cfg.has_checkpoints else status.step if status else 0
+def _saved(paths: RunPaths, cfg: CommandConfig) -> int:
+    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
+    if cfg.has_checkpoints:
+        return max(steps(paths), default=0)
+    files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _unit(cfg: CommandConfig) -> str:
+    """What `_saved` grows by, for messages."""
+    return "step" if cfg.has_checkpoints else "rollout"
 
 
 def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:

@@ -101,7 +101,8 @@ def find_states(elements: Sequence[Element]) -> None:
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
-        element.state = "done" if completed else "alive" if Run(paths).lives() else "again"
+        ended = status is not None and status.state in FINAL
+        element.state = "done" if completed else "alive" if not ended and Run(paths).lives(status) else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,21 @@ def output_of(paths: RunPaths) -> Path | None:
 
 
 def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
-    """How many requeues in a row have won no step. A job calls it at its start: its `restarts`-th, with `step` steps that are safe."""
-    record = _noted(paths)
-    last = record.get("progress")
-    if last is not None and last["restarts"] <= restarts and step <= last["step"]:
-        return restarts - last["restarts"]
-    write_text(paths.job, json.dumps({**record, "progress": {"restarts": restarts, "step": step}}) + "\n")
-    return 0
+    """How many requeues in a row have won nothing, at the job's `restarts`-th. Records nothing.
+
+    `step`: how much is saved. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns out
+    to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
+    """
+    last = _noted(paths).get("progress")
+    return restarts - last["restarts"] if last is not None and last["restarts"] <= restarts and step == last["step"] else 0
+
+
+def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
+    """`barren_requeues` of a job that starts now, from `step`. Records the start if there was progress."""
+    barren = barren_requeues(paths, restarts, step)
+    if barren == 0:
+        write_text(paths.job, json.dumps({**_noted(paths), "progress": {"restarts": restarts, "step": step}}) + "\n")
+    return barren
 
 
 def _noted(paths: RunPaths) -> dict[str, Any]:
@@ -74,31 +83,53 @@ def queue() -> dict[str, str]:
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
 
 
-def waits() -> dict[str, str]:
-    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of all users' queued jobs.
+def waits(wanted: Collection[str]) -> dict[str, str]:
+    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of those in the queue.
 
-    Raises RuntimeError if the controller does not answer.
+    The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """
     done = ask("squeue", "--noheader", "--array", "--states=PENDING", "--sort=-p,i", "--format=%i|%P|%S|%r")
     if done.returncode != 0:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     jobs = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]  # the first to run comes first
+    before: Counter[str] = Counter()  # jobs so far by their partitions, `gpu` or `gpu,old`
+    mine = []
+    for job, partitions, start, reason in jobs:
+        before[partitions] += 1
+        if job in wanted:
+            mine.append((job, partitions, start, reason, _rivals(before, partitions)))
     found = {}
-    for job, partition, start, reason in jobs:
-        rivals = [other for other, theirs, *_ in jobs if {*partition.split(",")} & {*theirs.split(",")}]
+    for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
-        found[job] = f"{reason}, {rivals.index(job) + 1} of {len(rivals)} waiting in {partition}{about}"
+        found[job] = f"{reason}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
     return found
 
 
-def accounted(job_ids: Sequence[str]) -> dict[str, str]:
-    """Job id → its final state, of jobs that SLURM's accounting knows; empty where there is none."""
+def _rivals(counts: Mapping[str, int], partitions: str) -> int:
+    """How many of the counted jobs can run in one of these partitions."""
+    return sum(count for theirs, count in counts.items() if not {*partitions.split(",")}.isdisjoint(theirs.split(",")))
+
+
+def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Job id → its state and its command, of the user's jobs that SLURM or its accounting knows: `12` → `FAILED`, `/runs/a/.submitit/x.sh`.
+
+    The command contains the path of the batch script, and so tells which run the job is of. Ids do not: two clusters, or one whose ids
+    began anew, use the same. Empty where SLURM does not answer.
+    """
+    found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o")
+    if unknown := [job for job in job_ids if job not in found]:
+        columns = "--format=JobID,State,SubmitLine"
+        found |= _table("sacct", "--allocations", "--noheader", "--parsable2", columns, f"--jobs={','.join(unknown)}")
+    return found
+
+
+def _table(*command: str) -> dict[str, tuple[str, str]]:
     try:
-        done = ask("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(job_ids)}")
+        done = ask(*command)
     except RuntimeError:
         return {}
-    found = (line.strip().partition("|") for line in done.stdout.splitlines())
-    return {job: state.split()[0] for job, _, state in found if state}  # CANCELLED by 1000
+    rows = (line.strip().split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2)
+    return {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
 
 
 def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
 PARTS = ("rlx", "environments")  # the folders there whose code runs
+BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 DIFF = "uncommitted.diff"
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
@@ -85,7 +86,8 @@ def packages() -> dict[str, str]:
 def source_state() -> dict[str, Any]:
     """A digest of the code that runs, its commit, the uncommitted changes to tracked files, and the names of untracked files.
 
-    `None` for all but the digest outside a checkout. Cached, because a sweep asks once per run.
+    `None` for all but the digest outside a checkout; the digest is `None` if a file cannot be read. Cached, because a
+    sweep asks once per run.
     """
     # An installed copy may lie inside an unrelated checkout (`.venv/`), so the checkout must track this code.
     if git("ls-files", "--error-unmatch", "rlx/__init__.py") is None:
@@ -100,29 +102,50 @@ def source_state() -> dict[str, Any]:
     }
 
 
-def code_files() -> list[Path]:
-    """The files of the code that runs, relative to `SOURCE`: in a checkout the package and the environments, else the package."""
-    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
-    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None and listed is not None:
-        return sorted(path for path in map(Path, filter(None, listed.split("\0"))) if (SOURCE / path).is_file())
-    package = (SOURCE / "rlx").rglob("*")
-    return sorted(path.relative_to(SOURCE) for path in package if path.is_file() and "__pycache__" not in path.parts)
+def code_files(*, data: bool = True) -> list[Path]:
+    """The files of the code that runs, relative to `SOURCE`: of an installed copy the package, else also the environments.
+
+    `data=False`: of the files that git does not track, only `*.py`; data sets and an editor's files lie there too.
+    """
+    others: Iterable[Path]
+    if git("ls-files", "--error-unmatch", "rlx/__init__.py") is not None:
+        tracked, others = _listed("--cached"), _listed("--others", "--exclude-standard")
+    else:
+        parts = PARTS[:1] if SOURCE.name in ("site-packages", "dist-packages") else PARTS
+        tracked, others = [], (path.relative_to(SOURCE) for part in parts for path in (SOURCE / part).rglob("*"))
+    found = {*tracked, *(path for path in others if (data or path.suffix == ".py") and "__pycache__" not in path.parts)}
+    return sorted(path for path in found if (SOURCE / path).is_file())
 
 
-def code_digest() -> str:
-    """A hash of those files' names and contents."""
+def _listed(*which: str) -> list[Path]:
+    return [Path(name) for name in (git("ls-files", "-z", *which, "--", *PARTS) or "").split("\0") if name]
+
+
+def code_digest() -> str | None:
+    """A hash of the code's names and contents, without untracked files other than `*.py`; `None` if a file cannot be read."""
+    try:
+        return digest_of(code_files(data=False))
+    except OSError:  # also of a file that was deleted meanwhile
+        return None
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A hash of names and contents; the paths are relative to `SOURCE`."""
     digest = xxhash.xxh3_64()
-    for file in code_files():
+    for file in files:
         digest.update(f"{file}\0".encode())
-        digest.update((SOURCE / file).read_bytes())
+        with open(SOURCE / file, "rb") as opened:
+            while block := opened.read(BLOCK):
+                digest.update(block)
     return digest.hexdigest()
 
 
 def code_change(paths: RunPaths) -> str | None:
-    """How the code that runs has changed since the run's last provenance record, as text; `None` if it has not."""
+    """How the code that runs has changed since the run's last provenance record, as text; `None` if it has not, or if that is unknown."""
     provenance = json.loads(paths.provenance.read_text())
     recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
-    if recorded.get("code") == code_digest():
+    digest = code_digest()
+    if digest is None or recorded.get("code") in (None, digest):
         return None
     now = (git("rev-parse", "HEAD") or "").strip() or None
     commits = f" (commit {str(recorded['commit'])[:12]} then, {str(now)[:12]} now)" if recorded["commit"] != now else ""

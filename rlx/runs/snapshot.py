@@ -1,7 +1,7 @@
 """Copies the code when jobs are submitted, so that the checkout may change while they wait in the queue.
 
-From a checkout it copies the package and the environments, including uncommitted and untracked files. From an installed rlx it copies
-only the package.
+From a checkout, or its files without `.git`, it copies the package and the environments, including uncommitted and untracked files. From
+an installed rlx it copies only the package.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import os
 import shutil
 from pathlib import Path
 
-from rlx.runs.provenance import SOURCE, code_digest, code_files
+from rlx.runs.provenance import SOURCE, code_files, digest_of
 
 
 def take_snapshot(folder: Path) -> Path:
     """Copy the code to `folder/code_<hash of its content>` unless that exists; return the copy's path."""
-    copy = folder / f"code_{code_digest()}"
+    files = code_files()
+    copy = folder / f"code_{digest_of(files)}"
     if not copy.exists():
         making = copy.with_name(f".{copy.name}")
         shutil.rmtree(making, ignore_errors=True)
-        for file in code_files():
+        for file in files:
             (making / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(SOURCE / file, making / file)
         making.rename(copy)

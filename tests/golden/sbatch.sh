@@ -22,6 +22,7 @@ rlx_base=/shared/outputs/losses
 rlx_runs=(seed=0 seed=1 seed=2 seed=3 seed=4 seed=5 seed=6 seed=7 seed=8 seed=9 seed=10 seed=11)
 rlx_output=.submitit
 rlx_last=20
+trap '' USR2 # the notice would kill the job before Python handles it
 # If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
 rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 rlx_job=${rlx_job:-$SLURM_JOB_ID}
@@ -34,6 +35,7 @@ rlx_end() {
   while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
   log=logs/attempt_$attempt/job.log
   mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
     line=${line//\\/\\\\}
@@ -47,6 +49,7 @@ rlx_end() {
       ' "attempt":'*) line=" \"attempt\": $attempt," ;;
       ' "exit_code":'*) line=' "exit_code": 1,' ;;
       ' "cause":'*)
+        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
         line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
         line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
         ;;
@@ -66,4 +69,4 @@ PYTHON -c 'import rlx.launch.slurm'
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-trap '' USR2; exec PYTHON -u -m submitit.core._submit /shared/outputs/losses/.submitit
+exec PYTHON -u -m submitit.core._submit /shared/outputs/losses/.submitit

@@ -1,0 +1,124 @@
+"""On the real stack: teachers, demonstrations, several agents, and several objectives in one step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inference_server import EXACT, Run
+from main_job import MainJob
+from policy_stand_in import OUTSIDE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlx.config.schema import WarmStartConfig
+from rlx.data.source import read_recorded
+from rlx.models import tiny
+from rlx.paths import RunPaths
+from rlx.types import TrainingSample
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+QUICK = ("max_async_level=0", "ckpt.interval=null", "orchestrator.batch_size=48", "orchestrator.rollouts_per_example=4")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The tiny model with random weights."""
+    folder = tmp_path / "tiny"
+    tiny.save(tiny.build_model(WarmStartConfig(), 256), tiny.build_tokenizer(256), folder)
+    return folder
+
+
+def samples(job: MainJob, step: int) -> list[TrainingSample]:
+    return [sample for part in read_recorded(RunPaths(job.run_dir).recorded_of(step), step).mini_batches for sample in part]
+
+
+def logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Of every token but the first, by a Hugging Face forward."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0, :-1].double()
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+@pytest.mark.timeout(900)
+def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_third(
+    start: Callable[..., MainJob], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "teacher").mkdir()
+    teacher = Run(tmp_path / "teacher", tied=True)
+    teacher.start()
+    try:
+        (endpoint,) = teacher.ready()
+        mix = (
+            *("env=reverse_text", "+envs.game.id=rlx_test_v1", "+envs.words.id=rlx-reverse-text", *QUICK, "max_steps=4", "optim.lr=1e-3"),
+            *("model=tiny_trained", f"model.name={model}", "seq_len=128", "envs.reverse_text.loss=opd", "+envs.game.loss=dr_grpo"),
+            *("+envs.words.played_by=teacher", "+envs.words.loss=sft", "+envs.words.loss.ce_coef=1"),
+            *(f"teacher.base_url=[{endpoint.url}]", f"teacher.api_key={endpoint.api_key}", "teacher.model=tiny"),
+        )
+        job = start("run", *mix, "hardware.trainer_processes=2", env={"PYTHONPATH": OUTSIDE})
+        assert job.wait() == 0, job.text()
+    finally:
+        teacher.stop()
+    for step in range(4):
+        by_env = defaultdict(list)
+        for sample in samples(job, step):
+            by_env[sample.env].append(sample)
+        assert {env for env, found in by_env.items() if found} == {"game", "reverse_text", "words"}
+        assert all(sample.teacher_logprobs is None for sample in by_env["game"])
+        for sample in by_env["reverse_text"]:
+            assert np.array_equal(np.isfinite(sample.teacher_logprobs), sample.loss_mask)
+            wanted = logprobs(teacher.models[0], sample.token_ids)[sample.loss_mask[1:]]
+            assert np.abs(wanted - sample.teacher_logprobs[sample.loss_mask]).max() < EXACT
+        for sample in by_env["words"]:
+            assert not sample.loss_mask.any()
+            assert sample.ce_weights.any()
+    records = job.metrics("trainer")
+    assert any(record["loss/game/total"] != 0 for record in records)
+
+    again = start("again", f"replay={job.run_dir}", *mix, env={"PYTHONPATH": OUTSIDE})
+    assert again.wait() == 0, again.text()
+    for one, two in zip(again.metrics("trainer"), records, strict=True):
+        for name in ("loss/total", "loss/game/total", "optim/grad_norm", "teacher/kl", "ce/nll", "policy/entropy"):
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.timeout(900)
+def test_self_distillation_reads_the_demonstration_and_agents_are_compared_with_themselves(
+    start: Callable[..., MainJob], model: Path
+) -> None:
+    job = start(
+        "run",
+        *("env=[reverse_text,custom]", "model=tiny_trained", f"model.name={model}", *QUICK, "max_steps=2", "seq_len=128"),
+        *("loss=dr_grpo", "envs.custom.id=rlx_test_v1", "envs.custom.agents_per_group=all", "envs.custom.args.twice=true"),
+        *("envs.reverse_text.loss=sdft", "teacher.demonstration=answer", "inference.max_model_len=192"),
+        "teacher.template='{prompt} is {demonstration}'",
+        env={"PYTHONPATH": OUTSIDE},
+    )
+    assert job.wait() == 0, job.text()
+    played = {(rollout["env"], rollout["group"], rollout["member"]): rollout for rollout in job.rollouts(0)}
+    initial, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    demonstrated = [sample for sample in samples(job, 0) if sample.env == "reverse_text"]
+    assert demonstrated
+    for sample in demonstrated:
+        rollout = played["reverse_text", sample.group, sample.member]
+        word = rollout["prompt"][-1]["content"]
+        shown = [*rollout["prompt"][:-1], {"role": "user", "content": f"{word} is {rollout['answer']}"}]
+        prompt = tokenizer.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
+        said = sample.token_ids[sample.loss_mask]
+        wanted = logprobs(initial, np.array([*prompt, *said.tolist()]))[-len(said) :]
+        assert np.abs(wanted - sample.teacher_logprobs[sample.loss_mask]).max() < EXACT
+
+    compared = defaultdict(list)
+    for rollout in (rollout for step in range(2) for rollout in job.rollouts(step) if rollout["env"] == "custom"):
+        compared[rollout["group"], rollout["compared"]].append(rollout)
+    assert {rollout["agent"] for runs in compared.values() for rollout in runs} == {"left", "right"}
+    for runs in compared.values():
+        assert len({rollout["agent"] for rollout in runs}) == 1
+        assert len(runs) > 1
+        mean = np.mean([rollout["reward"] for rollout in runs])
+        assert [rollout["advantage"] for rollout in runs] == pytest.approx([rollout["reward"] - mean for rollout in runs], abs=1e-6)
