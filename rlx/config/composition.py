@@ -72,17 +72,10 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     tree = _compose(argv, environ, root, ())
-    per_node = None
+    layout = None
     if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
-        given = tree.data["slurm"]["gpus_per_node"]
-        if given is None:
-            raise ConfigError(
-                f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', given)}. "
-                "The GPUs of this machine say nothing about them.\n"
-                "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
-            )
-        per_node = int(given) if str(given).isdecimal() else 0  # else its type is wrong, which is reported with all other problems
-        tree = _compose(argv, environ, root, (), per_node)
+        layout = _layout_of_cluster(tree)
+        tree = _compose(argv, environ, root, (), layout)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:
         return tree
@@ -94,10 +87,24 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     ]
     if refused:
         raise ConfigError(refused)
-    again = _compose(argv, environ, root, found, per_node)
+    again = _compose(argv, environ, root, found, layout)
     for each in found:
         again.notes += _differing(each, again)
     return again
+
+
+def _layout_of_cluster(tree: Tree) -> tuple[str, str]:
+    """The layout that hardware=auto chooses for a SLURM cluster, and why. Raises ConfigError if nothing is known of its nodes."""
+    named, gpus = tree.data["slurm"]["layout"], tree.data["slurm"]["gpus_per_node"]
+    if named is not None:
+        return str(named), f"slurm.layout={named}"
+    if gpus is None:
+        raise ConfigError(
+            f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', gpus)}. "
+            "The GPUs of this machine say nothing about them.\n"
+            "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
+        )
+    return choose_layout(int(gpus) if str(gpus).isdecimal() else 0)  # else its type is wrong, which is reported with all other problems
 
 
 def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
@@ -112,11 +119,12 @@ def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
 
 
 def _compose(
-    argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited], gpus_per_node: int | None = None
+    argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited], layout: tuple[str, str] | None = None
 ) -> Tree:
-    """`gpus_per_node`: of the cluster for which `hardware=auto` chooses; None: this machine."""
+    """`layout`: what `hardware=auto` chooses, and why; None: what fits this machine."""
+    layout = layout or choose_layout()
     request = read_request(argv, environ, root)
-    loader = make_loader([directory for _, directory in request.directories], gpus_per_node)
+    loader = make_loader([directory for _, directory in request.directories], layout[0])
     groups = Groups(loader.get_sources(), root)
     name = request.config_name
     of_others = {each.command for each in ROOTS if each.command != root.command}
@@ -165,16 +173,16 @@ def _compose(
     _drop_of_other_commands(root, data, origins)
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
-    notes = [f"hardware=auto: {choose_layout(gpus_per_node)[1]}"] if choices.get("hardware") == "auto" else []
+    notes = [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
 
 
-def make_loader(directories: list[str], gpus_per_node: int | None = None) -> ConfigLoaderImpl:
-    """A loader that searches the user's directories first, then the shipped one. `gpus_per_node`: see `_compose`."""
+def make_loader(directories: list[str], layout: str | None = None) -> ConfigLoaderImpl:
+    """A loader that searches the user's directories first, then the shipped one. `layout`: what hardware=auto chooses."""
     version.setbase("1.3")
     Plugins.instance()
     setup_globals()
-    OmegaConf.register_new_resolver("rlx.layout", lambda: choose_layout(gpus_per_node)[0], replace=True)
+    OmegaConf.register_new_resolver("rlx.layout", lambda: layout or choose_layout()[0], replace=True)
     OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
 

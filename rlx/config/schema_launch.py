@@ -54,6 +54,7 @@ class SlurmConfig:
     gpus_per_node: int | None = key(
         None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
     )
+    layout: str | None = key(None, "the layout that hardware=auto chooses on this cluster; null: the largest that fits gpus_per_node")
     cpus_per_node: int | None = key(None, "processors requested per node; null: whole nodes (--exclusive)", low=1)
     memory_gb: float | None = key(
         None, "memory requested per node, in GiB; null: all of a whole node's; the cluster's default if cpus_per_node is set", above=0
