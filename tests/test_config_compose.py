@@ -155,7 +155,7 @@ def test_auto_hardware_of_a_job_goes_by_the_cluster_and_not_by_the_machine_that_
     assert composed.notes == [f"hardware=auto: slurm.gpus_per_node={per_node}, chose {layout}"]
     assert compose([*line, "hardware=cpu_3nodes"], {}).cfg.hardware.name == "cpu_3nodes"
     assert compose(["launcher=local", *line[1:]], {}).cfg.hardware.name == "gpu1_shared"
-    named = compose([*line, "slurm.layout=gpu2"], {})
+    named = compose(["launcher=slurm", "slurm=example", "slurm.layout=gpu2", "dry_run=true"], {})
     assert (named.cfg.hardware.name, named.notes) == ("gpu2", ["hardware=auto: slurm.layout=gpu2"])
     assert compose(["launcher=slurm", "slurm=dev", "dry_run=true"], {}).cfg.hardware.name == "cpu", "its GPUs are not real"
     with pytest.raises(ConfigError, match=r"hardware=auto does not know the nodes of the cluster: slurm.gpus_per_node=null"):
