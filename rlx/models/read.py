@@ -81,6 +81,7 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         absent = {name for name, tensor in locals_.items() if name.endswith(PARAMETERS) or not (tensor.numel() or name in tied)}
         wanted = {name: part for name, part in stored.items() if name not in converted or converted[name][0] not in absent}
         info, _ = convert_and_load_state_dict_in_model(hf, wanted, loading)
+        del hf._weight_conversions  # else versions would be written as this file is, and those of a resumed run as its family usually is
     no_quantizer: Any = None
     for name in absent & info.missing_keys:
         set_param_for_module(hf, name, torch.empty_like(locals_[name], device=device), info, no_quantizer)
