@@ -140,8 +140,9 @@ async def watch(
     silent = 0.0  # seconds since the engine's last step; time in which this process was stopped itself does not count
     while True:
         silent = silent + ALIVE if engine.activity == heartbeat.progress and engine.waited_for else 0.0
-        if silent > (max(patience, first_patience) if engine.activity < WARM_UP else patience):
-            limit = f"inference.hung_timeout={patience:g}"
+        starting = engine.activity < WARM_UP and first_patience > patience
+        if silent > (first_patience if starting else patience):
+            limit = f"inference.startup_timeout={first_patience:g}" if starting else f"inference.hung_timeout={patience:g}"
             print(f"the engine hangs: no step for {silent:.0f} s ({limit}), and {engine.waited_for} requests wait", file=sys.stderr)
             return 1
         heartbeat.progress = engine.activity
