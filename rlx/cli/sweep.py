@@ -118,9 +118,9 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 
         check_directory(directory)
     configs = [element.cfg for element in elements]
+    check_cache(configs)
     found = environments_of(configs)
     check_chats(configs, found)
-    check_cache(configs)
     for element, environments in zip(elements, found, strict=True):
         element.environments = lines_of(environments)
     return elements
