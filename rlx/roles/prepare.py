@@ -34,7 +34,7 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
-from rlx.process import die_with_parent, say_full_disk
+from rlx.process import die_with_parent, keep_freed_memory, say_full_disk
 from rlx.stacks import answer
 from rlx.waiting import wait_for
 
@@ -181,6 +181,7 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
     heartbeat.beat("loading environments")
     examples = examples_of(config)
     heartbeat.beat("importing torch")
+    keep_freed_memory()
     from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat
