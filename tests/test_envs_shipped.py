@@ -193,7 +193,7 @@ def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | Non
 
 def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses_wrongly_without_it() -> None:
     env: Any = rlx_tool_math.load_environment(level=1, num_examples=4)
-    row = {"info": {"expression": "7*8"}}
+    row = {"info": {"expression": "7*8"}, "answer": "56"}
     call, result, answer = env.demonstration(row, False, random.Random(0))
     assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"x": "7*8"}
     assert (result["content"], answer["content"]) == ("56", "56")
