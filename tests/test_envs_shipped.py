@@ -202,6 +202,25 @@ def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses
     assert "56" not in {said[0]["content"] for said in guesses}
 
 
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_solved_problems_of_tool_math_are_shown_as_the_policy_would_have_played_them(level: int) -> None:
+    env = load("rlx-tool-math", level=level, shots=2, num_examples=2)
+    rollout = play_texts(env, env.rows[0]["answer"])
+    chat, (turn,) = tiny_chat(), rollout.turns
+    rows = rlx_tool_math.build_rows(level, 2, rlx_tool_math.SHOTS_SEED)
+    said = chat.tokenizer.decode(turn.prompt_ids)
+    spoken = said.split("<|im_start|>assistant\n")[1:-1]  # calls and answers in turn
+    calls = [one.partition("<tool_call>\n")[2].partition("\n</tool_call>")[0] for one in spoken[::2]]
+    results = [one.partition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0] for one in spoken[::2]]
+    answers = [one.partition("<|im_end|>")[0] for one in spoken[1::2]]
+    assert [json.loads(call)["arguments"]["x"] for call in calls] == [row["info"]["expression"] for row in rows]
+    assert results == [row["answer"] for row in rows]
+    assert [rlx_tool_math.last_number(answer) for answer in answers] == [int(row["answer"]) for row in rows]
+    assert rollout.metrics["called_before_answering"] == 0.0, "what the prompt shows is not the policy's"
+    assert rollout.reward == 1.0
+    assert said.count("<|im_start|>user") == 3
+
+
 # word_guess
 
 
