@@ -100,6 +100,17 @@ def test_the_easiest_level_of_sums_has_two_digits() -> None:
         rlx_sums.load_environment(level=9)
 
 
+def test_solved_sums_are_shown_step_by_step_in_words_and_bare_otherwise() -> None:
+    assert rlx_sums.steps("23 + 45 - 90") == "23 + 45 = 68. 68 - 90 = -22."
+    for words, parser in ((True, rlx_sums.LastNumberParser()), (False, rlx_sums.AnswerParser())):
+        env = rlx_sums.load_environment(level=3, words=words, shots=8, num_examples=2)
+        *said, question = env.get_dataset()[0]["prompt"]
+        shown = rlx_sums.build_rows(3, 8, rlx_sums.SHOTS_SEED, words)
+        assert question["content"] == env.get_dataset()[0]["question"]
+        assert [message["content"] for message in said[::2]] == [row["question"] for row in shown]
+        assert [parser.parse(message["content"].rstrip(".")) for message in said[1::2]] == [row["answer"] for row in shown]
+
+
 # reasoning_gym
 
 
