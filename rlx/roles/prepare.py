@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
+from rlx.config.chat_format import template_path
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.heartbeat import Heartbeat
@@ -102,7 +103,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
-        "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template": config.model.chat_template and digest([template_path(config.model.chat_template)]),
         "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}

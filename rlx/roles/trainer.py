@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.checkpoints.best import not_evaluated
+from rlx.config.chat_format import template_path
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_training
 from rlx.config.schema import EvaluatedRun, TrainingRoot
@@ -76,7 +77,7 @@ class Trainer:
             source=name,
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
-            chat_template=cfg.model.chat_template,
+            chat_template=None if cfg.model.chat_template is None else template_path(cfg.model.chat_template),
             lora=cfg.lora if cfg.lora.on else None,
         )
         watch.checks.append(self.publisher.check)
