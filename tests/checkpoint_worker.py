@@ -18,7 +18,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.parallel.mesh import Mesh, join, one_process
+from rlx.parallel.mesh import Mesh, divide, join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
@@ -40,6 +40,7 @@ class Job:
     optimizer: str = "AdamW"
     rank: int = 0  # of adapters
     dropout: float = 0.0
+    context: int = 1  # ranks that compute each row together
 
 
 def make_trainer(
@@ -60,6 +61,8 @@ def make_trainer(
 
 def run(job: Job, mesh: Mesh) -> None:
     torch.manual_seed(mesh.rank)
+    if job.context > 1:
+        mesh = divide(mesh, timeout=300, context=job.context)
     trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:

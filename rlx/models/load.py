@@ -82,7 +82,7 @@ def load_policy(
             keep_float32_buffers(hf)
             if lora is not None:
                 add_adapters(hf, lora, master)
-        model = PolicyModel(hf, attention=attention, compute_dtype=compute)
+        model = PolicyModel(hf, attention=attention, compute_dtype=compute, context=mesh.context)
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
