@@ -172,7 +172,7 @@ def test_two_ranks_train_like_one_also_each_on_a_piece_of_every_row(tmp_path, cp
         if cp == 2:
             (scores,) = read_scores(two, a["step"])
             assert np.array_equal(scores.samples, whole.samples)
-            np.testing.assert_allclose(scores.logp, whole.logp, atol=1e-4)
+            np.testing.assert_allclose(scores.entropy.astype(float), whole.entropy.astype(float), atol=4e-3)  # of 16 bits
 
 
 @pytest.mark.slow
