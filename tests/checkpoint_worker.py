@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Job:
     optimizer: str = "AdamW"
     rank: int = 0  # of adapters
     dropout: float = 0.0
-    context: int = 1  # ranks that compute each row together
+    divided: dict[str, int] = field(default_factory=dict)  # sizes of the mesh's axes
 
 
 def make_trainer(
@@ -61,8 +61,8 @@ def make_trainer(
 
 def run(job: Job, mesh: Mesh) -> None:
     torch.manual_seed(mesh.rank)
-    if job.context > 1:
-        mesh = divide(mesh, timeout=300, context=job.context)
+    if job.divided:
+        mesh = divide(mesh, timeout=300, **job.divided)
     trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:

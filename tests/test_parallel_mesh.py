@@ -58,10 +58,10 @@ def rank(number: int, folder: str) -> None:
     mesh.max(largest)
     assert mesh.where(number == 1) == [1]
     together = divide(mesh, timeout=300, context=2)
-    assert together.context is not None
-    assert (together.data_rank, together.num_data_ranks, together.context.rank) == (0, 1, number)
+    assert together.row is not None
+    assert (together.data_rank, together.num_data_ranks, together.row.context.rank) == (0, 1, number)
     assert together.leads == (number == 0)
-    assert together.context.group._get_backend(mesh.device).options._timeout.total_seconds() == 300
+    assert together.row.context.group._get_backend(mesh.device).options._timeout.total_seconds() == 300
     alone = torch.tensor(1.0)
     together.sum(alone)  # both ranks of a context group have the whole loss
     assert alone == 1

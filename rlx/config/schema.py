@@ -252,7 +252,7 @@ class TrainingRoot(CommandConfig):
     @property
     def data_ranks(self) -> int:
         """Trainer processes, or groups of them, that train on different rows at the same time."""
-        return self.trainer_ranks // self.trainer.cp
+        return self.trainer_ranks // self.trainer.ranks_of_a_row
 
     @property
     def trainer_ranks(self) -> int:

@@ -49,5 +49,16 @@ class TrainerConfig:
         "tokens each. Divides the trainer processes and `model.num_attention_heads`",
         low=1,
     )
+    tp: int = key(
+        1,
+        "tensor parallelism: this many neighbours in rank divide the matrices of attention and feed-forward layers, and the tokens of each "
+        "row; for models whose gathered layers do not fit. Divides the heads and key heads; with `cp`, their product divides the ranks",
+        low=1,
+    )
     compile: bool = key(False, "torch.compile each layer (GPU)")
     batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Trainer processes that compute each packed row together."""
+        return self.cp * self.tp

@@ -79,7 +79,9 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
     if spec.role == "trainer" and isinstance(cfg, TrainingRoot):
         copies = cfg.trainer.dp_replicate
         over = f"{cfg.trainer_ranks // copies} ranks" + (f", {copies} copies" if copies > 1 else "")
-        over += f"; each row on {cfg.trainer.cp} of them" if cfg.trainer.cp > 1 else ""
+        together = cfg.trainer.ranks_of_a_row
+        over += f"; each row on {together} of them" if together > 1 else ""
+        over += f", matrices divided over {cfg.trainer.tp}" if cfg.trainer.tp > 1 else ""
         return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)
@@ -164,16 +166,16 @@ def _batch_of_rows(cfg: SftRoot) -> list[str]:
 
 def _unit(cfg: TrainingRoot) -> str:
     """What trains on a row."""
-    return "context group" if cfg.trainer.cp > 1 else "rank"
+    return "group of ranks" if cfg.trainer.ranks_of_a_row > 1 else "rank"
 
 
 def _ranks(cfg: TrainingRoot) -> str:
     """How many of them there are."""
-    ranks, cp = cfg.trainer_ranks, cfg.trainer.cp
-    if cp == 1:
+    ranks, together = cfg.trainer_ranks, cfg.trainer.ranks_of_a_row
+    if together == 1:
         return f"{ranks} rank{'s' * (ranks > 1)}"
-    groups = f"{cfg.data_ranks} context group{'s' * (cfg.data_ranks > 1)} of {cp} ranks"
-    return f"{groups}; a rank has {-(-cfg.micro_batch_tokens // cp):,} tokens of it"
+    groups = f"{cfg.data_ranks} group{'s' * (cfg.data_ranks > 1)} of {together} ranks"
+    return f"{groups}; a rank has {-(-cfg.micro_batch_tokens // together):,} tokens of it"
 
 
 def _time_on_cpu(cfg: Config, trained: int) -> str:

@@ -14,43 +14,57 @@ def _divisors(*numbers: int) -> str:
 
 @rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
+    ranks, copies, tp = cfg.trainer_ranks, cfg.trainer.dp_replicate, cfg.trainer.tp
     if ranks % copies:
         yield (
             f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
             f"Set trainer.dp_replicate to one of {_divisors(ranks)}, or change {of('hardware.trainer_processes')}."
         )
-
-
-@rule("trainer", "hardware", "inference.base_url", "model.num_attention_heads")
-def context_groups(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, heads, cp = cfg.trainer_ranks, cfg.model.num_attention_heads, cfg.trainer.cp
-    if ranks % cp:
+    elif ranks // copies % tp and not ranks % cfg.trainer.ranks_of_a_row:
         yield (
-            f"{ranks} trainer processes cannot be divided into groups of {of('trainer.cp')}. "
-            f"Set trainer.cp to one of {_divisors(ranks, heads)}, or change {of('hardware.trainer_processes')}."
-        )
-    elif heads % cp:
-        yield (
-            f"context parallelism divides the query heads: {of('model.num_attention_heads')} is not a multiple of {of('trainer.cp')}.\n"
-            f"Set trainer.cp to one of {_divisors(ranks, heads)}."
+            f"a copy of the model has {ranks // copies} ranks, which {of('trainer.tp')} does not divide: {of('trainer.dp_replicate')}.\n"
+            f"Set trainer.dp_replicate to one of {_divisors(ranks // tp)}."
         )
 
 
-@rule("trainer.cp", "model.attention", "trainer.compile")
+@rule("trainer", "hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
+def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, heads, keys = cfg.trainer_ranks, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    cp, tp, together = cfg.trainer.cp, cfg.trainer.tp, cfg.trainer.ranks_of_a_row
+    axes = [name for name, size in (("cp", cp), ("tp", tp)) if size > 1]
+    shown = " × ".join(of(f"trainer.{name}") for name in axes)
+    fix = f"Set {'trainer.cp · trainer.tp' if len(axes) > 1 else f'trainer.{axes[0]}'} to one of" if axes else ""
+    if ranks % together:
+        yield (
+            f"{ranks} trainer processes cannot be divided into groups of {shown}. "
+            f"{fix} {_divisors(ranks, heads)}, or change {of('hardware.trainer_processes')}."
+        )
+    elif heads % together:
+        yield (
+            f"the ranks of a row divide the query heads: {of('model.num_attention_heads')} is not a multiple of {shown}.\n"
+            f"{fix} {_divisors(ranks, heads)}."
+        )
+    elif keys % tp:
+        yield (
+            f"tensor parallelism divides the key and value heads: {of('model.num_key_value_heads')} is not a multiple of "
+            f"{of('trainer.tp')}.\nSet trainer.tp to one of {_divisors(ranks, keys)}, or use trainer.cp, which repeats them."
+        )
+
+
+@rule("trainer", "model.attention")
 def pieces_of_rows(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    if cfg.trainer.cp == 1:
-        return
-    if cfg.model.attention == "rows":
-        yield (
-            f"context parallelism cuts packed rows into pieces, but this computes every sequence whole: {of('trainer.cp')} with "
-            f"{of('model.attention')}.\nSet trainer.cp=1, or model.attention=auto."
-        )
-    if cfg.trainer.compile:
-        yield (
-            f"the exchange of context parallelism does not compile yet: {of('trainer.cp')} with {of('trainer.compile')}.\n"
-            "Set one of them to its default: trainer.cp=1, or trainer.compile=false."
-        )
+    axes = {"trainer.cp": cfg.trainer.cp, "trainer.tp": cfg.trainer.tp}
+    for name in (name for name, size in axes.items() if size > 1):
+        if cfg.model.attention == "rows":
+            yield (
+                f"packed rows are cut into pieces, but this computes every sequence whole: {of(name)} with {of('model.attention')}.\n"
+                f"Set {name}=1, or model.attention=auto."
+            )
+        if cfg.trainer.compile:
+            yield (
+                f"layers that exchange tokens with other ranks are not compiled: {of(name)} with {of('trainer.compile')}.\n"
+                f"Set one of them to its default: {name}=1, or trainer.compile=false."
+            )
 
 
 @rule("optim", "trainer.fsdp_cpu_offload", "hardware.device")
