@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
+from rlx.config.chat_format import template_names
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
 from rlx.config.roots import root_of
@@ -125,7 +126,11 @@ def create(
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
-    files: dict[str, Any] = {k: str(Path(f).expanduser().absolute()) for k in ("chat_template", "gguf") if (f := getattr(cfg.model, k))}
+    files: dict[str, Any] = {
+        key: str(Path(file).expanduser().absolute())
+        for key in ("chat_template", "gguf")
+        if (file := getattr(cfg.model, key)) and (key, file) not in {("chat_template", name) for name in template_names()}
+    }
     cfg = replace(cfg, model=replace(cfg.model, **files))
     if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
         raise ConfigError(
