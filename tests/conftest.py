@@ -16,9 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used."""
+    """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used.
+
+    `TESTS_CACHE` names a folder for several sessions: the Makefile's tiers then make the model of the default run once.
+    """
     base = tmp_path_factory.getbasetemp()
-    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlx_cache"
+    cache = Path(os.environ.get("TESTS_CACHE") or (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)) / "rlx_cache"
     cache.mkdir(exist_ok=True)
     return cache
 
