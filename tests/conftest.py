@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from main_job import MainJob
 
 # Set before torch is imported. With several workers of several threads on few cores, threads spin and small tests take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `make test` starts tests in the background, where a shell has Ctrl-C ignored, by the tests and by all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
