@@ -44,6 +44,7 @@ from rlx.losses.sft import sft
 from rlx.models import tiny
 from rlx.models.policy import PolicyModel
 from rlx.policy.chat import load_chat
+from rlx.process import keep_freed_memory
 from rlx.train.step import PolicyTrainer
 from rlx.types import MiniBatch
 
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("tiny", "135M"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as the trainer's process does
     torch.manual_seed(0)
     python = install_trl()
     print(f"torch {torch.__version__}, TRL {trl_version(python)}, {args.threads} threads, {args.rounds} blocks\n")

@@ -24,7 +24,9 @@ MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 def run(argv: list[str], command: Command) -> int:
     """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
+    from rlx.config.roots import SFT, TRAIN
     from rlx.config.sweeps import expand
+    from rlx.launch import known
 
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
@@ -37,11 +39,37 @@ def run(argv: list[str], command: Command) -> int:
                 "return.\n  fix: -m with the values themselves"
             )
         return optimise(sweep, directory)
+    # Other commands' configurations come from other runs, too.
+    made_from = known.digest(sweep.elements, command.root) if command.root in (TRAIN, SFT) else None
+    if made_from is not None and _nothing_left(sweep, directory, made_from):
+        return 0
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
-    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    code = start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    if made_from is not None and not any(element.cfg.clean for element in elements):
+        known.remember(elements, directory, made_from)
+    return code
+
+
+def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
+    """Whether all runs of a sweep are done, queued or running. If so, prints what `start` would print."""
+    from rlx.launch.known import nothing_left
+    from rlx.launch.sweep import alone, summary
+
+    if not directory.is_dir():
+        return False
+    with alone(directory):
+        runs = nothing_left(sweep.elements, directory, made_from)
+    if runs is None:
+        return False
+    print(_count([run.state for run in runs], directory), flush=True)
+    if any(run.job for run in runs):
+        print("\n".join(f"  {run.job or '-':<10} {run.paths.root}" for run in runs))
+    else:
+        print("\n".join(summary(runs)))
+    return True
 
 
 def folder(sweep: Sweep) -> Path:
@@ -57,6 +85,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
     from rlx.launch.chats import check_chats
+    from rlx.launch.hub import check_cache, use_cache, variables_of
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
 
@@ -66,6 +95,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     for line in lines:
         try:
             composed = compose(line.argv, None, command.root)
+            if not composed.cfg.dry_run:
+                use_cache(variables_of(composed.cfg))
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:
@@ -89,6 +120,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     configs = [element.cfg for element in elements]
     found = environments_of(configs)
     check_chats(configs, found)
+    check_cache(configs)
     for element, environments in zip(elements, found, strict=True):
         element.environments = lines_of(environments)
     return elements
@@ -120,11 +152,14 @@ def _left(elements: list[Element], directory: Path) -> list[Element]:
 
     sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
-    count = {state: sum(element.state == state for element in elements) for state in ("done", "alive", "again")}
-    words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
-    known = "; ".join(f"{number} {words[state]}" for state, number in count.items() if number)
-    print(f"{len(elements)} runs in {directory}" + (f" ({known})" if known else ""), flush=True)
+    print(_count([element.state for element in elements], directory), flush=True)
     return todo
+
+
+def _count(states: list[str], directory: Path) -> str:
+    words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
+    found = "; ".join(f"{states.count(state)} {words[state]}" for state in words if state in states)
+    return f"{len(states)} runs in {directory}" + (f" ({found})" if found else "")
 
 
 def _submit(elements: list[Element], name: str, directory: Path) -> int:

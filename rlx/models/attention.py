@@ -51,9 +51,13 @@ def packed_attention(
                 f"{type(module).__name__} has a softcap or sinks, which FlashAttention does not support; set model.attention=sdpa"
             )
         return _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None], None
-    outputs = [_bucket(q, k, v, bucket, grouped, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     assert layout.order is not None
+    key_order = layout.order if layout.keys_once else None
+    queries = _Take.apply(q, layout.order, *(bucket.queries for bucket in layout.buckets))
+    keys, values = (_Take.apply(x, key_order, *(bucket.keys for bucket in layout.buckets)) for x in (k, v))
+    parts = zip(queries, keys, values, layout.buckets, strict=True)
+    outputs = [_bucket(*part, grouped, scaling, sliding_window, softcap, s_aux) for part in parts]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, layout.order).view(1, len(q), q.shape[1], -1), None
 
 
@@ -74,8 +78,7 @@ def _bucket(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[K, heads, d] each → [S·Q, H·d_v]: gather the blocks into one padded batch and attend."""
-    q, k, v = _take(q, bucket.queries), _take(k, bucket.keys), _take(v, bucket.keys)  # [S, heads, length, d]
+    """Attend in one padded batch: q [S, H, Q, d], k [S, H_kv, L, d], v [S, H_kv, L, d_v] → [S·Q, H·d_v]."""
     if softcap is not None or sinks is not None:
         visible = bucket.visible(window)
         out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
@@ -85,10 +88,32 @@ def _bucket(
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x [K, heads, d], index [S, L] → [S, heads, L, d]."""
-    heads = x.shape[1]
-    return x.reshape(len(x), -1).index_select(0, index.flatten()).view(*index.shape, heads, -1).transpose(1, 2)
+class _Take(torch.autograd.Function):
+    """x [K, heads, d], indices [S, L] of several buckets → [S, heads, L, d] for each.
+
+    `order` [K] says where each row of x stands in the flattened results, apart from padding, whose gradients are 0. Backward is then a
+    gather, too. If rows stand in several places, `order` is None, and backward adds them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor | None, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(order, *indices)
+        ctx.shape = x.shape
+        rows = x.reshape(len(x), -1)
+        return tuple(rows.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        order, *indices = ctx.saved_tensors
+        width = ctx.shape[1:].numel()
+        parts = [gradient.transpose(1, 2).reshape(-1, width) for gradient in gradients]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if order is not None:
+            total = flat.index_select(0, order)
+        else:
+            places = torch.cat([index.flatten() for index in indices])
+            total = flat.new_zeros(ctx.shape[0], width).index_add_(0, places, flat)
+        return total.view(ctx.shape), None, *[None] * len(indices)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:

@@ -23,3 +23,14 @@ def fetch(name: str, heartbeat: Heartbeat | None) -> Path:
 
     with heartbeat.during(f"{FETCHING} {name}") if heartbeat else nullcontext():
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+
+
+def in_cache(name: str) -> Path | None:
+    """The folder of a model of the hub in the cache, which may lack files; `None` if there is none. Asks no hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None

@@ -14,6 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.paths import RunPaths
@@ -58,7 +59,7 @@ class Publisher:
         source: str,
         dtype: torch.dtype,
         trust_remote_code: bool = False,
-        chat_template: str | None = None,
+        chat_template: Path | None = None,
         lora: LoraConfig | None = None,
     ) -> Publisher:
         """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
