@@ -135,10 +135,16 @@ def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:
     return beside(container, (*NOT_FOR_STEPS, *OF_A_GROUP))
 
 
+def python_of(cfg: CommandConfig) -> str:
+    """How the batch script starts Python, after the setup of `sbatch_options`."""
+    container = cfg.slurm.container
+    return f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
+
+
 def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> _Executor:
     """The executor that submits runs, with these directories, as one job or array. `folder`: for submitit's files, in their folder."""
-    base, options, container = folder.parent, sbatch_options(cfg, name, folder.parent, code), cfg.slurm.container
-    why = "the container or its Python cannot start" if container else "Python cannot import rlx there"
+    base, options = folder.parent, sbatch_options(cfg, name, folder.parent, code)
+    why = "the container or its Python cannot start" if cfg.slurm.container else "Python cannot import rlx there"
     beginning = [
         f"rlx_base={shlex.quote(str(base))}",
         f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
@@ -146,8 +152,7 @@ def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Pa
         f"rlx_last={cfg.launcher.last_lines}",
         BEGINNING.strip().replace("@why@", why),
     ]
-    python = f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
-    executor = _Executor(folder, python=python)
+    executor = _Executor(folder, python=python_of(cfg))
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
