@@ -52,10 +52,10 @@ def run(argv: list[str], command: Command) -> int:
 
 def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
     """Whether all runs of a sweep are done, queued or running. If so, prints what `start` would print."""
-    from rlx.launch.known import nothing_left
+    from rlx.launch.known import FILE, nothing_left
     from rlx.launch.sweep import alone, summary
 
-    if not directory.is_dir():
+    if not (directory / FILE).is_file():
         return False
     with alone(directory):
         found = nothing_left(sweep.elements, directory, made_from)
