@@ -157,10 +157,26 @@ def test_the_notice_reaches_the_supervisor_in_its_container_which_requeues_its_j
         assert time.monotonic() < deadline, job.told()
         assert process.poll() is None, job.told()
         time.sleep(0.05)
+    supervisor = int(next(tmp_path.glob("rlx.*/pid")).read_text())
+    os.kill(supervisor, signal.SIGTERM)  # to all steps of the job: the roles handle it
+    time.sleep(0.5)
     process.send_signal(signal.SIGUSR2)
     assert process.wait(120) == 75, job.told()
     assert job.status().state == "preempted", job.told()
     assert "scontrol requeue 12" in job.asked("scontrol"), "asked by the supervisor inside, run by the script outside"
+
+
+def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, monkeypatch, "apptainer", LEAVES)
+    process = job.start()
+    deadline = time.monotonic() + 120
+    while not (job.paths.root / "waits").exists():
+        assert time.monotonic() < deadline, job.told()
+        time.sleep(0.05)
+    process.terminate()  # as SLURM does to the script
+    assert process.wait(120) == 130, job.told()
+    assert job.status().state == "interrupted", job.told()
+    assert "scancel --signal=INT 12.1" in job.asked("scancel"), "the role's step, and not the supervisor's"
 
 
 def test_a_container_that_cannot_start_is_the_reason_of_the_runs_end(tmp_path, monkeypatch) -> None:

@@ -171,7 +171,7 @@ rlx_supervise() {
   answers=$!
   disown "$answers" # else bash reports that it was killed
   trap 'rlx_tell USR2' USR2
-  trap 'rlx_tell TERM' TERM
+  trap 'rlx_tell INT' TERM # because SLURM sends SIGTERM to the supervisor's step too, as a notice
   @step@ "$@" &
   step=$!
   while :; do
@@ -181,7 +181,7 @@ rlx_supervise() {
   done
   kill -KILL "$answers"
   # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
-  if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs TERM "$RLX_OUTSIDE/told"; then trap - EXIT; fi
+  if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs INT "$RLX_OUTSIDE/told"; then trap - EXIT; fi
   rm -rf "$RLX_OUTSIDE"
   exit "$code"
 }

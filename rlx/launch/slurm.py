@@ -102,7 +102,10 @@ class Attempt:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
-        received += [signal.Signals[f"SIG{name}"] for name in outside.begin()]
+        if outside.is_inside():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, lambda *_: received.append(signal.SIGTERM))
+            received += [signal.SIGTERM if name == "INT" else signal.Signals[f"SIG{name}"] for name in outside.begin()]
         paths = RunPaths(Path(self.run_dir))
         cfg = load_command(paths.root)
         environment = JobEnvironment()

@@ -33,6 +33,7 @@ from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
 from rlx.process import disk_is_full, full_disk
+from rlx.runs.outside import is_inside
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
 from rlx.waiting import LEFT
 
@@ -137,6 +138,8 @@ class Supervisor:
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 4096))
         for signum in (signal.SIGINT, signal.SIGTERM):  # the launcher handles SIGHUP
             signal.signal(signum, self._interrupt)
+        if is_inside():  # a notice to all steps, of which this is one; the roles handle it
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR2, self._preempt)
 
     def _preempt(self, signum: int, frame: object) -> None:

@@ -32,6 +32,11 @@ def outside(words: Sequence[str], variables: Iterable[str] = ()) -> list[str]:
     return ["sh", "-c", DEAF, "outside", sys.executable, "-m", __name__, ",".join(variables), *words]
 
 
+def is_inside() -> bool:
+    """Whether this process is in a container of a job. There SLURM's SIGTERM is for a step; that for the job comes as SIGINT."""
+    return FOLDER in os.environ
+
+
 def begin() -> list[str]:
     """Have the script pass on its signals to this process from now on. Returns the names of those that it has got before."""
     if FOLDER not in os.environ:
