@@ -68,6 +68,9 @@ It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; 
 """
 
 
+IMPORTS = "{} -c 'import rlx.launch.slurm'"  # fails here, where the reason is reported, and not in the job
+
+
 class _Executor(SlurmExecutor):
     """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
 
@@ -82,8 +85,11 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 
 
-def sbatch_options(cfg: CommandConfig, name: str, base: Path, code: Path | None = None) -> dict[str, Any]:
-    """The submitit parameters of a job for this configuration. `base`: the run's or sweep's directory; `code`: the code snapshot."""
+def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code: Path | None = None) -> dict[str, Any]:
+    """The submitit parameters of a job for this configuration. `code`: the code snapshot.
+
+    `base`: the run's or sweep's directory, which a container has mounted; None: the working directory.
+    """
     slurm, hardware = cfg.slurm, cfg.hardware
     further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
     whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
@@ -105,8 +111,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path, code: Path | None 
             f"cd {shlex.quote(os.getcwd())}",
             *_exports(cfg, code),
             *slurm.setup,
-            # Without a container, fail here, where the reason is reported, and not in the job.
-            _in_container(cfg, base, code) if slurm.container else f"{shlex.quote(sys.executable)} -c 'import rlx.launch.slurm'",
+            _in_container(cfg, base or Path.cwd(), code) if slurm.container else IMPORTS.format(shlex.quote(sys.executable)),
         ],
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
