@@ -38,6 +38,8 @@ def run(argv: list[str], command: Command) -> int:
             )
         return optimise(sweep, directory)
     elements = checked(sweep.elements, directory, command)
+    if elements[0].cfg.launcher.name == "kubernetes":
+        raise ConfigError("a sweep is no Job yet: launcher=kubernetes starts one run.\n  fix: one command for each run, or launcher=slurm")
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
