@@ -17,6 +17,7 @@ COMMANDS = {  # in the order of the help text
     "sft": "rlx.cli.sft",
     "eval": "rlx.cli.eval",
     "synthesize": "rlx.cli.synthesize",
+    "fetch": "rlx.cli.fetch",
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
     "doctor": "rlx.cli.doctor",
