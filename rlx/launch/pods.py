@@ -15,12 +15,11 @@ from pathlib import Path
 
 from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.starters import AgentStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
-from rlx.runs.claim import RunLock, create, differences, new_attempt
+from rlx.runs.claim import RunLock, create, new_attempt
 from rlx.runs.jobs import note_progress
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Cause, Status, read_status
@@ -57,7 +56,7 @@ def attempt(
     """
     paths = RunPaths(Path(str(cfg.run.dir)))
     mine = {"job": job, "uid": os.environ.get("JOB_UID", "")}
-    if _owner(paths) == mine:
+    if _owner(paths) == mine:  # a Job's arguments do not change, so it is the same configuration
         before = read_status(paths)
         if before is not None and before.state == "completed":
             print(f"{paths.root} is completed", flush=True)
@@ -66,10 +65,6 @@ def attempt(
         if not lock.take(OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run", file=sys.stderr)
             return 1
-        if other := differences(load_command(paths.root, secrets=False), cfg):
-            raise ConfigError(
-                f"{paths.root} holds a run with another configuration: {'; '.join(other[:4])}.\n  fix: give another run.name="
-            )
         step = before.step if before else 0
     else:
         paths, lock = create(cfg, overrides, plan)
