@@ -9,18 +9,17 @@
 
 FROM python:3.12.12-slim-bookworm AS build
 ARG EXTRA=gpu
-ARG UV_VERSION=0.9.18
+ARG UV_VERSION=0.13.9
 ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
 RUN pip install --no-cache-dir "uv==${UV_VERSION}" && python -m venv /opt/rlx
 WORKDIR /src
 # The packages first: this layer stays as long as their lists do.
 COPY pyproject.toml constraints.txt overrides.txt README.md LICENSE ./
-RUN mkdir -p rlx && touch rlx/__init__.py \
-    && uv pip compile pyproject.toml --extra "$EXTRA" --extra wandb --extra tensorboard --extra gguf \
-        --constraint constraints.txt --override overrides.txt --torch-backend "$([ "$EXTRA" = cpu ] && echo cpu || echo cu130)" \
-        --output-file requirements.txt --quiet \
-    && uv pip install --python /opt/rlx/bin/python --no-cache --requirement requirements.txt \
-        --torch-backend "$([ "$EXTRA" = cpu ] && echo cpu || echo cu130)"
+# PyPI's torch is the CUDA build; the CPU build comes from PyTorch's own index.
+RUN backend="$([ "$EXTRA" = cpu ] && echo --torch-backend=cpu || true)" \
+    && uv pip compile pyproject.toml --python-version 3.12 --extra "$EXTRA" --extra wandb --extra tensorboard --extra gguf \
+        --constraint constraints.txt --override overrides.txt --output-file requirements.txt --quiet $backend \
+    && uv pip install --python /opt/rlx/bin/python --no-cache --no-deps --requirement requirements.txt $backend
 COPY rlx rlx
 COPY conf conf
 COPY slurm slurm
