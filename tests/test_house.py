@@ -49,6 +49,7 @@ HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch",),
+    "kubernetes": ("launch",),
     "hydra": ("config", "cli"),
     "omegaconf": ("config", "cli"),
     "textual": ("view",),

@@ -42,8 +42,8 @@ from rlx.waiting import wait_for
 
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
-MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast", "steps")
-
+WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
+MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
 C = TypeVar("C", bound=CommandConfig)
 
