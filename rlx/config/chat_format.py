@@ -6,7 +6,9 @@ The package is imported inside the functions, because that takes half a second.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlx.config.schema import ModelConfig
 
@@ -27,6 +29,16 @@ def template_names() -> list[str]:
 def template_path(named: str) -> Path:
     """The file of `model.chat_template`: one of `template_names`, otherwise a path."""
     return TEMPLATES / f"{named}.jinja" if named in template_names() else Path(named).expanduser()
+
+
+def with_absolute_files(model: ModelConfig) -> ModelConfig:
+    """The section with absolute paths of its files, so that a process in another folder finds them. A shipped template keeps its name."""
+    files: dict[str, Any] = {}
+    if model.chat_template and model.chat_template not in template_names():
+        files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
+    if model.gguf:
+        files["gguf"] = str(Path(model.gguf).expanduser().absolute())
+    return replace(model, **files)
 
 
 def arguments_of(template: str) -> set[str]:
