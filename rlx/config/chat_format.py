@@ -6,7 +6,9 @@ The package is imported inside the functions, because that takes half a second.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlx.config.schema import ModelConfig
 
@@ -27,6 +29,14 @@ def template_names() -> list[str]:
 def template_path(named: str) -> Path:
     """The file of `model.chat_template`: one of `template_names`, otherwise a path."""
     return TEMPLATES / f"{named}.jinja" if named in template_names() else Path(named).expanduser()
+
+
+def with_absolute_files(model: ModelConfig) -> ModelConfig:
+    """The model with paths that another working directory finds as well. Templates of rlx keep their names."""
+    files: dict[str, Any] = {
+        key: file for key in ("chat_template", "gguf") if (file := getattr(model, key)) not in (None, *template_names())
+    }
+    return replace(model, **{key: str(Path(file).expanduser().absolute()) for key, file in files.items()})
 
 
 def arguments_of(template: str) -> set[str]:

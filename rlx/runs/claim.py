@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
 from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
-from rlx.config.chat_format import template_names
+from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
 from rlx.config.roots import root_of
@@ -126,12 +126,7 @@ def create(
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
-    files: dict[str, Any] = {
-        key: str(Path(file).expanduser().absolute())
-        for key in ("chat_template", "gguf")
-        if (file := getattr(cfg.model, key)) and (key, file) not in {("chat_template", name) for name in template_names()}
-    }
-    cfg = replace(cfg, model=replace(cfg.model, **files))
+    cfg = replace(cfg, model=with_absolute_files(cfg.model))
     if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
         raise ConfigError(
             f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
