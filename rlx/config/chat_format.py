@@ -33,10 +33,10 @@ def template_path(named: str) -> Path:
 
 def with_absolute_files(model: ModelConfig) -> ModelConfig:
     """The model with paths that another working directory finds as well. Templates of rlx keep their names."""
-    files: dict[str, Any] = {
-        key: file for key in ("chat_template", "gguf") if (file := getattr(model, key)) not in (None, *template_names())
-    }
-    return replace(model, **{key: str(Path(file).expanduser().absolute()) for key, file in files.items()})
+    given = {key: getattr(model, key) for key in ("chat_template", "gguf")}
+    kept = (None, *template_names())
+    files: dict[str, Any] = {key: str(Path(file).expanduser().absolute()) for key, file in given.items() if file not in kept}
+    return replace(model, **files)
 
 
 def arguments_of(template: str) -> set[str]:
