@@ -90,9 +90,9 @@ def keep_freed_memory() -> None:
     hands out zeroed pages one by one: about a tenth of a small model's step. Does nothing where the library has no such settings.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for setting, value in ((M_MMAP_THRESHOLD, KEPT), (M_TRIM_THRESHOLD, KEPT)):
-            mallopt(setting, value)
+    # The second threshold alone would fix the first at its low initial value. Some versions accept no more than 32 MiB for the first.
+    if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25)):
+        mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
 def full_disk(error: BaseException, run_dir: Path) -> str | None:

@@ -308,9 +308,9 @@ def test_the_table_puts_each_remedy_below_its_finding_and_the_exit_code_says_tha
     assert main(["doctor", "seed=x"]) == 2
 
 
-def test_the_job_on_a_node_takes_what_a_run_takes_but_for_minutes():
+def test_the_job_on_a_node_takes_what_a_run_takes_but_for_minutes(tmp_path):
     cfg = config("launcher=slurm", "hardware=node8x2", "slurm.gpus_per_node=8", "slurm.partition=gpu", "slurm.setup=[module load cuda]")
-    options = job_options(cfg)
+    options = job_options(cfg, tmp_path)
     assert (options["nodes"], options["time"], options["gres"], options["partition"]) == (1, 10, "gpu:8", "gpu")
     assert "module load cuda" in options["setup"]
     assert options["additional_parameters"] == {"requeue": False}

@@ -19,7 +19,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema_launch import ContainerConfig
 from rlx.launch import slurm
-from rlx.launch.container import Container
+from rlx.launch.container import Container, mounts_of
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
 from rlx.runs import provenance
@@ -182,6 +182,7 @@ def test_a_container_that_cannot_start_is_the_reason_of_the_runs_end(tmp_path, m
         (["slurm.container.mounts=[data]"], "data is no mount: slurm.container.mounts=[data]"),
         (["slurm.container.mounts=['/data:/data:rx']"], "/data:/data:rx is no mount"),
         (["slurm.setup=['source /envs/rlx/bin/activate']"], "activates a Python of the host"),
+        (["slurm.container.options=[--containall]"], "process ids of its own: slurm.container.options=[--containall]"),
         (["slurm.setup=['conda activate rlx']"], "`conda activate rlx` in slurm.setup"),
         (["slurm.prefix=[/usr/bin/apptainer,exec,other.sif]"], "one container in another: slurm.prefix="),
         (["slurm.options={container-image: other}"], "sbatch's option container-image would put the whole job's script into a container"),
@@ -246,6 +247,25 @@ def test_the_steps_of_a_role_with_gpus_in_a_container() -> None:
     assert words["pyxis"] == [*flags, "--no-container-mount-home", "--no-container-entrypoint", *options, *chooses, *again]
     binds = ["--bind", "/runs:/runs", "--bind", "/data:/in:ro", "--pwd", "/work"]
     assert words["apptainer"] == [*chooses, "apptainer", "exec", "--nv", "--no-home", *binds, *options, "/images/rlx.sif", *again]
+
+
+def test_what_the_configuration_names_is_mounted_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data", "model", "work", "cache", "runs/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "data" / "rows.jsonl").touch()
+    (tmp_path / "model" / "config.json").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("RLX_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "hub"))
+    line = ["launcher=slurm", "hardware=cpu", "dry_run=true", "model=qwen3_0_6b", f"model.name={tmp_path / 'model'}", "env=math"]
+    line += [f"envs.math.args.dataset={tmp_path / 'data' / 'rows.jsonl'}", "envs.math.python=/usr/bin/python3"]
+    line += ["slurm.container={runtime: pyxis, image: x, python: /opt/python, mounts: [/scratch, '/old:/new:ro']}"]
+    found = mounts_of(compose(line, {}).cfg, tmp_path / "runs" / "mine", tmp_path / "runs" / "mine" / ".submitit" / "code_1")
+    own = [tmp_path / name for name in ("cache", "data", "model", "work", "runs/mine")]
+    assert sorted(found) == sorted(
+        [*(f"{folder}:{folder}" for folder in [*own, Path.home() / ".cache" / "rlx"]), "/scratch:/scratch", "/old:/new:ro"]
+    )
 
 
 def test_a_folder_that_no_runtime_can_mount_is_refused(tmp_path: Path) -> None:

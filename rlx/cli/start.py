@@ -40,10 +40,10 @@ def run(argv: list[str], command: Command) -> int:
 
         check_directory(Path(cfg.run.dir))
     check_nodes(cfg, composed)
+    check_cache([cfg])
     (found,) = environments_of([cfg])
     check_chats([cfg], [found])
     environments = lines_of(found)
-    check_cache([cfg])
     if cfg.dry_run:
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain

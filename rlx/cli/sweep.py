@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlx.config.sweeps import Line, Sweep
-    from rlx.launch.sweep import Element
+    from rlx.launch.sweep import Element, Started
 
 MOST_PROBLEMS = 4  # number of problems that are shown in full
 
@@ -61,14 +61,12 @@ def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
     if not directory.is_dir():
         return False
     with alone(directory):
-        runs = nothing_left(sweep.elements, directory, made_from)
-    if runs is None:
+        found = nothing_left(sweep.elements, directory, made_from)
+    if found is None:
         return False
+    launcher, runs = found
     print(_count([run.state for run in runs], directory), flush=True)
-    if any(run.job for run in runs):
-        print("\n".join(f"  {run.job or '-':<10} {run.paths.root}" for run in runs))
-    else:
-        print("\n".join(summary(runs)))
+    print("\n".join(_jobs_of(runs) if launcher == "slurm" else summary(runs)))
     return True
 
 
@@ -118,9 +116,9 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 
         check_directory(directory)
     configs = [element.cfg for element in elements]
+    check_cache(configs)
     found = environments_of(configs)
     check_chats(configs, found)
-    check_cache(configs)
     for element, environments in zip(elements, found, strict=True):
         element.environments = lines_of(environments)
     return elements
@@ -141,9 +139,12 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
         sweep.wait_for_jobs(elements)
         print("\n".join(sweep.summary(elements)))
         return 1 if sweep.failed(elements) else 0
-    for element in elements:
-        print(f"  {element.job or '-':<10} {element.paths.root}")
+    print("\n".join(_jobs_of(elements)))
     return code
+
+
+def _jobs_of(runs: Sequence[Started]) -> list[str]:
+    return [f"  {run.job or '-':<10} {run.paths.root}" for run in runs]
 
 
 def _left(elements: list[Element], directory: Path) -> list[Element]:

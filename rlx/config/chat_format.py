@@ -32,10 +32,12 @@ def template_path(named: str) -> Path:
 
 
 def with_absolute_files(model: ModelConfig) -> ModelConfig:
-    """The model with paths that another working directory finds as well. Templates of rlx keep their names."""
-    given = {key: getattr(model, key) for key in ("chat_template", "gguf")}
-    kept = (None, *template_names())
-    files: dict[str, Any] = {key: str(Path(file).expanduser().absolute()) for key, file in given.items() if file not in kept}
+    """The section with absolute paths of its files, so that a process in another folder finds them. A shipped template keeps its name."""
+    files: dict[str, Any] = {}
+    if model.chat_template and model.chat_template not in template_names():
+        files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
+    if model.gguf:
+        files["gguf"] = str(Path(model.gguf).expanduser().absolute())
     return replace(model, **files)
 
 

@@ -56,7 +56,7 @@ class ContainerConfig:
     mounts: list[str] = key(
         [],
         "more folders, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro. Mounted in any case, under their own names: the run's or sweep's "
-        "directory with its copy of the code, the working directory, the model's folder, and the caches",
+        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches",
     )
     workdir: str | None = key(None, "working directory inside; null: the one in which the command was given")
     home: bool = key(False, "mount the home directory too")

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
@@ -86,8 +87,6 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
     """
     assert cfg.slurm.container is not None
     given = [mount if ":" in mount else f"{mount}:{mount}" for mount in cfg.slurm.container.mounts]
-    files = [Path(file).expanduser() for key in ("gguf", "chat_template") if (file := getattr(cfg.model, key, None))]
-    named = [cfg.model.name, getattr(getattr(cfg, "ref", None), "name", None)]
     folders = [
         base,
         Path.cwd(),
@@ -95,8 +94,7 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
         user_cache(),
         cache_root(),
         *([Path(home)] if (home := cfg.slurm.hf_home or os.environ.get("HF_HOME")) else []),
-        *(Path(name).expanduser().absolute() for name in named if name and Path(name).expanduser().is_dir()),
-        *(file.absolute().parent for file in files),
+        *named_folders({key: value for key, value in asdict(cfg).items() if key not in ("slurm", "launcher", "run")}),
     ]
     own: list[Path] = []
     for folder in sorted({*folders} - {Path("/")}, key=lambda each: (len(each.parts), str(each))):
@@ -107,6 +105,20 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
         if not any(folder.is_relative_to(above) for above in own):
             own.append(folder)
     return [*(f"{folder}:{folder}" for folder in own), *given]
+
+
+def named_folders(values: Any) -> Iterator[Path]:
+    """The folders of all absolute paths in a configuration that exist: models, data, other runs. Not of a Python, which is the image's."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from named_folders(value) if name != "python" else ()
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from named_folders(value)
+    elif isinstance(values, str) and values.startswith(("/", "~")):
+        path = Path(values).expanduser()
+        if path.exists():
+            yield path if path.is_dir() else path.parent
 
 
 def user_cache() -> Path:

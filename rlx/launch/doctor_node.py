@@ -23,7 +23,7 @@ from rlx.config.load import compose
 from rlx.config.schema import CommandConfig
 from rlx.launch.doctor import Examined, Finding, examine, existing
 from rlx.launch.doctor_services import CHECKS
-from rlx.launch.slurm import sbatch_options
+from rlx.launch.sbatch import python_of, sbatch_options
 from rlx.paths import write_text
 from rlx.runs.jobs import ENDED, GONE, ask, queue, waits
 from rlx.runs.status import last_lines
@@ -50,12 +50,12 @@ def _report(folder: Path, job: str) -> Path:
     return folder / f"findings_{job}.json"
 
 
-def job_options(cfg: CommandConfig) -> dict[str, Any]:
-    """submitit's parameters of the job: those of a run of this configuration, on one node and for a short time."""
+def job_options(cfg: CommandConfig, base: Path) -> dict[str, Any]:
+    """submitit's parameters of the job: a run's, on one node and for a short time. `base`: where it reports."""
     short = replace(
         cfg, hardware=replace(cfg.hardware, nodes=1), slurm=replace(cfg.slurm, time_minutes=min(MINUTES, cfg.slurm.time_minutes))
     )
-    options = sbatch_options(short, "rlx-doctor")
+    options = sbatch_options(short, "rlx-doctor", base)
     options["additional_parameters"] = {**options["additional_parameters"], "requeue": False}
     options["additional_parameters"].pop("signal", None)
     return options
@@ -67,8 +67,8 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
     Raises ConfigError if SLURM rejects the job, or if it ends without findings, with the end of its output.
     """
     folder = existing(Path(cfg.run.dir or "outputs")) / ".rlx-doctor"
-    options = job_options(cfg)
-    executor = SlurmExecutor(folder, python=f"exec {sys.executable}")
+    options = job_options(cfg, folder)
+    executor = SlurmExecutor(folder, python=python_of(cfg))
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
     executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     try:

@@ -67,8 +67,10 @@ def lacks(name: str) -> list[str]:
     """What the cache lacks of a model of the hub; empty if it is complete."""
     from rlx.weights.hub import in_cache
 
-    folder = in_cache(name)
-    return ["all of it"] if folder is None else [file for file in needed(folder) if not (folder / file).is_file()]
+    folder, complete = in_cache(name)
+    if folder is None:
+        return ["all of it"]
+    return [file for file in needed(folder) if not (folder / file).is_file()] or ([] if complete else ["some of its smaller files"])
 
 
 def needed(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,16 +57,23 @@ def digest(lines: Sequence[Line], root: Root) -> str:
     return found.hexdigest()
 
 
-def remember(elements: Iterable[Element], directory: Path, made_from: str) -> None:
+def remember(elements: Sequence[Element], directory: Path, made_from: str) -> None:
     """Note the runs of a sweep that was just started. `made_from`: their `digest`."""
-    runs = {
-        each.name: {"config": _hash(each.paths), "max_steps": each.cfg.total_steps, "waits": each.cfg.launcher.wait} for each in elements
+    launcher = next(iter(elements)).cfg.launcher  # the same for all
+    noted = {
+        "made_from": made_from,
+        "launcher": launcher.name,
+        "waits": launcher.wait,
+        "runs": {each.name: {"config": _hash(each.paths), "max_steps": each.cfg.total_steps} for each in elements},
     }
-    write_text(directory / FILE, json.dumps({"made_from": made_from, "runs": runs}) + "\n")
+    write_text(directory / FILE, json.dumps(noted) + "\n")
 
 
-def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> list[Known] | None:
-    """The runs of a sweep, if all of them are completed, queued or running; None if something is left to do, or if that is not known."""
+def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> tuple[str, list[Known]] | None:
+    """The launcher and the runs of a sweep, if all of them are completed, queued or running.
+
+    None if something is left to do, if a living run is to be waited for, or if that is not known.
+    """
     try:
         noted = json.loads((directory / FILE).read_text())
     except (OSError, ValueError):
@@ -83,7 +90,7 @@ def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> list
         if status.state == "completed" and status.max_steps >= run["max_steps"]:
             found.append(Known(line.name, paths, "done", None))
             continue
-        if run["waits"]:
+        if noted["waits"]:
             return None
         if job is not None and jobs is None:
             try:
@@ -94,7 +101,7 @@ def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> list
         if not lives and (status.state in FINAL or not Run(paths).lives(status)):
             return None
         found.append(Known(line.name, paths, "alive", job))
-    return found
+    return noted["launcher"], found
 
 
 def _hash(paths: RunPaths) -> str:

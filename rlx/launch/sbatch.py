@@ -68,6 +68,9 @@ It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; 
 """
 
 
+IMPORTS = "{} -c 'import rlx.launch.slurm'"  # fails here, where the reason is reported, and not in the job
+
+
 class _Executor(SlurmExecutor):
     """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
 
@@ -82,8 +85,11 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 
 
-def sbatch_options(cfg: CommandConfig, name: str, base: Path, code: Path | None = None) -> dict[str, Any]:
-    """The submitit parameters of a job for this configuration. `base`: the run's or sweep's directory; `code`: the code snapshot."""
+def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code: Path | None = None) -> dict[str, Any]:
+    """The submitit parameters of a job for this configuration. `code`: the code snapshot.
+
+    `base`: the run's or sweep's directory, which a container has mounted; None: the working directory.
+    """
     slurm, hardware = cfg.slurm, cfg.hardware
     further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
     whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
@@ -105,8 +111,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path, code: Path | None 
             f"cd {shlex.quote(os.getcwd())}",
             *_exports(cfg, code),
             *slurm.setup,
-            # Without a container, fail here, where the reason is reported, and not in the job.
-            _in_container(cfg, base, code) if slurm.container else f"{shlex.quote(sys.executable)} -c 'import rlx.launch.slurm'",
+            _in_container(cfg, base or Path.cwd(), code) if slurm.container else IMPORTS.format(shlex.quote(sys.executable)),
         ],
         "stderr_to_stdout": True,
         "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
@@ -130,10 +135,16 @@ def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:
     return beside(container, (*NOT_FOR_STEPS, *OF_A_GROUP))
 
 
+def python_of(cfg: CommandConfig) -> str:
+    """How the batch script starts Python, after the setup of `sbatch_options`."""
+    container = cfg.slurm.container
+    return f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
+
+
 def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> _Executor:
     """The executor that submits runs, with these directories, as one job or array. `folder`: for submitit's files, in their folder."""
-    base, options, container = folder.parent, sbatch_options(cfg, name, folder.parent, code), cfg.slurm.container
-    why = "the container or its Python cannot start" if container else "Python cannot import rlx there"
+    base, options = folder.parent, sbatch_options(cfg, name, folder.parent, code)
+    why = "the container or its Python cannot start" if cfg.slurm.container else "Python cannot import rlx there"
     beginning = [
         f"rlx_base={shlex.quote(str(base))}",
         f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
@@ -141,8 +152,7 @@ def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Pa
         f"rlx_last={cfg.launcher.last_lines}",
         BEGINNING.strip().replace("@why@", why),
     ]
-    python = f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
-    executor = _Executor(folder, python=python)
+    executor = _Executor(folder, python=python_of(cfg))
     given = {key: value for key, value in options.items() if key != "mem"}
     executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.

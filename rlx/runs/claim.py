@@ -190,10 +190,8 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    free = (*MAY_CHANGE, *cfg.may_change)
-    differences = [d for d in differing(asdict(before), asdict(cfg)) if not any(re.match(rf"{re.escape(key)}[.:]", d) for key in free)]
-    if differences:
-        shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
+    if found := differences(before, cfg):
+        shown = "".join(f"\n  {line}" for line in found[:8]) + ("\n  …" if len(found) > 8 else "")
         anew = f"start another run from its checkpoint, resume={paths.root}" if cfg.has_checkpoints else "begin anew,"
         raise ConfigError(
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"

@@ -26,6 +26,7 @@ NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets 
     "quiet": "rlx reads the job's id from sbatch's usual answer",
 }
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter")
+APART = ("--pid", "-p", "--containall", "-C")  # options of Apptainer that give a container its own process ids
 ACTIVATES = re.compile(r"\bbin/activate\b|\b(conda|mamba|micromamba)\s+activate\b")  # a Python of the host
 
 
@@ -75,6 +76,11 @@ def slurm_container(cfg: CommandConfig, of: Show) -> Iterator[str]:
                 f"{mount} is no mount: {of('slurm.container.mounts')}.\n"
                 "Write /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro, one in each element of the list."
             )
+    if apart := [option for option in its.options if option in APART]:
+        yield (
+            f"the job's script could not signal the supervisor, which would have process ids of its own: {of('slurm.container.options')}. "
+            f"Remove {apart[0]}."
+        )
     for line in slurm.setup:
         if ACTIVATES.search(line):
             yield (

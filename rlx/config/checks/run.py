@@ -36,17 +36,6 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
 # trainer
 
 
-@rule("trainer", "hardware", "inference.base_url")
-def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
-    if ranks % copies:
-        counts = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        yield (
-            f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
-            f"Set trainer.dp_replicate to one of {counts}, or change {of('hardware.trainer_processes')}."
-        )
-
-
 @rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
 def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     asked = {"trainer.ac_offloading": cfg.trainer.ac_offloading, "trainer.ac.mode": cfg.trainer.ac.mode != "full"}
