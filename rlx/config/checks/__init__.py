@@ -4,8 +4,8 @@
 advantage, optimizer, reference; `parallel.py`: how the trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers,
 machines, directories; `cluster.py`: SLURM jobs and their containers; `playing.py`: endpoints and weights of commands that only play;
 `sft.py`: supervised data; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the driver, and
-yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when the
-command's root lacks one.
+yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when
+the command's root lacks one.
 """
 
 from __future__ import annotations
