@@ -96,9 +96,9 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine
 
-    heartbeat.beat(f"loading {model}")
     arguments = engine_arguments(config, str(model), replica)
-    engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
+    with heartbeat.during(f"loading {model}"):  # may take longer than launcher.heartbeat_timeout; startup_timeout bounds it
+        engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(number: int) -> None:
