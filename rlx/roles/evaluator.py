@@ -27,7 +27,7 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Local
 from rlx.heartbeat import EVALUATING, INTERVAL, Heartbeat
 from rlx.metrics import MetricsWriter, read_metrics
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.rollout.beside import evaluate_beside
@@ -104,7 +104,7 @@ class Evaluator:
                 self.heartbeat.progress = self.now.tokens
                 write_text(self.paths.progress, json.dumps(self.now.progress()))
             self.heartbeat.beat(self.phase, step=self.now.version if self.now is not None else None)
-            if self.paths.preempt.exists():
+            if listed(self.paths.preempt):
                 raise Preempted
             await asyncio.sleep(INTERVAL)
 

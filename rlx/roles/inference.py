@@ -26,7 +26,7 @@ from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.process import die_with_parent, end_at_once
 from rlx.stacks import answer
 from rlx.waiting import UNFIT, wait_for
@@ -70,7 +70,7 @@ def main() -> int:
 
     heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
-        paths.initial_model.exists,
+        lambda: listed(paths.initial_model),
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
         tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
