@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, write_text
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 ABSENT = 10.0  # seconds without a look after which the looker was stopped itself, and perhaps the others with it
@@ -98,8 +98,6 @@ class AtWork:
         if now - self._looked >= INTERVAL:
             self._looked = now
             try:
-                if not listed(self._file):
-                    return False
                 beat = json.loads(self._file.read_text())
             except (OSError, ValueError):
                 return False
