@@ -1,8 +1,8 @@
 """Forwards `metrics.jsonl`, distributions and sample rollouts to Weights & Biases and TensorBoard.
 
-It reads the records of all roles, so one process tracks the whole run (`tracks`). `tracking.json` in the run directory stores how far each service
-has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event loop.
-It is thread-safe.
+It reads the records of all roles, so one process tracks the whole run (`tracks`). `tracking.json` in the run directory stores how far each
+service has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event
+loop. It is thread-safe.
 """
 
 from __future__ import annotations
