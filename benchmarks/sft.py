@@ -5,12 +5,14 @@
 Two sizes: the tiny model with the demo's lengths (a word and its reverse, 256 rows a step), and the model of `--model`, or one of SmolLM2
 135M's shape with random weights, on conversations of 16 to 160 tokens, 8 rows a step. Everything is in float32, on all cores.
 
-    rlx      the trainer of `rlx sft`: rendered rows, masks, packing, forward, backward, clipping, AdamW
+    rlx      the trainer of `rlx sft`: rendering rows, masks, packing, forward, backward, clipping, AdamW
     bare     `model(input_ids, position_ids)` on the same packed rows, cross-entropy on the trained tokens, clipping, the same AdamW
     TRL      SFTTrainer in its own environment (`demo.py`), with the same batches of rows, padded; no logging, saving or recomputation
 
 All three take turns, block by block, in one call, so that changes of the machine's load affect all. TRL is a process of its own, which
-waits while the others compute. A rate counts the tokens of the rows, padding not. Prints one table.
+waits while the others compute. A rate counts the tokens of the rows, padding not; TRL's rows have one more, the line break behind the end
+mark. Its rows are tokenized before its first step, which is not counted; rlx renders a row when a step first needs it, which is. Prints one
+table.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from rlx.losses.sft import sft
 from rlx.models import tiny
 from rlx.models.policy import PolicyModel
 from rlx.policy.chat import load_chat
+from rlx.process import keep_freed_memory
 from rlx.train.step import PolicyTrainer
 from rlx.types import MiniBatch
 
@@ -216,6 +219,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("tiny", "135M"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as the trainer's process does
     torch.manual_seed(0)
     python = install_trl()
     print(f"torch {torch.__version__}, TRL {trl_version(python)}, {args.threads} threads, {args.rounds} blocks\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.parallel.mesh import Mesh, join, one_process
+from rlx.parallel.mesh import Mesh, divide, join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
@@ -40,6 +40,7 @@ class Job:
     optimizer: str = "AdamW"
     rank: int = 0  # of adapters
     dropout: float = 0.0
+    divided: dict[str, int] = field(default_factory=dict)  # sizes of the mesh's axes
 
 
 def make_trainer(
@@ -60,6 +61,8 @@ def make_trainer(
 
 def run(job: Job, mesh: Mesh) -> None:
     torch.manual_seed(mesh.rank)
+    if job.divided:
+        mesh = divide(mesh, timeout=300, **job.divided)
     trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,18 @@ from main_job import MainJob
 
 # Set before torch is imported. With several workers of several threads on few cores, threads spin and small tests take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `make test` starts tests in the background, where a shell has Ctrl-C ignored, by the tests and by all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used."""
+    """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used.
+
+    `TESTS_CACHE` names a folder for several sessions: the Makefile's tiers then make the model of the default run once.
+    """
     base = tmp_path_factory.getbasetemp()
-    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlx_cache"
+    cache = Path(os.environ.get("TESTS_CACHE") or (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)) / "rlx_cache"
     cache.mkdir(exist_ok=True)
     return cache
 

@@ -7,9 +7,9 @@ importing takes far longer than the cases.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.parallel.mesh import Mesh, join, shards
+from rlx.parallel.mesh import Mesh, divide, join
 from rlx.paths import RunPaths
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
@@ -30,8 +30,11 @@ from rlx.weights.publish import Publisher
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
-    if (copies := settings.get("copies", 1)) > 1 and mesh.world_size % copies == 0:
-        mesh = replace(mesh, fsdp=shards(mesh.device, mesh.world_size, copies))
+    divided = {axis: math.gcd(size, mesh.world_size) for axis, size in settings.get("divided", {}).items()}
+    if len(divided) > 1 and math.prod(divided.values()) > mesh.world_size and "tensor" in divided:
+        divided.pop("tensor")
+    if max(divided.values(), default=1) > 1:
+        mesh = divide(mesh, timeout=300, **divided)
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
     ac = AcConfig(**settings.get("ac", {}))
     model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])

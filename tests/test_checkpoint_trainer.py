@@ -126,6 +126,13 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
         job("one_to_two", HALF, HALF, load=str(tmp_path / "from_one"), save=str(tmp_path / "from_one_again")),
         job("one_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_one")),
         job("two_whole", 0, UPDATES),
+        job("one_to_pieces", HALF, HALF, load=str(tmp_path / "from_one"), save=str(tmp_path / "from_pieces"), divided={"context": 2}),
+        job("pieces_rest", HALF, UPDATES, load=str(tmp_path / "from_pieces"), divided={"context": 2}),
+        job("pieces_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_pieces")),
+        job("pieces_to_parts", HALF, HALF, load=str(tmp_path / "from_pieces"), save=str(tmp_path / "from_parts"), divided={"tensor": 2}),
+        job("parts_rest", HALF, UPDATES, load=str(tmp_path / "from_parts"), divided={"tensor": 2}),
+        job("parts_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_parts")),
+        job("two_to_pieces", HALF, HALF, load=str(tmp_path / "from_two"), divided={"context": 2}),
     )
     # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went to two ranks and back to one
     same_weights(result(tmp_path / "one_to_two")["weights"], result(tmp_path / "one")["weights"])
@@ -142,6 +149,17 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     # in the background: it saves the state at the time of the call, although that state changed meanwhile
     run(job("background_to_one", HALF, HALF, load=str(tmp_path / "from_background")), one_process("cpu"))
     same_weights(result(tmp_path / "background_to_one")["weights"], result(tmp_path / "two")["weights"])
+    # rows in two pieces, and matrices in two parts: weights and optimizer's state come and go bit for bit
+    run(job("pieces_to_one_rest", HALF, UPDATES, load=str(tmp_path / "from_pieces")), one_process("cpu"))
+    assert result(tmp_path / "pieces_to_one_rest")["records"] == result(tmp_path / "one_rest")["records"]
+    assert result(tmp_path / "pieces_to_two_rest")["records"] == result(tmp_path / "one_to_two_rest")["records"]
+    run(job("parts_to_one_rest", HALF, UPDATES, load=str(tmp_path / "from_parts")), one_process("cpu"))
+    assert result(tmp_path / "parts_to_one_rest")["records"] == result(tmp_path / "one_rest")["records"]
+    assert result(tmp_path / "parts_to_two_rest")["records"] == result(tmp_path / "one_to_two_rest")["records"]
+    same_weights(result(tmp_path / "two_to_pieces")["weights"], result(tmp_path / "two")["weights"])
+    for divided in ("pieces_rest", "parts_rest"):
+        for a, b in zip(result(tmp_path / divided)["records"], result(tmp_path / "one_rest")["records"], strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5), divided
     # one and two ranks differ only by the order of sums
     for a, b in zip(result(tmp_path / "one_to_two_rest")["records"], result(tmp_path / "one_rest")["records"], strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_console import add_step
+from test_console import add_step, rendered
 
 from rlx.cli import main
 from rlx.cli.console import Console
@@ -21,6 +22,7 @@ from rlx.cli.panes import logs_of, make, session_of
 from rlx.config.load import compose, to_yaml
 from rlx.paths import RunPaths
 from rlx.plan.record import write_plan
+from rlx.runs.jobs import note_job
 from rlx.runs.run import Run
 from rlx.runs.status import Cause, Status
 from rlx.types import ProcessSpec
@@ -86,6 +88,115 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "has not been started" in capsys.readouterr().err
     assert main(["watch", "--tmux", str(make_run(tmp_path / "mine", state="completed").root)]) == 2
     assert "--tmux needs" in capsys.readouterr().err
+
+
+def test_the_panel_shows_who_waits_for_whom_and_the_last_line_of_each_log(tmp_path: Path):
+    paths = make_run(tmp_path / "mine", state="running")
+    paths.logs(0).mkdir(parents=True)
+    paths.latest_logs.symlink_to("attempt_0")
+    (paths.logs(0) / "trainer.log").write_text("first\nstep [3] took 2 s\n")
+    add_step(paths.root, 0, time.time(), **{"time/wait_weights": 0.1})
+    console = Console(paths.root, compose(["max_steps=3"], environ={}).cfg)
+    console.tail, console.note = ["trainer", "orchestrator"], "job 7 is waiting (pending): Priority"
+    console.update()
+    text = rendered(console)
+    assert "the trainer waits for rollouts 60% of its time: sampling is slower" in text
+    assert "trainer.log  step [3] took 2 s" in text
+    assert "orchestrator.log" not in text, "it has written nothing"
+    assert "job 7 is waiting (pending): Priority" in text
+    for step in (1, 2, 3, 4, 5):
+        add_step(paths.root, step, time.time(), **{"time/wait_weights": 0.4})
+    console._looked = 0.0
+    console.update()
+    assert "sampling waits for weights 80% of its time: training is slower" in rendered(console)
+
+
+def test_a_job_in_the_queue_is_explained_until_it_runs(tmp_path: Path, capsys, monkeypatch):
+    paths = make_run(tmp_path / "mine")
+    note_job(paths, "7")
+    answers = iter([{"7": "PENDING"}, {"7": "PENDING"}, {"7": "RUNNING"}])
+    monkeypatch.setattr("rlx.runs.jobs.queue", lambda: next(answers, {"7": "RUNNING"}))
+    monkeypatch.setattr("rlx.runs.jobs.waits", lambda jobs: {"7": "Priority, 3 of 12 waiting in gpu"})
+    monkeypatch.setattr("rlx.cli.watch.ASK", 0.0)
+    update, seen = Console.update, []
+
+    def look(console: Console) -> None:
+        update(console)
+        seen.append(console.note)
+        if not console.note:  # it runs
+            status = Status(max_steps=3)
+            status.finish("completed")
+            status.write(paths)
+
+    monkeypatch.setattr(Console, "update", look)
+    assert main(["watch", str(paths.root)]) == 0
+    assert capsys.readouterr().out.count("job 7 is waiting (pending): Priority, 3 of 12 waiting in gpu") == 1
+    assert (bool(seen[0]), seen[-1]) == (True, "")
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_run_on_another_host_lives_as_long_as_its_files_change_whatever_its_clock_says(tmp_path, capsys, monkeypatch, moves: bool):
+    """Its clock is an hour late, so its status always looks old."""
+    paths = make_run(tmp_path / "mine", state="running", supervisor={"host": "elsewhere", "pid": 1})
+    monkeypatch.setattr("rlx.cli.watch.PATIENCE", 0.3)
+    update, looks = Console.update, []
+
+    def late() -> None:
+        record = json.loads(paths.status.read_text())
+        record["updated"] = time.time() - 3600
+        paths.status.write_text(json.dumps(record))
+
+    def look(console: Console) -> None:
+        update(console)
+        looks.append(1)
+        if moves:
+            late()
+            if len(looks) == 4:
+                status = Status(max_steps=3)
+                status.finish("completed")
+                status.write(paths)
+
+    late()
+    monkeypatch.setattr(Console, "update", look)
+    assert main(["watch", str(paths.root)]) == (0 if moves else 1)
+    assert ("no living process" in capsys.readouterr().err) is not moves
+
+
+def test_a_preempted_run_whose_job_is_still_known_is_followed_on(tmp_path, monkeypatch):
+    paths = make_run(tmp_path / "mine", state="preempted", exit_code=75)
+    note_job(paths, "7")
+    states = iter(["RUNNING", "REQUEUED", "RUNNING", "COMPLETED"])
+    monkeypatch.setattr("rlx.runs.jobs.queue", lambda: {"7": next(states)})
+    monkeypatch.setattr("rlx.runs.jobs.waits", lambda jobs: {})
+    monkeypatch.setattr("rlx.cli.watch.ASK", 0.0)
+    assert main(["watch", str(paths.root)]) == 75
+    assert list(states) == []
+
+
+def test_tmux_gets_a_session_with_the_display_and_a_pane_for_each_log(tmp_path: Path, monkeypatch):
+    """With a stand-in that records its arguments; the test below uses the real one."""
+    paths = make_run(tmp_path / "my.run", state="completed")
+    specs = [ProcessSpec(role="trainer", replica=0, node=0, gpus=()), ProcessSpec(role="orchestrator", replica=0, node=0, gpus=())]
+    write_plan(paths.plan, specs)
+    log = tmp_path / "calls"
+    (tmp_path / "tmux").write_text(f'#!/bin/sh\n[ $1 = has-session ] && exit 1\necho "$@" >>{log}\necho %$#\n')
+    (tmp_path / "tmux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["watch", "--tmux", str(paths.root)]) == 0
+    calls = log.read_text()
+    assert calls.startswith("new-session -d -P -F #{pane_id} -s rlx-my_run")
+    assert f"-m rlx.cli watch {paths.root}" in calls
+    assert [f"{name}.log" in calls for name in ("trainer", "orchestrator")] == [True, True]
+    assert calls.endswith("attach-session -t =rlx-my_run\n")
+
+
+def test_a_machine_without_tmux_is_told_what_is_missing(tmp_path: Path, monkeypatch, capsys):
+    paths = make_run(tmp_path / "mine", state="completed")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["watch", "--tmux", str(paths.root)]) == 2
+    assert "--tmux needs tmux, which is not installed here.\n  fix: install it (apt-get install tmux)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -83,6 +83,13 @@ def test_a_users_directory_adds_options_to_any_group(mine: Path, how: str):
     assert composed.label == "riddles+reverse_text-tiny-grpo"
 
 
+def test_a_users_directory_may_have_a_space_in_its_name_and_a_changed_file_is_read_again(tmp_path: Path):
+    mine = tmp_path / "my files % of today"
+    for length in (83, 84):  # of the same size, within the resolution of a file's time
+        write(mine / "experiment" / "first.yaml", f"# @package _global_\nseq_len: {length}\n")
+        assert compose(["--config-dir", str(mine), "experiment=first"], {}).cfg.seq_len == length
+
+
 def test_environments_merge_into_one_mix():
     composed = compose(["env=[sums,reverse_text]", "envs.sums.weight=3", "envs.sums.args.level=2"], {})
     cfg = composed.cfg

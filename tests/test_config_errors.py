@@ -168,6 +168,15 @@ CASES = {
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
     "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 hardware.trainer_processes=4 dry_run=true"),
     "copies_of_unequal_size": Case("model=qwen3_8b hardware=node8 trainer.dp_replicate=3 dry_run=true"),
+    "context_groups_of_unequal_size": Case("model=qwen3_8b hardware=node8 trainer.cp=3 dry_run=true"),
+    "context_parallel_heads": Case("hardware=cpu hardware.trainer_processes=8 trainer.cp=8 dry_run=true"),
+    "context_parallel_of_whole_sequences": Case(
+        "hardware=cpu hardware.trainer_processes=2 trainer.cp=2 model.attention=rows trainer.compile=true dry_run=true"
+    ),
+    "tensor_groups_of_key_heads": Case("hardware=cpu hardware.trainer_processes=4 trainer.tp=4 dry_run=true"),
+    "tensor_and_context_groups": Case("model=qwen3_8b hardware=node8 trainer.tp=2 trainer.cp=4 dry_run=true"),
+    "tensor_groups_of_small_copies": Case("model=qwen3_8b hardware=node8 trainer.tp=2 trainer.dp_replicate=4 dry_run=true"),
+    "muon_in_host_memory": Case("model=qwen3_8b hardware=node8 optim=muon trainer.fsdp_cpu_offload=true dry_run=true"),
     "checkpointing_of_no_layer": Case("trainer.ac.mode=selective trainer.ac_offloading=true dry_run=true"),
     "layout_too_small_for_the_servers": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=8 dry_run=true"),
     "renamed_key": Case("hardware.trainer_ranks=2"),

@@ -13,6 +13,7 @@ from test_codec_records import same
 from test_data_source import on_two_ranks
 from trainer_examples import make_samples
 
+from rlx.data import supervised
 from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
 from rlx.parallel.mesh import one_process
 
@@ -97,6 +98,26 @@ def test_what_is_longer_than_seq_len_is_dropped_or_cut_and_counted() -> None:
     (cut,) = examples(truncate=True).samples(1, counts)
     assert (bytes(cut.token_ids.tolist()), cut.loss_mask.tolist()) == (b"go.a lon", [False] * 3 + [True] * 5)
     assert counts == {"data/overlong": 1, "data/truncated": 1}
+
+
+def test_a_row_is_rendered_once_and_counted_each_time_that_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, counts = examples(truncate=True), Counter[str]()
+    first = words.samples(0, counts)
+    words.samples(1, counts)
+    words.samples(1, counts)
+    assert counts["data/truncated"] == 2
+    monkeypatch.setattr(Words, "render", None)
+    assert words.samples(0, counts) is first
+
+
+def test_no_more_rows_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "KEPT_BYTES", supervised.SAMPLE_BYTES + 200)
+    words = examples(skip_refused=True)
+    assert [len(words.samples(index, Counter())) for index in (0, 0)] == [1, 1]
+    other = Conversations(name="words", rows=Rows([{"prompt": "go", "completion": "yes"}] * 2), chat=Words(), seq_len=8, vocab_size=256)
+    kept = [other.samples(index, Counter()) for index in (0, 1)]
+    assert other.samples(0, Counter()) is kept[0]
+    assert other.samples(1, Counter()) is not kept[1]
 
 
 def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:

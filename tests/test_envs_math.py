@@ -100,6 +100,23 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
     assert [message["role"] for message in train[0]["prompt"]] == ["system", "user"]
     with pytest.raises(ValueError, match=r"has no column question_column=problem; its columns are q, a"):
         rlx_math.load_environment(dataset=asked["dataset"])
+    env = rlx_math.load_environment(**asked, num_eval_examples=6, shots=2)
+    train = env.get_dataset()
+    asks = [message["content"] for message in train[0]["prompt"] if message["role"] == "user"]
+    assert asks[-1] == train[0]["question"]
+    assert not set(asks[:2]) & ({*train["question"]} | {*env.get_eval_dataset()["question"]}), "what is shown is neither trained nor asked"
+    with pytest.raises(ValueError, match="has 24 rows to train on; shots=24 leaves none"):
+        rlx_math.load_environment(**asked, num_eval_examples=6, shots=24)
+
+
+@pytest.mark.parametrize("level", [None, *rlx_math.LEVELS])
+def test_what_math_shows_as_solved_is_right_by_its_own_rules(level: int | None) -> None:
+    env = rlx_math.load_environment(level=level, shots=5, num_examples=2)
+    shown = rlx_math.build_rows(level, 5, rlx_math.SHOTS_SEED)
+    system, *said, question = env.get_dataset()[0]["prompt"]
+    assert (system["role"], question["content"]) == ("system", env.get_dataset()[0]["question"])
+    assert [message["content"] for message in said[::2]] == [row["question"] for row in shown]
+    assert [env.parser.parse(message["content"]) for message in said[1::2]] == [row["answer"] for row in shown]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +125,7 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
         ({"level": 5}, r"level=5 is not one of 1: one step"),
         ({"check_workers": 0}, "check_workers=0"),
         ({"num_examples": 0}, "num_examples=0"),
+        ({"shots": -1}, "shots=-1"),
     ],
 )
 def test_wrong_arguments_of_math_are_named(arguments: dict, said: str) -> None:

@@ -100,6 +100,17 @@ def test_the_easiest_level_of_sums_has_two_digits() -> None:
         rlx_sums.load_environment(level=9)
 
 
+def test_solved_sums_are_shown_step_by_step_in_words_and_bare_otherwise() -> None:
+    assert rlx_sums.steps("23 + 45 - 90") == "23 + 45 = 68. 68 - 90 = -22."
+    for words, parser in ((True, rlx_sums.LastNumberParser()), (False, rlx_sums.AnswerParser())):
+        env = rlx_sums.load_environment(level=3, words=words, shots=8, num_examples=2)
+        *said, question = env.get_dataset()[0]["prompt"]
+        shown = rlx_sums.build_rows(3, 8, rlx_sums.SHOTS_SEED, words)
+        assert question["content"] == env.get_dataset()[0]["question"]
+        assert [message["content"] for message in said[::2]] == [row["question"] for row in shown]
+        assert [parser.parse(message["content"].rstrip(".")) for message in said[1::2]] == [row["answer"] for row in shown]
+
+
 # reasoning_gym
 
 
@@ -193,13 +204,32 @@ def test_the_answer_of_tool_math_is_the_last_number(text: str, number: int | Non
 
 def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses_wrongly_without_it() -> None:
     env: Any = rlx_tool_math.load_environment(level=1, num_examples=4)
-    row = {"info": {"expression": "7*8"}}
+    row = {"info": {"expression": "7*8"}, "answer": "56"}
     call, result, answer = env.demonstration(row, False, random.Random(0))
     assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"x": "7*8"}
     assert (result["content"], answer["content"]) == ("56", "56")
     guesses = [env.demonstration(row, True, random.Random(seed)) for seed in range(50)]
     assert {len(said) for said in guesses} == {1}
     assert "56" not in {said[0]["content"] for said in guesses}
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_solved_problems_of_tool_math_are_shown_as_the_policy_would_have_played_them(level: int) -> None:
+    env = load("rlx-tool-math", level=level, shots=2, num_examples=2)
+    rollout = play_texts(env, env.rows[0]["answer"])
+    chat, (turn,) = tiny_chat(), rollout.turns
+    rows = rlx_tool_math.build_rows(level, 2, rlx_tool_math.SHOTS_SEED)
+    said = chat.tokenizer.decode(turn.prompt_ids)
+    spoken = said.split("<|im_start|>assistant\n")[1:-1]  # calls and answers in turn
+    calls = [one.partition("<tool_call>\n")[2].partition("\n</tool_call>")[0] for one in spoken[::2]]
+    results = [one.partition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0] for one in spoken[::2]]
+    answers = [one.partition("<|im_end|>")[0] for one in spoken[1::2]]
+    assert [json.loads(call)["arguments"]["x"] for call in calls] == [row["info"]["expression"] for row in rows]
+    assert results == [row["answer"] for row in rows]
+    assert [rlx_tool_math.last_number(answer) for answer in answers] == [int(row["answer"]) for row in rows]
+    assert rollout.metrics["called_before_answering"] == 0.0, "what the prompt shows is not the policy's"
+    assert rollout.reward == 1.0
+    assert said.count("<|im_start|>user") == 3
 
 
 # word_guess

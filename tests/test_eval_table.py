@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rlx.cli.playing import eval_table
 from rlx.rollout.scoring import columns_of, write_summary
 
@@ -28,7 +26,6 @@ def test_the_table_has_every_score_with_its_interval() -> None:
 
 
 def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     write_summary(tmp_path, rows(), {"model": "m"})
     assert json.loads((tmp_path / "summary.json").read_text())["rows"][2]["step"] == 10
     with (tmp_path / "summary.csv").open() as file:

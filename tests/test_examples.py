@@ -58,6 +58,24 @@ def make_run(root: Path, composed: Composed) -> None:
     (root / "config.yaml").write_text(composed.yaml)
 
 
+def run_page(name: str, **more: list[str]) -> None:
+    """Run the commands of a page as they stand. `more`: arguments for `rlx KIND`, by kind."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    for program, *argv in commands_of(ROOT / "examples" / name / "README.md"):
+        if argv[0] == "view":
+            continue  # it waits for keys: see the tests of rlx.view
+        start = [sys.executable] if program == "python" else [sys.executable, "-m", "rlx.cli"]
+        command = [*start, *argv, *more.get(argv[0], [])]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1500, check=False)
+        assert done.returncode == 0, f"{program} {shlex.join(argv)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+def evaluations(run: Path, env: str) -> dict[int, float]:
+    """Mean reward of a run's own evaluations, by version."""
+    records = [record for record, _ in read_metrics(run / "metrics.jsonl") if record["source"] == "eval"]
+    return {record["step"]: record[f"eval/{env}/avg@1"] for record in records}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
     commands = commands_of(page)
@@ -119,17 +137,8 @@ def test_an_example_has_the_settings_of_its_preset(name: str, there: Path) -> No
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    for program, *argv in commands_of(ROOT / "examples" / "reverse_text" / "README.md"):
-        if argv[0] == "view":
-            continue  # it waits for keys: see the tests of rlx.view
-        start = [sys.executable] if program == "python" else [sys.executable, "-m", "rlx.cli"]
-        done = subprocess.run([*start, *argv], env=environ, capture_output=True, text=True, timeout=1500, check=False)
-        assert done.returncode == 0, f"{program} {shlex.join(argv)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    scores = {}
-    for run in ("sft", "rl"):
-        records = [record for record, _ in read_metrics(there / f"outputs/reverse_text-{run}/metrics.jsonl") if record["source"] == "eval"]
-        scores[run] = {record["step"]: record["eval/reverse_text/avg@1"] for record in records}
+    run_page("reverse_text")
+    scores = {run: evaluations(there / f"outputs/reverse_text-{run}", "reverse_text") for run in ("sft", "rl")}
     assert sorted(scores["sft"]) == [0, 50, 100, 150, 200, 250]
     assert sorted(scores["rl"]) == [0, 50, 100]
     assert scores["sft"][0] < 0.05
@@ -139,4 +148,24 @@ def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
     assert [row["step"] for row in evaluated][:2] == [0, 50]
     assert evaluated[-1]["step"] == 100
     assert load_run(there / "outputs/reverse_text-rl").model.name.endswith("step_250")
+    shutil.rmtree(there / "outputs")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_pretrained_model_learns_as_its_page_says(there: Path) -> None:
+    folder = there / "models/SmolLM2"
+    made = subprocess.run([sys.executable, str(ROOT / "tools/smollm2.py"), str(folder)], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+    run_page("smollm2", sft=[f"model.name={folder}"])
+    before, after = (evaluations(there / f"outputs/smollm2-{run}", "sums") for run in ("sft", "rl"))
+    assert sorted(before) == sorted(after) == [0, 4, 8]
+    assert before[8] > before[0]
+    losses = [
+        record["loss/nll"] for record, _ in read_metrics(there / "outputs/smollm2-sft/metrics.jsonl") if record["source"] == "trainer"
+    ]
+    assert losses[-1] < losses[0] / 2
+    rows = json.loads((there / "outputs/smollm2-eval/summary.json").read_text())["rows"]
+    assert ([row["step"] for row in rows][:2], rows[-1]["step"]) == ([0, 4], 8)
     shutil.rmtree(there / "outputs")

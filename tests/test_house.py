@@ -212,9 +212,10 @@ def test_every_module_says_what_it_is():
 
 
 def declared_packages(*, extras: bool = False) -> set[str]:
-    """Distributions that pyproject.toml names, with normalized names."""
+    """Distributions that pyproject.toml names for users, with normalized names; `extras`: also those that only some users install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra if extras)]
+    optional = [line for extra, listed in project["optional-dependencies"].items() for line in listed if extra != "dev"]
+    lines = [*project["dependencies"], *(optional if extras else [])]
     return {re.split(r"[<>=~! ]", line)[0].lower().replace("_", "-") for line in lines}
 
 

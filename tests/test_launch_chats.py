@@ -12,6 +12,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.envs.probe import Probed
 from rlx.launch.chats import check_chats
+from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of
 from rlx.roles import prepare
@@ -48,8 +49,29 @@ def test_a_template_of_ones_own_makes_the_model_fit(folder: Path, template: Path
     assert problem_of(model, TOOLS) is None, "a tokenizer that is not on this machine is checked later"
 
 
+def test_a_template_that_ships_is_used_by_its_name(folder: Path) -> None:
+    model = model_config()
+    model.name, model.chat_template = str(folder), "chatml_tools"
+    assert problem_of(model, TOOLS) is None
+    chat = load_chat(tokenizer_of(str(folder), model), model)
+    assert chat.tool_parser == "pythonic"
+    tool = {"type": "function", "function": {"name": "calc", "description": "Calculate.\n\nMore.", "parameters": {"properties": {"x": {}}}}}
+    call = {"type": "function", "id": "call00000", "function": {"name": "calc", "arguments": '{"x": "7+2"}'}}
+    said = [
+        {"role": "user", "content": "7+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "9"},
+    ]
+    shown = chat.show(said, [tool])
+    assert "\ncalc(x): Calculate.\nTo call one" in shown
+    assert '<|im_start|>assistant\n[calc(x="7+2")]<|im_end|>\n<|im_start|>user\nResult: 9<|im_end|>\n' in shown
+    compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tools"], {})
+    with pytest.raises(ConfigError, match=r"no such file: model.chat_template=chatml_tool .*a template of rlx by its name: chatml_tools"):
+        compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tool"], {})
+
+
 def test_published_folders_have_the_template(template: Path) -> None:
-    files = ModelFiles({"config.json": b"{}"}).with_chat_template(str(template)).files
+    files = ModelFiles({"config.json": b"{}"}).with_chat_template(template).files
     assert files == {"config.json": b"{}", "chat_template.jinja": HERMES.encode()}
 
 

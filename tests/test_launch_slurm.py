@@ -207,7 +207,7 @@ def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_p
             seen.update(os.environ)
             raise RuntimeError("not now")
 
-    monkeypatch.setattr(slurm, "_executor", lambda *_: Executor())
+    monkeypatch.setattr(slurm, "make_executor", lambda *_: Executor())
     monkeypatch.setattr(slurm, "sbatch_script", lambda *_: "")
     with pytest.raises(RuntimeError, match="not now"):
         slurm.submit([(paths, load_run(paths.root))], "mine", tmp_path)

@@ -48,9 +48,9 @@ def test_a_step_sees_those_of_the_jobs_gpus_that_the_plan_gives_it(allocated: st
     assert done.stdout == seen
 
 
-def test_a_container_stands_before_the_command() -> None:
-    argv, _ = SrunStarter("7", ["node1"], prefix=["apptainer", "exec", "image.sif"]).command(spec(node=0), {})
-    assert argv[-6:-3] == ["apptainer", "exec", "image.sif"]
+def test_a_prefix_stands_before_the_command() -> None:
+    argv, _ = SrunStarter("7", ["node1"], prefix=["numactl", "--localalloc"]).command(spec(node=0), {})
+    assert argv[-5:-3] == ["numactl", "--localalloc"]
 
 
 def test_sruns_exit_code_tells_the_signal() -> None:

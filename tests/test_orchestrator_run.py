@@ -84,10 +84,12 @@ class StandInServers(StandIn):
 
 
 class StandInTrainer:
-    """Consumes batches in order and publishes versions, like the real trainer. Checks each batch's tokens against the staleness bound."""
+    """Consumes batches in order and publishes versions, like the real trainer. Checks each batch's tokens against the staleness bound.
 
-    def __init__(self, paths: RunPaths, config: Config, seconds: float = 0.0) -> None:
-        self.paths, self.config, self.seconds = paths, config, seconds
+    A step takes it `seconds`, and the run's last checkpoint begins `late` seconds after the last version is published."""
+
+    def __init__(self, paths: RunPaths, config: Config, seconds: float = 0.0, late: float = 0.0) -> None:
+        self.paths, self.config, self.seconds, self.late = paths, config, seconds, late
         self.batches: list[StepBatch] = []
 
     async def run(self) -> None:
@@ -105,8 +107,8 @@ class StandInTrainer:
             await self.checkpoint(self.config.max_steps)
 
     async def checkpoint(self, step: int) -> None:
-        """Begin the run's last checkpoint some time after the last version is published."""
-        await asyncio.sleep(0.3)
+        """Begin the run's last checkpoint."""
+        await asyncio.sleep(self.late)
         folder = begin(self.paths, step)
         while not (folder / "orchestrator" / STATE).exists():
             await asyncio.sleep(0.01)
@@ -116,7 +118,7 @@ class StandInTrainer:
 
 
 def play(
-    root: Path, config: Config, servers: StandInServers | None = None, seconds: float = 0.0, envs: Any = None
+    root: Path, config: Config, servers: StandInServers | None = None, envs: Any = None, **of_trainer: float
 ) -> tuple[RunPaths, StandInTrainer]:
     paths = RunPaths(root)
     envs = {} if envs is None else envs
@@ -125,7 +127,7 @@ def play(
 
         timeout = env.rollout_timeout or config.orchestrator.rollout_timeout
         envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, **env.args)
-    trainer = StandInTrainer(paths, config, seconds)
+    trainer = StandInTrainer(paths, config, **of_trainer)
     heartbeat = Heartbeat(paths, "orchestrator")
 
     served: Any = servers or StandInServers()
@@ -331,7 +333,7 @@ def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_last_checkpoint_gets_its_part_however_late_it_begins(tmp_path: Path) -> None:
-    paths, _ = play(tmp_path, config_of(max_steps=2))
+    paths, _ = play(tmp_path, config_of(max_steps=2), late=0.3)
     assert (writing(paths, 2) / "orchestrator" / STATE).is_file()
     assert config_of().ckpt.interval is not None
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlx.parallel import mesh as module
-from rlx.parallel.mesh import RankLost, join, one_process
+from rlx.parallel.mesh import RankLost, divide, join, one_process
 
 
 def test_one_process_has_no_process_group_and_hears_itself():
@@ -21,6 +21,7 @@ def test_one_process_has_no_process_group_and_hears_itself():
     assert (mesh.rank, mesh.world_size, mesh.data_rank, mesh.num_data_ranks) == (0, 1, 0, 1)
     assert not mesh.grouped
     assert not dist.is_initialized()
+    assert (mesh.where(True), mesh.where(False)) == ([0], [])
     assert (mesh.any(True), mesh.any(False), mesh.broadcast_bytes(b"batch")) == (True, False, b"batch")
     values = torch.tensor([1.0, 2.0])
     mesh.barrier()
@@ -55,6 +56,15 @@ def rank(number: int, folder: str) -> None:
     mesh.sum(values)
     largest = torch.tensor([float(number)])
     mesh.max(largest)
+    assert mesh.where(number == 1) == [1]
+    together = divide(mesh, timeout=300, context=2)
+    assert together.row is not None
+    assert (together.data_rank, together.num_data_ranks, together.row.context.rank) == (0, 1, number)
+    assert together.leads == (number == 0)
+    assert together.row.context.group._get_backend(mesh.device).options._timeout.total_seconds() == 300
+    alone = torch.tensor(1.0)
+    together.sum(alone)  # both ranks of a context group have the whole loss
+    assert alone == 1
     mesh.barrier()
     Path(folder, str(number)).write_text(f"{heard} {values.tolist()} {largest.tolist()} {bool(threads)}")
     if mesh.first:

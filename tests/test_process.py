@@ -1,4 +1,4 @@
-"""What a process says last when a full disk ends it."""
+"""What a process says last when a full disk ends it, and which memory it keeps."""
 
 from __future__ import annotations
 
@@ -107,3 +107,28 @@ def test_the_end_of_a_run_is_written_even_where_nothing_else_can_be(small_disk: 
     assert found is not None
     assert found.cause is not None
     assert (found.state, found.exit_code, found.cause.reason) == ("failed", 1, "exit code 1")
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from rlx.process import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        arrays = [np.ones(5_000_000, np.float64) for _ in range(3)]
+        del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+def test_a_process_that_keeps_freed_memory_gets_no_new_pages_for_the_same_arrays() -> None:
+    plain, keeping = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, way], check=True, capture_output=True, text=True).stdout)
+        for way in ("plain", "keep")
+    )
+    assert keeping < plain / 20, (plain, keeping)

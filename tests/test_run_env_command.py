@@ -74,7 +74,7 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
     assert str(tmp_path / "venv") in installed.stdout
     assert any(line.startswith("fresh-one ") for line in rlx("env", "list").stdout.splitlines())
     assert "next" in rlx("env", "info", "fresh-one").stdout
-    quick = ["model.warm_start.batch_size=16"] if "tools" in flavour else []  # its conversations are five times as long
+    quick = ["model.warm_start.batch_size=16"] if "--kind" in flavour else []  # their conversations are up to five times as long
     checked = rlx("env", "check", *printed(wrote, "rlx env check")[1:], *quick)
     assert "worth training on:" in checked.stdout
     train = ["train", *printed(wrote, "rlx train"), *quick, "max_steps=3", "run.name=mine"]

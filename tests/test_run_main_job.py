@@ -30,7 +30,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert mean(rewards[:3]) < 0.6
     assert mean(rewards[-5:]) >= 0.9
     assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
-    # Every token is one version old, so this measures the policy change of a training step. The next test compares engine and trainer.
+    # Every token is one version old, so this measures the policy change of a training step. `test_run_resume.py` has both agree.
     assert max(r["mismatch/kl"] for r in job.metrics("trainer")) < 5e-2
     written = {p.name for p in job.run_dir.iterdir()}
     assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}
@@ -56,17 +56,6 @@ def policy_51_is_trained_again_from_checkpoint_50(run_dir: Path) -> None:
     found = json.loads((run_dir / "compared" / "summary.json").read_text())
     assert (found["steps_trained_again"], len(found["checks"])) == (1, 4)
     assert all(check["here"] == pytest.approx(check["recorded"], rel=1e-9) for check in found["checks"])
-
-
-def test_on_policy_runs_repeat_bit_for_bit_and_trainer_and_engine_agree(start):
-    first = start("first", "max_async_level=0", *SHORT)
-    assert first.wait() == 0, first.text()
-    second = start("second", "max_async_level=0", *SHORT)
-    assert second.wait() == 0, second.text()
-    assert first.reproducible_lines() == second.reproducible_lines()
-    for record in first.metrics("trainer"):
-        assert record["mismatch/kl"] <= 1e-6
-        assert record["off_policy/lag_max"] == 0
 
 
 @pytest.mark.long
@@ -125,7 +114,8 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
         "env=[]",
         *envs,
         "max_steps=3",
-        "model.warm_start.steps=20",
+        "model.warm_start.steps=5",  # for each environment; nothing here depends on what the model has learned
+        "model.warm_start.batch_size=16",
         "orchestrator.batch_size=64",
         "seq_len=256",
         env={"PYTHONPATH": str(site)},

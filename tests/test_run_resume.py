@@ -36,6 +36,9 @@ def checkpoints(job: MainJob) -> list[int]:
 def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupted_one_writes(start):
     whole = start("whole", *SHORT)
     assert whole.wait() == 0, whole.text()
+    for record in whole.metrics("trainer"):
+        assert record["mismatch/kl"] <= 1e-6, "trainer and engine agree on the policy"
+        assert record["off_policy/lag_max"] == 0
 
     first = start("run", *SHORT, "ckpt.interval=null")
     first.until_step(1)

@@ -87,6 +87,46 @@ def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_th
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-4), name
 
 
+def said_by(role: str, ids: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """(bool [L], texts) of the contents of the messages of a role in a sample of the tiny model, whose tokens are single characters."""
+    head = [tiny.VOCABULARY.index(token) for token in (tiny.START, role, "\n")]
+    end = tiny.VOCABULARY.index(tiny.END)
+    found, texts = np.zeros(len(ids), bool), []
+    for at in range(len(ids)):
+        if ids[at : at + 3].tolist() == head:
+            stop = at + 3 + ids[at + 3 :].tolist().index(end)
+            found[at + 3 : stop] = True
+            texts.append("".join(tiny.VOCABULARY[token] for token in ids[at + 3 : stop]))
+    return found, texts
+
+
+@pytest.mark.timeout(900)
+def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Callable[..., MainJob]) -> None:
+    job = start(
+        "run",
+        *("experiment=tool_math_tiny", "loss=grpo", "loss.ce_coef=1", "envs.tool_math.learn.tool=1"),
+        *("max_steps=16", "ckpt.interval=null", "model.warm_start.steps=150", "optim.lr=2e-3"),
+    )
+    assert job.wait() == 0, job.text()
+    answers, advantages = 0, 0
+    for step in range(16):
+        played = {(rollout["group"], rollout["member"]): rollout for rollout in job.rollouts(step)}
+        for sample in samples(job, step):
+            tokens, texts = said_by("tool", sample.token_ids)
+            learned = np.zeros(len(tokens)) if sample.ce_weights is None else sample.ce_weights
+            assert np.array_equal(learned, tokens.astype(np.float32))
+            assert not (sample.loss_mask & tokens).any(), "no policy sampled them"
+            seen = [message["content"] for message in played[sample.group, sample.member]["completion"] if message["role"] == "tool"]
+            assert texts == seen[: len(texts)]
+            answers, advantages = answers + len(texts), advantages + bool(sample.advantages.any())
+    assert answers > 100
+    assert advantages > 100, "GRPO has something to learn, too"
+    records = job.metrics("trainer")
+    nll = [record["ce/nll"] for record in records]
+    assert np.mean(nll[-3:]) < 0.7 * np.mean(nll[:3]), nll
+    assert all(record["loss/ce"] > 0 for record in records)
+
+
 @pytest.mark.timeout(900)
 def test_self_distillation_reads_the_demonstration_and_agents_are_compared_with_themselves(
     start: Callable[..., MainJob], model: Path

@@ -90,6 +90,20 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
     assert load_run(paths.root).inference.api_key == "other-key", "a run whose file was deleted resumes with the given key"
 
 
+@pytest.mark.parametrize("key", ["the-key", "another-key"])
+def test_a_run_with_a_key_for_the_teachers_servers_resumes_in_place(tmp_path: Path, key: str) -> None:
+    given = ["loss=opd", "teacher.base_url=[http://teacher:8000]", f"run.dir={tmp_path / 'run'}"]
+    cfg = settle(compose([*given, "teacher.api_key=the-key"], {}).cfg, "label")
+    create(cfg, [], make_plan(cfg, tmp_path / "run"))[1].close()
+    again = compose([*given, f"teacher.api_key={key}", "resume=latest"], {}).cfg
+    create(again, [], make_plan(again, tmp_path / "run"))[1].close()
+    assert load_run(tmp_path / "run").teacher.api_key == key
+    without = replace(again, teacher=replace(again.teacher, api_key=None))
+    with pytest.raises(ConfigError, match=r"another configuration .*\n  teacher.api_key: ") as caught:
+        create(without, [], make_plan(without, tmp_path / "run"))
+    assert "-key" not in str(caught.value)
+
+
 def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "run"))
     assert not paths.secrets.exists()

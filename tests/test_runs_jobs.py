@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,3 +169,17 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
     monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
     assert follow(paths, "14") == 130
     assert capsys.readouterr().out == "job 14 waits: Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00\n"
+
+
+def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, clock, asked = run_of(tmp_path / "run", "14"), itertools.count(1000), []
+    times = SimpleNamespace(monotonic=lambda: next(clock), time=lambda: next(clock), sleep=lambda seconds: None)  # one passes at each look
+
+    def queue() -> dict[str, str]:
+        asked.append(next(clock))
+        return {"14": "RUNNING" if len(asked) < 6 else "CANCELLED"}
+
+    monkeypatch.setattr("rlx.launch.follow.time", times)
+    monkeypatch.setattr("rlx.launch.follow.queue", queue)
+    assert follow(paths, "14") == 130
+    assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= 10

@@ -23,8 +23,9 @@ from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
 ROOT = Path(__file__).resolve().parent.parent
+STEP = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 COMMANDS = {
-    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "srun": STEP,
     "scancel": "exit 1",  # so the supervisor signals its own children
     "squeue": "echo 12_1.0 toy; echo 12_1.batch batch",
     "scontrol": "echo Restarts=0",
@@ -39,6 +40,14 @@ FAILS_BESIDE_IT = (
     "[time.sleep(0.05) for _ in iter(beside.exists, True)]; sys.exit(3)"
 )
 LEAVES = "import sys; sys.exit(75)"
+# No signal of SLURM's is on its way here, so an attempt does not wait for one before it ends.
+ATTEMPT = """
+import sys
+from rlx.launch import verdict
+from rlx.launch.slurm import Attempt
+verdict.SIGTERM_SPREADS = 0.1
+Attempt(sys.argv[1])()
+"""
 
 
 class Job:
@@ -64,13 +73,17 @@ class Job:
         path.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.folder}/asked\n{does}\n')
         path.chmod(0o755)
 
+    def notice(self, first: str = "") -> None:
+        """Let every step send the supervisor SLURM's notice before it starts its process. `first`: what the step does before."""
+        log = self.paths.latest_logs / "launcher.log"
+        self.command("srun", f'{first} kill -USR2 "$PPID"; until grep -q "received SIGUSR2" \'{log}\'; do sleep 0.01; done; {STEP}')
+
     def run(self, output: IO[str] | None = None, **variables: str) -> int:
         """Run the job; return its exit code. `output`: the job's own output file."""
         slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", **variables}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        code = "import sys; from rlx.launch.slurm import Attempt; Attempt(sys.argv[1])()"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | slurm
-        argv = [sys.executable, "-c", code, str(self.paths.root)]
+        argv = [sys.executable, "-c", ATTEMPT, str(self.paths.root)]
         return subprocess.run(argv, env=environment, stdout=output, timeout=600, check=False).returncode
 
     def asked(self) -> list[str]:
@@ -109,7 +122,7 @@ def test_the_last_of_an_array_names_itself_and_never_the_array(job):
 
 def test_the_last_of_an_array_requeues_itself_alone(job):
     leaves = job(LEAVES)
-    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    leaves.notice()
     assert leaves.run(**LAST) == 75
     assert "scontrol requeue 12_1" in leaves.asked()
     assert [line for line in leaves.asked() if "12_1" not in line] == []
@@ -118,7 +131,7 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
 @pytest.mark.slow
 def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     leaves = job(LEAVES)
-    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    leaves.notice()
     leaves.command("scontrol", "echo JobState=COMPLETING Restarts=0")
     assert leaves.run(**LAST) == 130
     assert leaves.status().state == "interrupted"
@@ -213,7 +226,7 @@ def test_only_requeues_without_a_new_step_are_counted(tmp_path: Path):
 @pytest.mark.parametrize(("minutes", "code", "said"), [(3, 1, "larger slurm.time_minutes"), (60, 75, None)])
 def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the_second_time(job, minutes, code, said):
     leaves = job(LEAVES, argv=(f"slurm.time_minutes={minutes}", "slurm.signal_seconds=170"))
-    leaves.command("srun", 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    leaves.notice()
     assert leaves.run() == 75, "the first time it comes back"
     assert leaves.run(SLURM_RESTART_COUNT="1") == code
     log = leaves.paths.log(1, "launcher").read_text()
@@ -227,8 +240,7 @@ def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, r
     leaves = job(LEAVES, argv=limits, root=root)
     file = leaves.paths.root / ("eval/reverse_text--tiny/step_0/played.jsonl" if root is EVAL else "rollouts/finished.jsonl")
     file.parent.mkdir(parents=True)
-    saves = f"echo '{{}}' >> '{file}'; " if plays else ""
-    leaves.command("srun", saves + 'kill -USR2 "$PPID"; sleep 0.5; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    leaves.notice(f"echo '{{}}' >> '{file}';" if plays else "")
     assert [leaves.run(SLURM_RESTART_COUNT=restart) for restart in "01"] == [75, 75 if plays else 1]
     if not plays:
         assert "before a new rollout was saved" in leaves.status().cause.reason

@@ -18,7 +18,7 @@ from rlx.rollout.scored import PLAYED
 
 pytestmark = [pytest.mark.slurm]
 STEPS = 12  # the run must still be training when SLURM has carried out what a test asks for after step 4
-SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}", "model.warm_start.steps=150")
+SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}")
 RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
 
 @pytest.mark.long
 def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_not(submit, tmp_path, model_cache):
-    keys = ["env=reverse_text", "model.warm_start.steps=150", "num_examples=128", "rollouts_per_example=8"]
+    keys = ["env=reverse_text", "num_examples=128", "rollouts_per_example=8"]
     done = train(*keys, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, cache=model_cache, command=EVAL)
     assert done.returncode == 0, done.stdout + done.stderr
     job = submit("job", *keys, "orchestrator.max_concurrent=1", command=EVAL)

@@ -22,7 +22,7 @@ from rlx.runs.claim import create, settle
 from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm]
-LONG = ("orchestrator.batch_size=64", "max_steps=100000", "model.warm_start.steps=40")
+LONG = ("orchestrator.batch_size=64", "max_steps=100000")
 NODES = "hardware=cpu_3nodes"
 
 
@@ -43,7 +43,7 @@ def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callabl
 @pytest.mark.long
 def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, tmp_path, model_cache):
     where = ["launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={tmp_path / 'sweep'}", "launcher.array_parallelism=3"]
-    line = ["-m", "loss=grpo,gspo", "seed=1,2,3", *where, "max_steps=1", "orchestrator.batch_size=16", "model.warm_start.steps=40"]
+    line = ["-m", "loss=grpo,gspo", "seed=1,2,3", *where, "max_steps=1", "orchestrator.batch_size=16"]
     done = train(*line, cwd=tmp_path, cache=model_cache)
     assert done.returncode == 0, done.stdout + done.stderr
     ids = [each.split()[0] for each in done.stdout.splitlines()[1:]]

@@ -105,7 +105,7 @@ def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_
         status = Status()
         status.finish("completed")
         status.write(each.paths)
-    monkeypatch.setattr(sweep, "ASK", 0.01)
+    monkeypatch.setattr(sweep, "LOOK", 0.01)
     sweep.wait_for_jobs(elements)
 
 

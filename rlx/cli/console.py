@@ -15,6 +15,7 @@ from rlx.config.schema import EvaluatedRun
 from rlx.rollout.failures import in_words
 
 STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
+WAITS = 0.15  # share of its time above which one side is said to wait for the other
 STAGES = {  # source -> metric -> displayed name
     "trainer": {
         "time/wait_batch": "wait for batch",
@@ -54,7 +55,8 @@ class Console(Display):
             f"{pace:.2f} steps/s" if pace else "",
             eta,
         )
-        return [head, Text.from_markup(self._numbers(markup=True)), Text(self._stages(), style="dim")]
+        lines = [self._stages(), self._balance()]
+        return [head, Text.from_markup(self._numbers(markup=True)), Text("\n".join(filter(None, lines)), style="dim")]
 
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""
@@ -91,6 +93,22 @@ class Console(Display):
             if shown:
                 parts.append(f"{source}: {shown}")
         return "\n".join(parts)
+
+    def _balance(self) -> str:
+        """Which of sampling and training waits for the other, over the last steps; empty if that is not known."""
+        trainer, orchestrator = (self._share(*each) for each in (("time/wait_batch", "trainer"), ("time/wait_weights", "orchestrator")))
+        if trainer is None or orchestrator is None:
+            return ""
+        if max(trainer, orchestrator) < WAITS:
+            return "neither sampling nor training waits for the other"
+        if trainer >= orchestrator:
+            return f"the trainer waits for rollouts {trainer:.0%} of its time: sampling is slower"
+        return f"sampling waits for weights {orchestrator:.0%} of its time: training is slower"
+
+    def _share(self, metric: str, source: str) -> float | None:
+        """A stage's share of its role's last steps."""
+        stage, step = (self.history.last(name, source, over=5) for name in (metric, "time/step"))
+        return stage / step if stage is not None and step else None
 
     # plain lines
 

@@ -22,7 +22,7 @@ from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
 from rlx.runs.history import History
 from rlx.runs.run import Run
-from rlx.runs.status import Restart
+from rlx.runs.status import Restart, last_lines
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
@@ -89,6 +89,9 @@ def tell(text: str) -> None:
 class Display(ABC):
     """Displays one run. Call `update` a few times a second and `close` once."""
 
+    note = ""  # what is to be said of the whole run now: why its job waits
+    tail: Sequence[str] = ()  # names of the processes whose last log lines the panel shows
+
     def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
         """`argv`: the command's arguments, for the suggested commands at the end."""
         self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, hide_lines(argv, cfg)
@@ -99,6 +102,8 @@ class Display(ABC):
         self._ages = Ages()
         self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
         self._restarts: list[Restart] = []
+        self._ends: dict[str, str] = {}  # last log lines of the processes in `tail`
+        self._told = ""  # the last note that was printed
         self._phases: dict[str, tuple[str, float]] = {}  # last printed phase of a process, and when
         self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
@@ -151,6 +156,10 @@ class Display(ABC):
             self._looked = time.monotonic()
             self._look_for_stalls()
             self._look_for_restarts()
+            self._ends = {name: line for name in self.tail for line in last_lines(self.paths.latest_logs / f"{name}.log", 1)}
+        if self.note and self.note != self._told and self._live is None:
+            tell(self.note)
+            self._told = self.note
 
     def _look_for_stalls(self) -> None:
         """Read the newest account of a stall, and print what is new in it."""
@@ -187,11 +196,18 @@ class Display(ABC):
         ages = self._ages.look(beats, time.monotonic())
         for name, beat in beats.items():
             now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(in_phase(beat, ages[name])), style="dim"))
-        rows = [*self._head(), now]
+        rows = [*([Text(self.note, style="yellow")] if self.note else []), *self._head(), now]
         if self._stall:
             rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
         if self._restarts:
             rows.append(Text("started again: " + self._restarted(), style="yellow"))
+        if self._ends:
+            ends = Table.grid(padding=(0, 2))
+            ends.add_column(style="cyan", no_wrap=True)
+            ends.add_column(style="dim", no_wrap=True, overflow="ellipsis")
+            for name, line in self._ends.items():
+                ends.add_row(Text(f"{name}.log"), Text(line))
+            rows += [Text(""), ends]
         title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 

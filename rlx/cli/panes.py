@@ -54,7 +54,9 @@ def make(run: Run, session: str) -> list[str]:
 def show(run: Run) -> int:
     """Create the session of a run, or find the one that exists, and show it in this terminal."""
     if shutil.which("tmux") is None:
-        raise ConfigError("--tmux needs tmux, which is not installed here.\n  fix: install it, or use rlx watch without --tmux")
+        raise ConfigError(
+            "--tmux needs tmux, which is not installed here.\n  fix: install it (apt-get install tmux), or use rlx watch without --tmux"
+        )
     if not sys.stdout.isatty():
         raise ConfigError("--tmux needs a terminal.\n  fix: use rlx watch without --tmux")
     session = session_of(run)

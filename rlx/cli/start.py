@@ -15,6 +15,7 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.launch.chats import check_chats
+    from rlx.launch.hub import check_cache, use_cache, variables_of
     from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.make import make_plan
     from rlx.plan.place import require_one_host
@@ -27,6 +28,8 @@ def run(argv: list[str], command: Command) -> int:
 
         return sweep.run(argv, command)
     composed = compose(argv, None, command.root)
+    if not composed.cfg.dry_run:  # it may be made where the cluster's cache is not
+        use_cache(variables_of(composed.cfg))
     cfg = settle(command.resolve(composed.cfg), label_of(composed, command))
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))
@@ -37,6 +40,7 @@ def run(argv: list[str], command: Command) -> int:
 
         check_directory(Path(cfg.run.dir))
     check_nodes(cfg, composed)
+    check_cache([cfg])
     (found,) = environments_of([cfg])
     check_chats([cfg], [found])
     environments = lines_of(found)

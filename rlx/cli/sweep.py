@@ -17,14 +17,16 @@ from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlx.config.sweeps import Line, Sweep
-    from rlx.launch.sweep import Element
+    from rlx.launch.sweep import Element, Started
 
 MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 
 def run(argv: list[str], command: Command) -> int:
     """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
+    from rlx.config.roots import SFT, TRAIN
     from rlx.config.sweeps import expand
+    from rlx.launch import known
 
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
@@ -37,11 +39,35 @@ def run(argv: list[str], command: Command) -> int:
                 "return.\n  fix: -m with the values themselves"
             )
         return optimise(sweep, directory)
+    # Other commands' configurations come from other runs, too.
+    made_from = known.digest(sweep.elements, command.root) if command.root in (TRAIN, SFT) else None
+    if made_from is not None and _nothing_left(sweep, directory, made_from):
+        return 0
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
-    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    code = start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    if made_from is not None and not any(element.cfg.clean for element in elements):
+        known.remember(elements, directory, made_from)
+    return code
+
+
+def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
+    """Whether all runs of a sweep are done, queued or running. If so, prints what `start` would print."""
+    from rlx.launch.known import nothing_left
+    from rlx.launch.sweep import alone, summary
+
+    if not directory.is_dir():
+        return False
+    with alone(directory):
+        found = nothing_left(sweep.elements, directory, made_from)
+    if found is None:
+        return False
+    launcher, runs = found
+    print(_count([run.state for run in runs], directory), flush=True)
+    print("\n".join(_jobs_of(runs) if launcher == "slurm" else summary(runs)))
+    return True
 
 
 def folder(sweep: Sweep) -> Path:
@@ -57,6 +83,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
     from rlx.launch.chats import check_chats
+    from rlx.launch.hub import check_cache, use_cache, variables_of
     from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
 
@@ -66,6 +93,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     for line in lines:
         try:
             composed = compose(line.argv, None, command.root)
+            if not composed.cfg.dry_run:
+                use_cache(variables_of(composed.cfg))
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:
@@ -87,6 +116,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 
         check_directory(directory)
     configs = [element.cfg for element in elements]
+    check_cache(configs)
     found = environments_of(configs)
     check_chats(configs, found)
     for element, environments in zip(elements, found, strict=True):
@@ -109,9 +139,12 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
         sweep.wait_for_jobs(elements)
         print("\n".join(sweep.summary(elements)))
         return 1 if sweep.failed(elements) else 0
-    for element in elements:
-        print(f"  {element.job or '-':<10} {element.paths.root}")
+    print("\n".join(_jobs_of(elements)))
     return code
+
+
+def _jobs_of(runs: Sequence[Started]) -> list[str]:
+    return [f"  {run.job or '-':<10} {run.paths.root}" for run in runs]
 
 
 def _left(elements: list[Element], directory: Path) -> list[Element]:
@@ -120,11 +153,14 @@ def _left(elements: list[Element], directory: Path) -> list[Element]:
 
     sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
-    count = {state: sum(element.state == state for element in elements) for state in ("done", "alive", "again")}
-    words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
-    known = "; ".join(f"{number} {words[state]}" for state, number in count.items() if number)
-    print(f"{len(elements)} runs in {directory}" + (f" ({known})" if known else ""), flush=True)
+    print(_count([element.state for element in elements], directory), flush=True)
     return todo
+
+
+def _count(states: list[str], directory: Path) -> str:
+    words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
+    found = "; ".join(f"{states.count(state)} {words[state]}" for state in words if state in states)
+    return f"{len(states)} runs in {directory}" + (f" ({found})" if found else "")
 
 
 def _submit(elements: list[Element], name: str, directory: Path) -> int:

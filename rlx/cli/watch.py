@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlx.runs.run import Run
+    from rlx.runs.status import Status
 
-SUMMARY = "follow a run: progress, phases, closing summary"
+SUMMARY = "follow a run: progress, phases, last log lines, closing summary"
 UPDATE = 0.2  # seconds between two displays
-ASK = 5.0  # seconds between two questions to SLURM
+ASK = 10.0  # seconds between two questions to SLURM
+PATIENCE = 5.0  # seconds that a run on another host has to show that it is alive: its clock may be wrong, and its files arrive late
 ENDED = ("completed", "failed", "interrupted", "preempted", "lost", "not started")
 
 
@@ -64,12 +68,18 @@ def watch(run: Run) -> int:
     command = importlib.import_module(f"rlx.cli.{root_of(cfg).command}").command()
     console = command.display(run.root, cfg, run.overrides)
     console.started = status.started
-    jobs, asked = _jobs(run), time.monotonic()
-    while (state := run.state(jobs)) not in ENDED:
+    console.tail = [spec.name for spec in run.plan]
+    jobs, asked, pulse = _jobs(run), time.monotonic(), Pulse()
+    while (state := run.state(jobs)) not in ENDED or pulse.alive(run, state) or _comes_back(run, state, jobs):
+        if not state.startswith("waiting"):
+            console.note = ""
+        elif not console.note:
+            console.note = _why(run, state)
         console.update()
         time.sleep(UPDATE)
         if time.monotonic() - asked > ASK:
             jobs, asked = _jobs(run), time.monotonic()
+            console.note = ""
     status = run.status or status
     console.started = time.time() - (status.updated - status.started)  # the summary says how long the run took
     console.close(status.exit_code if status.exit_code is not None else 1)
@@ -78,6 +88,51 @@ def watch(run: Run) -> int:
     elif status.cause is not None:
         print(failure(status.cause, run.root), file=sys.stderr)
     return status.exit_code if status.exit_code is not None else 1
+
+
+class Pulse:
+    """Whether a run on other hosts is alive, by changes of its status and this host's own clock: the clocks of two hosts may differ."""
+
+    def __init__(self) -> None:
+        self._updated: float | None = None
+        self._since, self._patience = time.monotonic(), PATIENCE
+
+    def alive(self, run: Run, state: str) -> bool:
+        """Whether a run that seems lost may be alive."""
+        from rlx.runs.run import STALE
+
+        status = run.status
+        if state != "lost" or status is None or not (run.job or _is_elsewhere(status)):
+            return False
+        now = time.monotonic()
+        if status.updated != self._updated:
+            self._patience = PATIENCE if self._updated is None or run.job else STALE  # SLURM knows of a job
+            self._updated, self._since = status.updated, now
+        return now - self._since < self._patience
+
+
+def _is_elsewhere(status: Status) -> bool:
+    named = [each for each in (status.launcher, status.supervisor, *status.processes) if each is not None]
+    return any(each["host"] != socket.gethostname() for each in named)
+
+
+def _comes_back(run: Run, state: str, jobs: Mapping[str, str] | None) -> bool:
+    """Whether a preempted run's job is still in SLURM's hands: it is about to be in the queue again."""
+    from rlx.runs.jobs import ENDED as GONE_STATES
+    from rlx.runs.jobs import GONE
+
+    return state == "preempted" and run.job is not None and jobs is not None and jobs.get(run.job, GONE) not in GONE_STATES
+
+
+def _why(run: Run, state: str) -> str:
+    """Why the run's job waits in SLURM's queue."""
+    from rlx.runs.jobs import waits
+
+    try:
+        why = waits([run.job or ""]).get(run.job or "", "")
+    except RuntimeError:
+        why = ""
+    return f"job {run.job} is {state}" + (f": {why}" if why else "")
 
 
 def _jobs(run: Run) -> dict[str, str] | None:

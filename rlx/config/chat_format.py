@@ -1,4 +1,4 @@
-"""Which chat format a model has: a typed renderer of the `renderers` package, or the chat template of its tokenizer.
+"""Which chat format a model has: a typed renderer of the `renderers` package, or the chat template of its tokenizer or of a file.
 
 The package is imported inside the functions, because that takes half a second.
 """
@@ -6,6 +6,9 @@ The package is imported inside the functions, because that takes half a second.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from rlx.config.schema import ModelConfig
 
@@ -15,6 +18,27 @@ OWN = (
     "conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
+TEMPLATES = Path(__file__).with_name("chat_templates")
+
+
+def template_names() -> list[str]:
+    """The templates that are part of rlx, by name."""
+    return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+
+
+def template_path(named: str) -> Path:
+    """The file of `model.chat_template`: one of `template_names`, otherwise a path."""
+    return TEMPLATES / f"{named}.jinja" if named in template_names() else Path(named).expanduser()
+
+
+def with_absolute_files(model: ModelConfig) -> ModelConfig:
+    """The section with absolute paths of its files, so that a process in another folder finds them. A shipped template keeps its name."""
+    files: dict[str, Any] = {}
+    if model.chat_template and model.chat_template not in template_names():
+        files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
+    if model.gguf:
+        files["gguf"] = str(Path(model.gguf).expanduser().absolute())
+    return replace(model, **files)
 
 
 def arguments_of(template: str) -> set[str]:

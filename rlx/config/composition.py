@@ -168,8 +168,8 @@ def _compose(
     origins = _find_origins(repository, defaults, variables, values, inherited)
     off = _sections_off(root, variables, values, origins)
     fill_in(cfg, repository, groups, origins)
-    unresolved_problems, unresolved = _resolve(cfg, origins)
-    data = {str(key): value for key, value in _plain(cfg, resolve=True).items()}
+    resolved, unresolved_problems, unresolved = _resolve(cfg, origins)
+    data = {str(key): value for key, value in resolved.items()}
     _drop_of_other_commands(root, data, origins)
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
@@ -379,14 +379,13 @@ def _flatten(value: Any, prefix: str) -> Iterable[str]:
         yield prefix
 
 
-def _resolve(cfg: DictConfig, origins: Origins) -> tuple[list[Problem], list[str]]:
-    """Replace interpolations by their values; `???` where there is none. Returns one problem per cause, and all keys without a value."""
+def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Problem], list[str]]:
+    """The values without interpolations, with `???` for those that have none; one problem per cause; all keys without a value."""
     problems: list[Problem] = []
     keys: list[str] = []
     while True:
         try:
-            OmegaConf.to_container(cfg, resolve=True)
-            return problems, keys
+            return _plain(cfg, resolve=True), problems, keys
         except (InterpolationResolutionError, InterpolationKeyError) as error:
             key = error.full_key
             if not key:

@@ -6,6 +6,8 @@ Knows hydra's override grammar and which groups and options exist. `composition.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -94,13 +96,13 @@ def _unknown_option(option: str, root: Root) -> str:
 
 def parse(lines: list[str]) -> list[Override]:
     """Parse overrides. Raises ConfigError that lists all invalid ones."""
-    parser, parsed, problems = OverridesParser.create(), [], []
+    parsed, problems = [], []
     for line in lines:
         key, _, value = line.partition("=")
         if not value.isascii() and re.fullmatch(r"[\w./~@:+-]+", value):  # hydra's grammar knows no such letters without quotes
             line = f'{key}="{value}"'
         try:
-            parsed.append(parser.parse_override(line))
+            parsed.append(copy.copy(_parse(line)))
         except HydraException:
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
@@ -109,6 +111,12 @@ def parse(lines: list[str]) -> list[Override]:
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(line: str) -> Override:
+    """Hydra's parser takes a millisecond a line. The runs of a sweep share most lines."""
+    return OverridesParser.create().parse_override(line)
 
 
 def line_of(override: Override) -> str:
@@ -141,11 +149,14 @@ class Groups:
         lacking = {name: where_else(root.schema, key_of(name)) for name in names if not has_key(root.schema, key_of(name))}
         self.foreign = {name: hint for name, hint in lacking.items() if hint}  # group -> a sentence that names its command
         self.names = sorted(names - self.foreign.keys() - {"hydra"})
+        self._options: dict[str, list[str]] = {}
 
     def options(self, group: str) -> list[str]:
         """Names of the files of a group; of the top level when `group` is empty."""
-        found = {name for source in self.sources if not group or source.is_group(group) for name in source.list(group, ObjectType.CONFIG)}
-        return sorted(found)
+        if group not in self._options:
+            there = [source for source in self.sources if not group or source.is_group(group)]
+            self._options[group] = sorted({name for source in there for name in source.list(group, ObjectType.CONFIG)})
+        return self._options[group]
 
     def is_choice(self, override: Override) -> bool:
         """Whether an override chooses an option of a group; otherwise it sets a key."""

@@ -20,19 +20,20 @@ WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len 
 
 
 def activation_bytes(cfg: TrainingRoot) -> float:
-    """Bytes that the trainer keeps for the backward pass, per token of a row.
+    """Bytes that a rank keeps for the backward pass, per token of a row. With `trainer.cp` or `tp`, a token's are on one of several ranks.
 
     A layer with activation checkpointing keeps only its input, or also its products. One such layer at a time is recomputed.
     """
     width, layers, ac = BYTES[cfg.model.dtype] * cfg.model.hidden_size, cfg.model.num_layers, cfg.trainer.ac
     recomputed = -(-layers // ac.freq) if ac.freq else 0
     kept = 0 if cfg.trainer.ac_offloading and cfg.hardware.device == "cuda" else 1 if ac.mode == "full" else 1 + PRODUCTS
-    return ((layers - recomputed + min(1, recomputed)) * ACTIVATION + recomputed * kept) * width
+    return ((layers - recomputed + min(1, recomputed)) * ACTIVATION + recomputed * kept) * width / cfg.trainer.ranks_of_a_row
 
 
 def tokens_of_an_update(cfg: TrainingRoot) -> int:
-    """The most tokens that a rank trains on in one optimizer step: its share of the rollouts or rows, each of length seq_len."""
-    return -(-cfg.samples_per_update * cfg.seq_len // cfg.trainer_ranks)
+    """The most tokens that a rank, or the ranks that compute rows together, trains on in one optimizer step: its share of the rollouts or
+    rows, each of length seq_len."""
+    return -(-cfg.samples_per_update * cfg.seq_len // cfg.data_ranks)
 
 
 def budget(cfg: TrainingRoot) -> int:
@@ -56,6 +57,6 @@ def why(cfg: TrainingRoot) -> str:
         return "trainer.micro_batch_tokens"
     row = default_row(cfg)
     if row == tokens_of_an_update(cfg):
-        return "all tokens of a rank in an optimizer step"
+        return f"all tokens of a {'group of ranks' if cfg.trainer.ranks_of_a_row > 1 else 'rank'} in an optimizer step"
     share = f"{budget(cfg) >> 30} GiB of activations at {activation_bytes(cfg) / 2**20:,.2f} MiB a token"
     return f"what {share} allow" if row == tokens_in_budget(cfg) else f"seq_len; {share} would allow fewer"

@@ -2,7 +2,8 @@
 
 Plain dataclasses whose only behaviour is derived properties. Imports no torch, hydra or omegaconf, so that every room can import it.
 `conf/` holds the values, `checks/` the rules between keys; `load.py` composes. `schema_rollout.py` holds the keys of
-rollouts, `schema_launch.py` those for starting and watching a run. `docs/configuration.md` is generated from all three.
+rollouts, `schema_trainer.py` those of the trainer's processes, `schema_launch.py` those for starting and watching a run.
+`docs/configuration.md` is generated from all of them.
 
 `loss`, `advantage` and `optim` are open `_target_` nodes: their keys are the keyword arguments of the target, plus the shared keys
 in `LossTerms` and `OptimTerms`.
@@ -47,9 +48,11 @@ from rlx.config.schema_rollout import (
 )
 from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
 from rlx.config.schema_teacher import TeacherConfig
+from rlx.config.schema_trainer import AcConfig, TrainerConfig
 
 __all__ = [
     "MISSING",
+    "AcConfig",
     "BufferConfig",
     "CommandConfig",
     "DataConfig",
@@ -79,51 +82,13 @@ __all__ = [
     "TeacherConfig",
     "TensorboardConfig",
     "TrainedEnvConfig",
+    "TrainerConfig",
     "UpdateConfig",
     "ValConfig",
     "WandbConfig",
     "WarmStartConfig",
     "WeightBroadcastConfig",
 ]
-
-
-@dataclass
-class AcConfig:
-    freq: int = key(0, "activation checkpointing of every freq-th layer; 0 is off", low=0)
-    mode: str = key(
-        "full",
-        "`full` recomputes the whole layer in backward; `selective` keeps the results of matrix products and of attention, and recomputes "
-        "only what is cheap between them",
-        choices=("full", "selective"),
-    )
-
-
-@dataclass
-class TrainerConfig:
-    micro_batch_tokens: int | None = key(
-        None,
-        "tokens of one packed row; null: as many as fit into 2 GiB of activations (8 GiB on CUDA, 4 GiB on a shared card), "
-        "but no more than an optimizer step has and no fewer than `seq_len`",
-        low=1,
-    )
-    num_minibatches: int = key(1, "minibatches of a batch, one optimizer step each", low=1)
-    num_iterations: int = key(1, "passes of the optimizer over every batch", low=1)
-    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
-    reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
-    ac: AcConfig = section(AcConfig)
-    ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
-    fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
-    reshard_after_forward: bool = key(
-        True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
-    )
-    dp_replicate: int = key(
-        1,
-        "copies of the model (HSDP): each is sharded over trainer processes / dp_replicate, neighbours in rank. Shards are then gathered "
-        "within a copy, and only gradients cross copies",
-        low=1,
-    )
-    compile: bool = key(False, "torch.compile each layer (GPU)")
-    batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
 
 
 @dataclass
@@ -283,6 +248,11 @@ class TrainingRoot(CommandConfig):
     def num_updates(self) -> int:
         """Optimizer steps per training step."""
         return self.trainer.num_minibatches * self.trainer.num_iterations
+
+    @property
+    def data_ranks(self) -> int:
+        """Trainer processes, or groups of them, that train on different rows at the same time."""
+        return self.trainer_ranks // self.trainer.ranks_of_a_row
 
     @property
     def trainer_ranks(self) -> int:

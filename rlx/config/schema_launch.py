@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.keys import key
+from rlx.config.keys import MISSING, key
 
 
 @dataclass
@@ -43,6 +43,27 @@ class LauncherConfig:
 
 
 @dataclass
+class ContainerConfig:
+    """The container in which the processes of a SLURM job run, the supervisor too. The nodes need no Python of their own then."""
+
+    runtime: str = key(
+        MISSING,
+        "`pyxis`: options of srun, which runs enroot; `apptainer`, `singularity`: the command of that name on the nodes",
+        choices=("pyxis", "apptainer", "singularity"),
+    )
+    image: str = key(MISSING, "the image, as the runtime names it: /images/rlx.sqsh, /images/rlx.sif, docker://registry#team/rlx:1")
+    python: str = key(MISSING, "the Python with rlx's packages in the image, an absolute path: /opt/venv/bin/python")
+    mounts: list[str] = key(
+        [],
+        "more folders, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro. Mounted in any case, under their own names: the run's or sweep's "
+        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches",
+    )
+    workdir: str | None = key(None, "working directory inside; null: the one in which the command was given")
+    home: bool = key(False, "mount the home directory too")
+    options: list[str] = key([], "more options of the runtime, as they are: [--container-writable] for pyxis, [--writable-tmpfs]")
+
+
+@dataclass
 class SlurmConfig:
     """What rlx must know about a cluster to submit jobs there. None leaves a choice to the cluster. One file per cluster: `slurm=NAME`."""
 
@@ -62,7 +83,14 @@ class SlurmConfig:
     time_minutes: int = key(1440, "time limit of the job, in minutes; the job requeues itself before the limit and resumes", low=1)
     signal_seconds: int = key(120, "how many seconds before the time limit or a preemption the job gets a signal", low=10)
     setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables; the first that fails ends the job")
-    container: list[str] = key([], "prefix of every role's command: [apptainer, exec, --nv, image.sif]")
+    prefix: list[str] = key([], "words before the command of every process but the supervisor: [numactl, --localalloc]")
+    container: ContainerConfig | None = key(None, "the container in which all processes of a job run; null: none")
+    hf_home: str | None = key(
+        None, "the nodes' cache of models and data sets, on a shared file system (HF_HOME), also for `rlx fetch`; null: that of the shell"
+    )
+    offline: bool = key(
+        False, "the nodes have no internet: nothing is submitted unless the cache has it all (`rlx fetch`), and jobs ask no hub"
+    )
     options: dict[str, Any] = key(
         {}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}; null takes a line out: {mem: null}"
     )

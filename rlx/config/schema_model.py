@@ -58,7 +58,11 @@ class ModelConfig:
         "what writes and reads conversations: a family of the `renderers` package (`qwen3`, `llama-3`, …), `default`: the chat template, "
         "or `auto`: the family of the exact hub name, if the package knows it and `model.chat_template` is not set",
     )
-    chat_template: str | None = key(None, "file with the chat template (Jinja) to use instead of the tokenizer's own; null: its own")
+    chat_template: str | None = key(
+        None,
+        "chat template (Jinja) to use instead of the tokenizer's own: a file, or the name of one that rlx brings (`chatml_tools`); "
+        "null: its own",
+    )
     chat_template_kwargs: dict[str, Any] = key(
         {},
         "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; one that it does not read is refused",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
@@ -11,6 +13,7 @@ LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too 
 BESIDE = ("slurm", "sweeps")  # groups outside conf/, at the top of the repository, where users look for them
 
 
+@functools.cache
 def conf_directory() -> Path:
     """The shipped `conf/`: at the top of a checkout, or installed as the package `rlx.conf`."""
     package = Path(__file__).resolve().parents[1]
@@ -21,7 +24,8 @@ def conf_directory() -> Path:
     raise ConfigError(f"the shipped configuration was not found: no {PRIMARY}.yaml in {candidates[0]} or {candidates[1]}. Reinstall rlx.")
 
 
-def shipped_groups() -> dict[str, Path]:
+@functools.cache
+def shipped_groups() -> Mapping[str, Path]:
     """The folder of each shipped group, by name."""
     conf = conf_directory()
     folders = [*(conf.parent / name for name in BESIDE), *conf.iterdir()]

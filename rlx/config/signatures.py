@@ -133,7 +133,7 @@ def _find(module: str, name: str) -> DefinitionNode | None:
     """
     file = _source(module)
     names = []
-    for node in ast.parse(file.read_text()).body:
+    for node in _statements(file.read_text()):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -145,6 +145,11 @@ def _find(module: str, name: str) -> DefinitionNode | None:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return None
     raise ConfigError(_no_such(module, name, names))
+
+
+@functools.lru_cache(maxsize=256)
+def _statements(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
 
 
 def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:

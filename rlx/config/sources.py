@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.object_type import ObjectType
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+from omegaconf import OmegaConf
 
 from rlx.config.shipped import BESIDE, conf_directory
 
+SUFFIX = ".yaml"
 
-class BesideConf(FileConfigSource):
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> Any:
+    """The content of a file. A sweep composes the same files for each of its runs, and parsing them was a fifth of composing."""
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+
+
+class Folder(FileConfigSource):
+    """A folder of configuration files. Hydra's own source does the same, but parses a file and resolves its path each time."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "folder"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = self._file(config_path)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigLoadError(f"Config not found : {file}") from None
+        header = self._get_header_dict(text[:512])
+        return ConfigResult(config=OmegaConf.create(_parsed(text)), path=self.full_path(), provider=self.provider, header=header)
+
+    def is_group(self, config_path: str) -> bool:
+        return os.path.isdir(os.path.join(self.path, config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        return self._file(config_path).is_file()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        found: set[str] = set()
+        with os.scandir(os.path.join(self.path, config_path)) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    if results_filter is not ObjectType.CONFIG and entry.name != "__pycache__":
+                        found.add(entry.name)
+                elif results_filter is not ObjectType.GROUP and entry.name.endswith(SUFFIX) and entry.is_file():
+                    found.add(entry.name.removesuffix(SUFFIX))
+        return sorted(found)
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, config_path if config_path.endswith(SUFFIX) else config_path + SUFFIX)
+
+
+class BesideConf(Folder):
     """The parent folder of `conf/`. Only its groups `sweeps/` and `slurm/` are configuration."""
 
     @staticmethod
@@ -38,11 +88,12 @@ def _is_ours(config_path: str) -> bool:
 
 def search_path(directories: list[str]) -> ConfigSearchPathImpl:
     """The search path, with the user's `directories` first."""
-    SourcesRegistry.instance().register(BesideConf)  # repeating this has no effect
+    for source in (Folder, BesideConf):
+        SourcesRegistry.instance().register(source)  # repeating this has no effect
     path = ConfigSearchPathImpl()
     for directory in directories:
-        path.append("user", Path(directory).resolve().as_uri())
-    path.append("main", conf_directory().as_uri())
+        path.append("user", f"{Folder.scheme()}://{Path(directory).resolve()}")
+    path.append("main", f"{Folder.scheme()}://{conf_directory()}")
     path.append("beside", f"{BesideConf.scheme()}://{conf_directory().parent}")
     path.append("schema", "structured://")
     return path

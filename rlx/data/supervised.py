@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Tick = Callable[[], None]
 TICK = 0.2  # seconds between calls of `tick` while a batch is made
 
+KEPT_BYTES = 2**26  # of rendered rows kept for later passes over a data set
+SAMPLE_BYTES, TOKEN_BYTES = 1024, 21  # about what a sample and each of its tokens take
+
 OVERLONG, TRUNCATED, REFUSED = "data/overlong", "data/truncated", "data/refused"
 
 
@@ -72,12 +75,25 @@ class Conversations:
     roles: Collection[str] = ASSISTANT  # whose messages are trained
     truncate: bool = False  # cut a longer sample to `seq_len`; False: leave it out
     skip_refused: bool = False  # leave out rows that cannot be marked exactly; False: they are errors
+    _kept: dict[int, list[TrainingSample]] = field(default_factory=dict)  # samples of rows that lost nothing, while there is room
+    _room: list[int] = field(default_factory=lambda: [KEPT_BYTES])
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
         """Raises ValueError with the place of a row that cannot be marked exactly."""
+        if index in self._kept:
+            return self._kept[index]
+        before = counts.total()
+        samples = self._rendered(index, counts)
+        size = sum(SAMPLE_BYTES + TOKEN_BYTES * len(sample.token_ids) for sample in samples)
+        if counts.total() == before and size <= self._room[0]:
+            self._kept[index] = samples
+            self._room[0] -= size
+        return samples
+
+    def _rendered(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
         try:
             parts = mark(read_conversation(self.rows[index], fills=self.rows.fills), self.chat, self.roles)
             if not any(any(part.trained) for part in parts):

@@ -21,7 +21,7 @@ def check_triton(start: Callable[[], None] | None = None) -> None:
         (start or launch)()
     except Exception as error:  # Triton, its compiler, the C compiler, the loader and the driver each raise their own types
         raise ValueError(
-            f"Triton cannot compile a kernel on this machine: {_missing(error)}; "
+            f"Triton cannot compile a kernel on this machine: {missing_part() or f'{type(error).__name__}: {error}'}; "
             "or do without Triton: model.logprob_backend=torch model.liger=false"
         ) from error
 
@@ -38,8 +38,8 @@ def launch(device: str = "cuda") -> None:
     assert sums.total.tolist() == [16.0], sums
 
 
-def _missing(error: Exception) -> str:
-    """The missing part and how to get it. If every known part is there, the error itself."""
+def missing_part() -> str | None:
+    """What Triton needs and this machine lacks, and how to get it; `None` if every known part is there."""
     given = os.environ.get("CC")
     if given is not None and shutil.which(given) is None:
         return f"CC is `{given}`, but there is no such program; unset it, or set it to a C compiler"
@@ -52,4 +52,4 @@ def _missing(error: Exception) -> str:
             f"it needs Python's headers, but there is no {headers / 'Python.h'}; install them (apt-get install python{version}-dev; "
             f"dnf install python{version}-devel), or use a Python that has them, such as uv's"
         )
-    return f"{type(error).__name__}: {error}"
+    return None

@@ -19,7 +19,7 @@ from rlx.runs.jobs import ENDED, GONE, find_jobs, job_of, output_of, queue, wait
 from rlx.runs.run import STALE, WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
-ASK = 3.0  # seconds between two queries to the SLURM controller
+ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
 WAIT = 30.0  # seconds between two questions why a job waits
 LATE = 3  # consecutive queries that must report the job as gone before a run without a final status counts as lost: files arrive late
 

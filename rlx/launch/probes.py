@@ -40,8 +40,8 @@ SCHEMA = 3  # changes when the meaning of a kept answer changes
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
 
-def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]:
-    """What the environments of each configuration are, by name. Loads each different environment once.
+def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> list[dict[str, Probed]]:
+    """What the environments of each configuration are, by name. Loads each different environment once. `anew`: even if it is known.
 
     A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer.
     Raises ConfigError with the problems of all of them.
@@ -50,7 +50,7 @@ def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]
     for cfg in configs:
         for name, env in _looked_at(cfg).items():
             wanted.setdefault(identity(env), (name, env))
-    known = {each: found for each, (_, env) in wanted.items() if (found := _kept(each)) is not None}
+    known = {each: found for each in wanted if not anew and (found := _kept(each)) is not None}
     by_python: dict[str, list[Identity]] = {}
     for each in wanted:
         if each not in known:
@@ -58,7 +58,7 @@ def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]
     for python, missing in by_python.items():
         known |= _ask(python, {each: wanted[each] for each in missing})
     problems = [
-        f"{section_of(name)}: {probed.problem}.\n  fix: {probed.fix}; launcher.check_envs=false starts without this check"
+        f"{section_of(name)}: {probed.problem}.\n  fix: {_offline()}{probed.fix}; launcher.check_envs=false starts without this check"
         for each, (name, _) in wanted.items()
         if (probed := known[each]).problem is not None
     ]
@@ -66,6 +66,11 @@ def environments_of(configs: Sequence[CommandConfig]) -> list[dict[str, Probed]]
     if problems:
         raise ConfigError(problems)
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
+
+
+def _offline() -> str:
+    """What to do first if the hub is not asked."""
+    return "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
 
 
 def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
@@ -106,7 +111,9 @@ def identity(env: EnvConfig) -> Identity:
 
 
 def _file_of(each: Identity) -> Path:
-    text = json.dumps([SCHEMA, *each, str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")])
+    found = str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")
+    hub = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_OFFLINE")] if os.environ.get("HF_HUB_OFFLINE") == "1" else []
+    text = json.dumps([SCHEMA, *each, found, *hub])  # without the hub, what loads depends on the cache
     return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 

@@ -6,6 +6,7 @@ need not. What a chat template makes of the rows is the trainer's to say: render
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
@@ -37,7 +38,8 @@ def check_rows(cfg: SftRoot) -> list[str]:
         except RowError as error:
             problems.append(f"{key}: {where} cannot be trained on: {error}\n  fix: correct the data set (docs/sft.md), or name another")
         except ValueError as error:
-            problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split")
+            offline = " (if the cache lacks it: rlx fetch sft, where there is internet)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+            problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split{offline}")
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
             lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{', tools' if first.tools else ''}")

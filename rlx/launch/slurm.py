@@ -12,166 +12,41 @@ import contextlib
 import io
 import os
 import secrets
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from submitit import JobEnvironment, SlurmExecutor
+from submitit import JobEnvironment
 
 from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
+from rlx.launch.container import MOUNTS, Container
+from rlx.launch.sbatch import check_directory, make_executor, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
+from rlx.runs import outside
 from rlx.runs.claim import RunLock, new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, output_of, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.snapshot import environment, take_snapshot
+from rlx.runs.snapshot import take_snapshot
 from rlx.runs.status import Cause, Status, read_status
+
+__all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_script", "submit"]
 
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
 START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
-
-BEGINNING = r"""
-trap '' USR2 # the notice would kill the job before Python handles it
-# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
-rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-rlx_job=${rlx_job:-$SLURM_JOB_ID}
-rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
-rlx_end() {
-  local code=$? attempt=0 log line lines= reason
-  set +e
-  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
-  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
-  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
-  log=logs/attempt_$attempt/job.log
-  mkdir -p "$rlx_run/logs/attempt_$attempt"
-  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
-  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
-  while IFS= read -r line; do
-    line=${line//\\/\\\\}
-    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
-  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
-  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
-  reason="$reason a line of slurm.setup failed, or Python cannot import rlx there"
-  while IFS= read -r line; do
-    case $line in
-      ' "state":'*) line=' "state": "failed",' ;;
-      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
-      ' "exit_code":'*) line=' "exit_code": 1,' ;;
-      ' "cause":'*)
-        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
-        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
-        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
-        ;;
-      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
-      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
-    esac
-    printf '%s\n' "$line"
-  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
-}
-trap rlx_end EXIT
-trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
-set -e
-"""
-"""Beginning of the script, before `slurm.setup`. Works without Python.
-
-It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; `rlx_output`, the folder of the jobs' output in it; and
-`rlx_last`, how many lines of output to report. It relies on `Status.write`, which puts each field on a line of its own.
-"""
-
-
-class _Executor(SlurmExecutor):
-    """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 1
-
-
-def check_directory(directory: Path) -> None:
-    """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
-    if "%" in str(directory):
-        raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
-
-
-def sbatch_options(cfg: CommandConfig, name: str, code: Path | None = None) -> dict[str, Any]:
-    """The submitit parameters of a job for this configuration. `code`: the code snapshot that the job runs."""
-    slurm, hardware = cfg.slurm, cfg.hardware
-    further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
-    whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
-    memory = f"{round(slurm.memory_gb * 1024)}M" if slurm.memory_gb is not None else "0" if whole else None
-    options: dict[str, Any] = {
-        "job_name": name,
-        "nodes": hardware.nodes,
-        "ntasks_per_node": 1,
-        "time": slurm.time_minutes,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "cpus_per_task": slurm.cpus_per_node,
-        "exclusive": True if slurm.cpus_per_node is None else None,
-        "mem": memory,
-        "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
-        "setup": [
-            f"cd {shlex.quote(os.getcwd())}",
-            *_exports(code),
-            *slurm.setup,
-            f"{shlex.quote(sys.executable)} -c 'import rlx.launch.slurm'",  # fails here, where the reason is reported, and not in the job
-        ],
-        "stderr_to_stdout": True,
-        "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
-        "array_parallelism": cfg.launcher.array_parallelism or 100_000,
-        # --signal=B: only the batch script gets the signal, and that is the supervisor
-        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **further},
-    }
-    left_out = {name for name, value in further.items() if value is None}
-    options["additional_parameters"] = {k: v for k, v in options["additional_parameters"].items() if k not in left_out}
-    return {name: value for name, value in options.items() if value is not None and name not in left_out}
-
-
-def _exports(code: Path | None) -> list[str]:
-    inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
-    return [f"export {name}={shlex.quote(value)}" for name, value in (environment(code) if code else inherited).items()]
-
-
-def _executor(folder: Path, options: dict[str, Any], runs: Sequence[Path], last_lines: int) -> _Executor:
-    base = folder.parent
-    beginning = [
-        f"rlx_base={shlex.quote(str(base))}",
-        f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
-        f"rlx_output={shlex.quote(folder.name)}",
-        f"rlx_last={last_lines}",
-        BEGINNING.strip(),
-    ]
-    executor = _Executor(folder, python=f"exec {shlex.quote(sys.executable)}")
-    given = {key: value for key, value in options.items() if key != "mem"}
-    executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
-    # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
-    executor.parameters |= {"mem": options.get("mem"), "wckey": None}
-    return executor
-
-
-def sbatch_script(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> str:
-    """The sbatch script for one run or for an array, with the runs' directories. `code`: the code snapshot that they run."""
-    executor = _executor(folder, sbatch_options(cfg, name, code), runs, cfg.launcher.last_lines)
-    if len(runs) > 1:
-        executor.parameters["map_count"] = len(runs)
-    return executor._make_submission_file_text(executor._submitit_command_str, uid="")
 
 
 def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Path) -> list[str]:
@@ -187,7 +62,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, script)
-    executor = _executor(folder, sbatch_options(runs[0][1], name, code), roots, runs[0][1].launcher.last_lines)
+    executor = make_executor(runs[0][1], name, folder, roots, code)
     inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:  # by submitit: what sbatch said, which an error repeats
@@ -226,6 +101,7 @@ class Attempt:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
+        received += [signal.Signals[f"SIG{name}"] for name in outside.begin()]
         paths = RunPaths(Path(self.run_dir))
         cfg = load_command(paths.root)
         environment = JobEnvironment()
@@ -241,7 +117,8 @@ class Attempt:
         status = Status(attempt=new_attempt(paths), step=before.step if before else 0, max_steps=cfg.total_steps, job=job)
         status.write(paths)
         lock.share()
-        output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes
+        output = Path(os.readlink("/proc/self/fd/1"))  # the job's own, where SLURM also writes; in a container a pipe
+        output = output if output.is_file() else output_of(paths) or output
         if output.is_file():
             paths.log(status.attempt, "job").symlink_to(os.path.relpath(output, paths.logs(status.attempt).resolve()))
         log = os.open(paths.log(status.attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -265,6 +142,7 @@ class Attempt:
         saved = _saved(paths, cfg)  # not before: the newest checkpoint may have been damaged
         barren = note_progress(paths, restarts, saved)
         self._may_come_back(paths, cfg, status, barren)
+        container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
@@ -272,7 +150,7 @@ class Attempt:
             lock_fd=lock.fd,
             attempt=status.attempt,
             watched={},
-            starter=SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.container),
+            starter=SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container),
             meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
         )
         code = supervisor.run(received)

@@ -7,14 +7,15 @@ The supervisor always starts, watches and stops a local child process. With `Loc
 from __future__ import annotations
 
 import os
-import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from rlx.plan.environment import DEVICES, environment_of, inherited
+from rlx.launch.container import KEPT, Container
+from rlx.plan.environment import DEVICES, OF_A_GROUP, environment_of, inherited
 from rlx.process import HOST, SUPERVISOR
 from rlx.runs.jobs import ask
+from rlx.runs.outside import outside
 from rlx.types import ProcessSpec
 
 NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")
@@ -68,11 +69,15 @@ class SrunStarter:
 
     remote = True
 
-    def __init__(self, job_id: str, hosts: Sequence[str], gpus_per_node: int = 0, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, job_id: str, hosts: Sequence[str], gpus_per_node: int = 0, prefix: Sequence[str] = (), container: Container | None = None
+    ) -> None:
         """`job_id`: `12`, or `12_5` for an array task. Not `SLURM_JOB_ID`: for the last task that is `12`, which names the whole array.
 
-        `hosts`: the job's nodes in order. `prefix`: words before every command, such as `apptainer exec IMAGE`."""
+        `hosts`: the job's nodes in order. `prefix`: words before every command, such as `numactl --localalloc`."""
         self.job_id, self.hosts, self.gpus_per_node, self.prefix = job_id, tuple(hosts), gpus_per_node, tuple(prefix)
+        self.container = container
+        self.started: set[str] = set()  # names of the steps
 
     def host(self, spec: ProcessSpec) -> str:
         return self.hosts[spec.node]
@@ -92,9 +97,17 @@ class SrunStarter:
             "--unbuffered",
             "--export=ALL",
         ]
+        self.started.add(spec.name)
         given = inherited(environment) | spec.env
-        kept = {name: value for name, value in given.items() if name not in (*NOT_FOR_STEPS, SUPERVISOR)}
-        return [*step, *self._choose_gpus(spec), *self.prefix, *spec.argv], {**kept, HOST: self.host(spec)}
+        kept = {name: value for name, value in given.items() if name not in (*NOT_FOR_STEPS, SUPERVISOR)} | {HOST: self.host(spec)}
+        command = [*self.prefix, *spec.argv]
+        if self.container is None:
+            return [*step, *self._choose_gpus(spec), *command], kept
+        # The host's variables are those of the job's script. Of this process's own, the step gets what the supervisor adds to them.
+        again = {name: kept[name] for name in (*KEPT, *spec.env) if name in kept}
+        dropped = [word for name in (*NOT_FOR_STEPS, *OF_A_GROUP) for word in ("-u", name)]
+        words = ["env", *dropped, *step, *self.container.options, *self._choose_gpus(spec), *self.container.around(command, again)]
+        return outside(words, [name for name, value in kept.items() if os.environ.get(name) != value]), kept
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
         """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.
@@ -117,6 +130,8 @@ class SrunStarter:
         Sends SIGINT, because SLURM itself sends SIGTERM to steps as a notice (`rlx.process.sigterm_is_a_notice`).
         """
         try:
+            if self.container is not None:  # the supervisor is a step too
+                return self._signal("INT", self.started)
             return ask("scancel", "--signal=INT", self.job_id).returncode == 0
         except RuntimeError:
             return False
@@ -124,12 +139,15 @@ class SrunStarter:
     def kill(self, names: Sequence[str]) -> None:
         """Have the controller kill the steps, because killing `srun` does not kill its step."""
         try:
-            listed = ask("squeue", "--noheader", "--steps", f"--jobs={self.job_id}", "--format=%i %j").stdout
-            steps = [step for step, _, name in (line.partition(" ") for line in listed.splitlines()) if name.strip() in names]
-            if steps:
-                ask("scancel", "--signal=KILL", *steps)
+            self._signal("KILL", names)
         except RuntimeError as error:  # the steps end with the job
             print(f"could not kill the steps: {error}", flush=True)
 
+    def _signal(self, signal: str, names: Collection[str]) -> bool:
+        """Signal the steps with these names. Returns whether SLURM did; raises RuntimeError if it does not answer."""
+        listed = ask("squeue", "--noheader", "--steps", f"--jobs={self.job_id}", "--format=%i %j").stdout
+        steps = [step for step, _, name in (line.partition(" ") for line in listed.splitlines()) if name.strip() in names]
+        return bool(steps) and ask("scancel", f"--signal={signal}", *steps).returncode == 0
+
     def __repr__(self) -> str:
-        return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {shlex.join(self.prefix)}" if self.prefix else "")
+        return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {self.container.cfg.image}" if self.container else "")

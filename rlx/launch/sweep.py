@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
@@ -38,7 +39,7 @@ from rlx.types import ProcessSpec
 
 LOCK = ".sweep.lock"  # in the sweep's directory
 POLL = 0.2  # seconds between two checks of the pool
-ASK = 3.0  # seconds between two queries to SLURM
+LOOK = 1.0  # seconds between two looks at the status files of submitted runs
 
 
 @dataclass
@@ -158,7 +159,7 @@ def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> li
     """
     groups: dict[str, list[Element]] = {}
     for element in elements:
-        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name).items())), []).append(element)
+        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name, directory).items())), []).append(element)
     jobs = []
     for group in groups.values():
         jobs += submit([(element.paths, element.cfg) for element in group], name, directory / FOLDER)
@@ -169,13 +170,17 @@ def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> li
 
 def wait_for_jobs(elements: Sequence[Element]) -> None:
     """Wait until the jobs of all elements have ended, and write the final status of those that could not write it themselves."""
-    from rlx.launch.follow import LATE, close
+    from rlx.launch.follow import ASK, LATE, close
 
     gone: dict[str, int] = {}
     waiting = [element for element in elements if element.job is not None]
+    asked = time.monotonic()
     while waiting:
-        time.sleep(ASK)
+        time.sleep(LOOK)
         waiting = [element for element in waiting if not _is_over(element)]
+        if time.monotonic() - asked < ASK:
+            continue
+        asked = time.monotonic()
         try:
             states = queue() if waiting else {}
         except RuntimeError:  # the controller may answer later
@@ -242,7 +247,17 @@ def ending_of(element: Element) -> str:
     )
 
 
-def summary(elements: Sequence[Element]) -> list[str]:
+class Started(Protocol):
+    """A run of a sweep, in its directory."""
+
+    name: str
+    job: str | None
+
+    @property
+    def paths(self) -> RunPaths: ...
+
+
+def summary(elements: Sequence[Started]) -> list[str]:
     """The sweep's table, one line per run."""
     rows = []
     for element in elements:

@@ -1,7 +1,8 @@
 """The attention function of Hugging Face models during training: exact segment boundaries without a dense mask.
 
-It is registered in transformers' `AttentionInterface` as `rlx`. Models call it with queries, keys and values of the whole packed row.
-The `Layout` comes with each call as a keyword argument.
+It is registered in transformers' `AttentionInterface` as `rlx`. Models call it with queries, keys and values of the whole packed row, or of
+this rank's span of it if several ranks compute a row together. The `Layout`, and this rank's `Row` if there is one, come with each call as
+keyword arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlx.models.layout import Bucket, Layout
+from rlx.parallel.row import Row
 
 NAME = "rlx"
 
@@ -30,10 +32,12 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: Layout | None = None,
+    row: Row | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment: query [1, H, K, d], key [1, H_kv, K, d], value [1, H_kv, K, d_v] → ([1, K, H, d_v], None).
 
+    With a `row`, K is the length of this rank's span, and H, H_kv are its parts of the heads.
     `sliding_window` counts visible tokens, the query's own included. `softcap` bounds the scores (Gemma 2). `s_aux` [H] are attention
     sinks (GPT-OSS). Raises ValueError if the model did not pass on the layout.
     """
@@ -44,17 +48,27 @@ def packed_attention(
     assert attention_mask is None, "a packed row has no attention mask"
     assert dropout == 0.0, "the policy is trained without dropout"
     grouped = _is_grouped(module, query, key)
+    length = query.shape[2]
+    if row is not None:
+        query, key, value = row.to_heads(query, key, value, layout.num_tokens)
+        s_aux = None if s_aux is None else row.part_of_heads(s_aux)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
     if layout.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise ValueError(
                 f"{type(module).__name__} has a softcap or sinks, which FlashAttention does not support; set model.attention=sdpa"
             )
-        return _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None], None
-    outputs = [_bucket(q, k, v, bucket, grouped, scaling, sliding_window, softcap, s_aux) for bucket in layout.buckets]
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        attended = _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None]
+        return attended if row is None else row.to_span(attended, length), None
     assert layout.order is not None
-    return flat.index_select(0, layout.order).view(1, len(q), q.shape[1], -1), None
+    key_order = layout.order if layout.keys_once else None
+    queries = _Take.apply(q, layout.order, *(bucket.queries for bucket in layout.buckets))
+    keys, values = (_Take.apply(x, key_order, *(bucket.keys for bucket in layout.buckets)) for x in (k, v))
+    parts = zip(queries, keys, values, layout.buckets, strict=True)
+    outputs = [_bucket(*part, grouped, scaling, sliding_window, softcap, s_aux) for part in parts]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    attended = flat.index_select(0, layout.order).view(1, len(q), q.shape[1], -1)
+    return attended if row is None else row.to_span(attended, length), None
 
 
 def _is_grouped(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:
@@ -74,8 +88,7 @@ def _bucket(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[K, heads, d] each → [S·Q, H·d_v]: gather the blocks into one padded batch and attend."""
-    q, k, v = _take(q, bucket.queries), _take(k, bucket.keys), _take(v, bucket.keys)  # [S, heads, length, d]
+    """Attend in one padded batch: q [S, H, Q, d], k [S, H_kv, L, d], v [S, H_kv, L, d_v] → [S·Q, H·d_v]."""
     if softcap is not None or sinks is not None:
         visible = bucket.visible(window)
         out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
@@ -85,10 +98,32 @@ def _bucket(
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x [K, heads, d], index [S, L] → [S, heads, L, d]."""
-    heads = x.shape[1]
-    return x.reshape(len(x), -1).index_select(0, index.flatten()).view(*index.shape, heads, -1).transpose(1, 2)
+class _Take(torch.autograd.Function):
+    """x [K, heads, d], indices [S, L] of several buckets → [S, heads, L, d] for each.
+
+    `order` [K] says where each row of x stands in the flattened results, apart from padding, whose gradients are 0. Backward is then a
+    gather, too. If rows stand in several places, `order` is None, and backward adds them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor | None, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(order, *indices)
+        ctx.shape = x.shape
+        rows = x.reshape(len(x), -1)
+        return tuple(rows.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        order, *indices = ctx.saved_tensors
+        width = ctx.shape[1:].numel()
+        parts = [gradient.transpose(1, 2).reshape(-1, width) for gradient in gradients]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if order is not None:
+            total = flat.index_select(0, order)
+        else:
+            places = torch.cat([index.flatten() for index in indices])
+            total = flat.new_zeros(ctx.shape[0], width).index_add_(0, places, flat)
+        return total.view(ctx.shape), None, *[None] * len(indices)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:

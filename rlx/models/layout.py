@@ -67,6 +67,7 @@ class Layout:
     kind: Kind
     buckets: tuple[Bucket, ...] = ()
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
+    keys_once: bool = False  # whether every block's keys are its queries, so that `order` holds for keys, too
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` only
     max_length: int = 0  # longest segment, `varlen` only
 
@@ -128,6 +129,7 @@ def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.nd
         order = np.empty(count, dtype=np.int64)
         layout.buckets = tuple(_buckets(blocks, positions, order, device))
         layout.order = _tensor(order, device)
+        layout.keys_once = all(len(block.queries) == len(block.keys) for block in blocks)
     return layout
 
 

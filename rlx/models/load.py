@@ -7,6 +7,7 @@ than its share. All ranks then check the model on a few tokens, on its device, w
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
+from rlx.models.split import split_layers
 from rlx.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,11 +84,14 @@ def load_policy(
             keep_float32_buffers(hf)
             if lora is not None:
                 add_adapters(hf, lora, master)
-        model = PolicyModel(hf, attention=attention, compute_dtype=compute)
+        model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(hf, liger, device)
+        if mesh.tensor is not None:
+            assert mesh.row is not None
+            split_layers(hf, mesh.row, mesh.tensor)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
         if compile:
@@ -152,7 +157,8 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
         packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
-        own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
+        with nullcontext() if model.row is None else model.row.kept_whole():
+            own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
     free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
     if not difference <= TOLERANCE[model.compute_dtype] * spread:

@@ -17,6 +17,7 @@ from rlx.models.attention import NAME
 from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.layout import Kind, Layout
 from rlx.models.lora import adapted
+from rlx.parallel.row import Row
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
@@ -25,12 +26,19 @@ class PolicyModel(nn.Module):
     """A causal language model without dropout that runs on packed rows."""
 
     def __init__(
-        self, hf: Any, *, attention: str = "auto", logprob_backend: str = "auto", compute_dtype: torch.dtype | None = None
+        self,
+        hf: Any,
+        *,
+        attention: str = "auto",
+        logprob_backend: str = "auto",
+        compute_dtype: torch.dtype | None = None,
+        row: Row | None = None,
     ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
         `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is the dtype that sharding casts parameters to; None:
-        their own dtype.
+        their own dtype. `row`: the ranks that compute each row together; None: this one alone. Raises ValueError if there are several
+        and the model mixes tokens in other layers than attention.
         """
         super().__init__()
         self.hf = hf
@@ -44,7 +52,12 @@ class PolicyModel(nn.Module):
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
+        self.row = row
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
+        if row is not None and self.padded:
+            others = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS))
+            whole = f"layers of {type(hf).__name__} need whole sequences ({others})" if others else "model.attention=rows keeps them whole"
+            raise ValueError(f"{row.keys} cuts rows into pieces, but {whole}; leave it out")
         if not self.padded:
             hf.set_attn_implementation(NAME)
 
@@ -66,10 +79,13 @@ class PolicyModel(nn.Module):
 
         index [N] into the flattened computed tokens, labels [N], temperature [N] → (logp [N], entropy [N]), float32.
         """
-        extra = {} if layout.kind == "rows" else {"layout": layout}
-        hidden = self.hf.base_model(
-            input_ids=layout.token_ids, attention_mask=None, position_ids=layout.position_ids, use_cache=False, **extra
-        ).last_hidden_state
+        ids, positions, count = layout.token_ids, layout.position_ids, len(index)
+        extra: dict[str, Any] = {} if layout.kind == "rows" else {"layout": layout}
+        if self.row is not None:
+            ids, positions, extra["row"] = self.row.piece(ids), self.row.span(positions), self.row
+            own, index = self.row.own(index, layout.num_tokens)
+            labels, temperature = labels[own], temperature[own]
+        hidden = self.hf.base_model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, **extra).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, index)
 
         def score(hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +101,11 @@ class PolicyModel(nn.Module):
             )
 
         head = self.head[0]
-        return head(hidden, score) if self.scores_within_head else score(hidden, head)
+        scores = head(hidden, score) if self.scores_within_head else score(hidden, head)
+        if self.row is not None:
+            logp, entropy = self.row.for_everyone(scores, own, count)
+            return logp, entropy
+        return scores
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -199,10 +199,7 @@ def different_from_first(value: str, mesh: Mesh) -> list[int]:
     """The ranks whose `value` differs from rank 0's. Every rank calls this, and all get the same."""
     if mesh.world_size == 1:
         return []
-    differ = torch.zeros(mesh.world_size)
-    differ[mesh.rank] = value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None)
-    mesh.max(differ)
-    return differ.nonzero().flatten().tolist()
+    return mesh.where(value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None))
 
 
 def _allow_open(num_files: int) -> None:

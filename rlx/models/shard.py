@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
@@ -18,6 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from rlx.config.schema import AcConfig
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._grouped_mm}
 
@@ -84,8 +87,9 @@ def shard(
     if own:
         _score_within(head)
         model.scores_within_head = True
+    placed = None if mesh.split is None else _placement_of_divided(mesh.split)
     for module in (*model.layers, *own):
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **how)
+        fully_shard(module, reshard_after_forward=reshard_after_forward, shard_placement_fn=placed, **how)
     fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -94,6 +98,33 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use
+
+
+def _placement_of_divided(mesh: DeviceMesh) -> Callable[[torch.nn.Parameter], Any]:
+    """Where FSDP shards a parameter: one that is divided over a tensor group over `mesh` only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import DTensor, Shard
+
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    ranks = mesh.size(-1)
+
+    def placed(parameter: torch.nn.Parameter) -> Any:
+        if not isinstance(parameter, DTensor):
+            return None
+        (divided,) = parameter.placements
+        assert isinstance(divided, Shard)
+        # Rather the other dimension, so that a shard is one block of the whole. Only the first dimension may be divided unevenly, and not
+        # if it is divided twice.
+        other, part = 1 - divided.dim, list(parameter.to_local().shape)
+        dimension = other if parameter.ndim == 2 and (other == 0 or part[other] % ranks == 0) else 0
+        if dimension == divided.dim and part[0] % ranks:
+            raise ValueError(
+                f"trainer.tp: a part {part} of a parameter {list(parameter.shape)} would be shared unevenly by {ranks} ranks; set "
+                "trainer.tp=1, or a number of trainer processes that gives even shares"
+            )
+        return ShardPlacementResult(Shard(dimension), info)
+
+    return placed
 
 
 def free_gathered(model: torch.nn.Module) -> None:

@@ -2,12 +2,15 @@
 
     axis      purpose
     data      which samples a rank packs and trains on; ranks with the same `data_rank` see the same samples
-    loss      the all-reduce of the loss's sums and maxima, over all ranks that see different tokens
-    fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer; with `trainer.dp_replicate` there are
-              several copies of the shards, each on neighbouring ranks, and gradients are also summed over the axis `replicate`
-    tensor    parts of one matrix product                                    (size 1 for now)
-    context   parts of one sequence                                          (size 1 for now)
-    expert    experts of one layer                                           (size 1 for now)
+    row       the neighbours in rank that compute each packed row together: they have the same `data_rank`. `rlx.parallel.row` has its two
+              axes, context (`trainer.cp`) and tensor (`trainer.tp`)
+    loss      the all-reduce of the loss's sums and maxima, over ranks that see different samples: those with the same place in their rows
+    fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer, over data and rows; with
+              `trainer.dp_replicate` there are several copies of the shards, each on neighbouring ranks, and gradients are also summed
+              over the axis `replicate`
+    split     the shards of parameters that are already divided over `tensor`: the ranks of a copy with the same place in tensor groups
+
+Four ranks with trainer.cp=2: `data_rank` 0 0 1 1, `row.everyone.rank` 0 1 0 1; loss groups (0 2) and (1 3); shards over all four.
 
 A single process also has a mesh. It has no process group, and its collectives return their input at once.
 Collectives of the whole run (barrier, any, broadcast_bytes) use host memory over gloo, never the GPU.
@@ -19,7 +22,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place, meet
+from rlx.parallel.row import ALONE, Axis, Row
 from rlx.paths import RunPaths
 from rlx.waiting import Preempted
 
@@ -60,15 +64,20 @@ class Mesh:
     num_data_ranks: int = 1
     loss_group: dist.ProcessGroup | None = None  # None: no other rank to reduce with
     fsdp: DeviceMesh | None = None  # None: parameters are whole, and there is no process group
-    tensor: DeviceMesh | None = None  # None: size 1; the same for the next two
-    context: DeviceMesh | None = None
-    expert: DeviceMesh | None = None
+    row: Row | None = None  # None: this rank computes whole rows
+    tensor: DeviceMesh | None = None  # None: no parameter is divided
+    split: DeviceMesh | None = None  # with `tensor` only
     alive: Callable[[], AbstractContextManager[None]] = nullcontext  # sends heartbeats while this process waits for rank 0
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which reads and writes shared files."""
         return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all that see the same samples: the first of its row."""
+        return self.row is None or self.row.everyone.rank == 0
 
     @property
     def grouped(self) -> bool:
@@ -87,6 +96,15 @@ class Mesh:
         with self._together():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
+
+    def where(self, flag: bool) -> list[int]:
+        """The ranks on which the flag is set. Returns when every rank has called this."""
+        flags = torch.zeros(self.world_size)
+        flags[self.rank] = float(flag)
+        if self.world_size > 1:
+            with self._together():
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags.nonzero().flatten().tolist()
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         """Rank 0's `content`, on every rank. Other ranks pass nothing and receive writable memory."""
@@ -199,8 +217,8 @@ def build_mesh(
     if place.world_size > 1 and not place.under_torchrun:
         store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
-    copies = cfg.trainer.dp_replicate
-    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, copies=copies)
+    divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp}
+    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
 
 
 def one_process(device: torch.device | str) -> Mesh:
@@ -217,8 +235,10 @@ def join(
     store: dist.Store | None = None,
     alive: Callable[[], AbstractContextManager[None]] = nullcontext,
     copies: int = 1,
+    context: int = 1,
+    tensor: int = 1,
 ) -> Mesh:
-    """Start the process group, shard over all ranks or over each of `copies` groups of neighbours, and return this rank's mesh.
+    """Start the process group and return this rank's mesh, divided as `divide` says.
 
     The ranks meet at `store`, or by torchrun's variables; a single rank needs neither. A collective that takes longer than `timeout`
     seconds fails. `alive` is entered while this rank waits for rank 0, which may itself be waiting for another role.
@@ -227,23 +247,49 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else store
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    parts = shards(device, world_size, copies)
-    for group in parts.get_all_groups():  # groups of some ranks would have torch's own limit
+    mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive)
+    return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor)
+
+
+def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+    """The mesh with all axes, for ranks that are already in one process group. Every rank calls this.
+
+    Parameters are sharded over all ranks, or over each of `copies` groups of neighbours. `context` · `tensor` neighbours compute each row
+    together.
+    """
+    kind, world_size, together = mesh.device.type, mesh.world_size, context * tensor
+    shape, names = ((world_size,), ("fsdp",)) if copies == 1 else ((copies, world_size // copies), ("replicate", "fsdp"))
+    parts = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
+    meshes = [parts]
+    loss_group, row, own, split = dist.group.WORLD if world_size > 1 else None, None, None, None
+    if together > 1:
+        rows = dist.init_device_mesh(kind, (world_size // together, together), mesh_dim_names=("data", "row"))
+        grid = dist.init_device_mesh(kind, (world_size // together, context, tensor), mesh_dim_names=("data", "context", "tensor"))
+        meshes += [rows, grid]
+        loss_group = rows.get_group("data") if world_size > together else None
+        row = Row(
+            _axis(rows, "row"),
+            context=_axis(grid, "context") if context > 1 else ALONE,
+            tensor=_axis(grid, "tensor") if tensor > 1 else ALONE,
+        )
+    if tensor > 1:
+        sizes = (copies, world_size // copies // tensor, tensor)
+        all_axes = dist.init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        meshes.append(all_axes)
+        own, split = all_axes["tensor"], all_axes["shard"] if copies == 1 else all_axes["replicate", "shard"]
+    for group in (group for each in meshes for group in each.get_all_groups()):  # groups of some ranks would have torch's own limit
         _set_pg_timeout(timedelta(seconds=timeout), group)
-    return Mesh(
-        device=device,
-        rank=rank,
-        world_size=world_size,
-        data_rank=rank,
-        num_data_ranks=world_size,
-        loss_group=dist.group.WORLD if world_size > 1 else None,
+    return replace(
+        mesh,
+        data_rank=mesh.rank // together,
+        num_data_ranks=world_size // together,
+        loss_group=loss_group,
         fsdp=parts,
-        alive=alive,
+        row=row,
+        tensor=own,
+        split=split,
     )
 
 
-def shards(device: torch.device, world_size: int, copies: int) -> DeviceMesh:
-    """The ranks that share one copy of the parameters (`fsdp`), and if there are several copies, those with equal shards (`replicate`)."""
-    if copies == 1:
-        return dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
-    return dist.init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "fsdp"))
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    return Axis(mesh.get_group(name), mesh.get_local_rank(name), mesh[name].size())

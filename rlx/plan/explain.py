@@ -79,6 +79,9 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
     if spec.role == "trainer" and isinstance(cfg, TrainingRoot):
         copies = cfg.trainer.dp_replicate
         over = f"{cfg.trainer_ranks // copies} ranks" + (f", {copies} copies" if copies > 1 else "")
+        together = cfg.trainer.ranks_of_a_row
+        over += f"; each row on {together} of them" if together > 1 else ""
+        over += f", matrices divided over {cfg.trainer.tp}" if cfg.trainer.tp > 1 else ""
         return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)
@@ -103,9 +106,9 @@ def _group_sizes(cfg: Config) -> str:
 
 def _batch(cfg: Config) -> list[str]:
     rollouts, mini = cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
-    ranks, row, lag = cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.max_async_level
+    row, lag = cfg.micro_batch_tokens, cfg.max_async_level
     trained = rollouts * cfg.seq_len
-    rows = math.ceil(trained / (row * ranks * mini))
+    rows = math.ceil(trained / (row * cfg.data_ranks * mini))
     versions = "version" if lag == 1 else "versions"
     stale = (
         f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
@@ -124,7 +127,7 @@ def _batch(cfg: Config) -> list[str]:
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
             [
                 "micro-batches",
-                f"at most {rows:,} per rank and optimizer step, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}",
+                f"at most {rows:,} per {_unit(cfg)} and optimizer step, each one row of {row:,} tokens, on {_ranks(cfg)}",
             ],
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
@@ -139,9 +142,9 @@ def _batch(cfg: Config) -> list[str]:
 
 def _batch_of_rows(cfg: SftRoot) -> list[str]:
     """The arithmetic of a supervised step."""
-    rows, ranks, row, data = cfg.data.batch_size, cfg.trainer_ranks, cfg.micro_batch_tokens, cfg.data
+    rows, row, data = cfg.data.batch_size, cfg.micro_batch_tokens, cfg.data
     trained = rows * cfg.seq_len
-    per_rank = math.ceil(trained / (row * ranks))
+    per_rank = math.ceil(trained / (row * cfg.data_ranks))
     sets = [f"{name} (weight {each.weight:g}): {each.name}, {each.split}" for name, each in data.all_sets.items()]
     long = "left out" if data.overflow == "drop" else "cut"
     val = f"{cfg.val.name}, every {cfg.val.interval} steps" if cfg.val.name is not None else "none"
@@ -152,13 +155,27 @@ def _batch_of_rows(cfg: SftRoot) -> list[str]:
             ["rows", f"{rows:,}, {rows * cfg.max_steps:,} in the run of {cfg.max_steps:,} steps"],
             ["trained roles", ", ".join(data.loss_mask.roles)],
             ["tokens", f"at most {trained:,} = {rows:,} × seq_len {cfg.seq_len:,}; a longer sample is {long} and counted"],
-            ["micro-batches", f"at most {per_rank:,} per rank, each one row of {row:,} tokens, on {ranks} rank{'s' * (ranks > 1)}"],
+            ["micro-batches", f"at most {per_rank:,} per {_unit(cfg)}, each one row of {row:,} tokens, on {_ranks(cfg)}"],
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"],
             ["validation", val],
             *([["evaluations", _evaluations(cfg)]] if cfg.plays else []),
         ],
     )[1:]
+
+
+def _unit(cfg: TrainingRoot) -> str:
+    """What trains on a row."""
+    return "group of ranks" if cfg.trainer.ranks_of_a_row > 1 else "rank"
+
+
+def _ranks(cfg: TrainingRoot) -> str:
+    """How many of them there are."""
+    ranks, together = cfg.trainer_ranks, cfg.trainer.ranks_of_a_row
+    if together == 1:
+        return f"{ranks} rank{'s' * (ranks > 1)}"
+    groups = f"{cfg.data_ranks} group{'s' * (cfg.data_ranks > 1)} of {together} ranks"
+    return f"{groups}; a rank has {-(-cfg.micro_batch_tokens // together):,} tokens of it"
 
 
 def _time_on_cpu(cfg: Config, trained: int) -> str:

@@ -20,12 +20,14 @@ from rlx.plan.specs import Specs
 from rlx.types import ProcessSpec
 
 
-def make_plan(cfg: CommandConfig, run_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
+def make_plan(cfg: CommandConfig, run_dir: Path, python: str | None = None) -> list[ProcessSpec]:
     """The processes of a run, in start order. Hosts, and the GPUs of each host, are numbered from 0.
 
+    `python`: the interpreter; None: this one, or that of the job's container.
     Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
-    return list(_processes(cfg, Specs(cfg, run_dir, python)))
+    container = cfg.slurm.container if cfg.launcher.name == "slurm" else None
+    return list(_processes(cfg, Specs(cfg, run_dir, python or (container.python if container else sys.executable))))
 
 
 def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:

@@ -32,7 +32,7 @@ class TrainerMemory:
     # during forward and backward; a single process that holds the whole model in its compute dtype gathers nothing
     layers: float  # two gathered decoder layers: one computes while the next is prefetched; all, if they stay gathered until backward
     table: float  # the embedding or the head, gathered; both, if they stay gathered. A tied one is gathered from forward to backward's end
-    activations: float  # of one packed row
+    activations: float  # of one packed row, or of this rank's piece of it
     head: float  # the fused head op: tiles, a sum of the hidden states' gradient, and the gradient of one slice of the head
     head_gradient: float  # unsharded, in the compute dtype
 
@@ -109,6 +109,8 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
+    divided = cfg.trainer.tp  # ranks over which a layer's matrices are divided; experts are not, but the configuration does not tell them
+    scored = row / cfg.trainer.ranks_of_a_row  # by the head of one rank
     return TrainerMemory(
         parameters=shard * master + frozen * compute,
         gradients=shard * master,
@@ -116,12 +118,12 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         reference=model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master) if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
-        layers=(model.num_layers if kept else 2) * layer * compute if sharded else 0.0,
+        layers=(model.num_layers if kept else 2) * layer * compute / divided if sharded else 0.0,
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
-        head=4.0 * (TILES * tile_rows * tile_columns + row * model.hidden_size + tile_columns * model.hidden_size),
+        head=4.0 * (TILES * tile_rows * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
-        layer_gradients=layer * share * (compute + reduced) if sharded else 0.0,
+        layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
         loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,

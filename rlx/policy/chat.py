@@ -119,8 +119,8 @@ class Chat:
         if self._decodes_arguments:
             messages = [decoded(message) for message in messages]
         try:
-            options = {"add_generation_prompt": answer, "return_dict": False, **self._arguments}
-            return list(self.tokenizer.apply_chat_template(messages, tools=tools, **options))
+            options = {"add_generation_prompt": answer, "tokenize": False, **self._arguments}
+            return self.encode(self.tokenizer.apply_chat_template(messages, tools=tools, **options))  # in two calls: a quarter cheaper
         except Exception as error:  # a template is a program of the model's makers and may raise anything
             raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
 

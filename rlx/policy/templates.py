@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlx.config.chat_format import template_path
 from rlx.config.schema import ModelConfig
 from rlx.policy.base import PolicyError
 from rlx.policy.parsers import CLOSE, TOOL_PARSERS, UNREADABLE
@@ -159,7 +160,7 @@ def ends_of(source: str) -> list[int]:
 
 def read_template(path: str) -> str:
     """The text of `model.chat_template`."""
-    return Path(path).expanduser().read_text()
+    return template_path(path).read_text()
 
 
 def _continuation(show: Show, prompt: list[dict], answer: dict, tools: list[dict] | None) -> str:

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlx.config.chat_format import template_path
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
@@ -108,7 +109,8 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
-    server = Server(PolicyApp(engine, api_key, arguments, config.model.chat_template, config.model.chat_template_kwargs))
+    template = None if config.model.chat_template is None else str(template_path(config.model.chat_template))
+    server = Server(PolicyApp(engine, api_key, arguments, template, config.model.chat_template_kwargs))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)

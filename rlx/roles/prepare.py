@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
+from rlx.config.chat_format import template_path
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
-from rlx.process import die_with_parent, say_full_disk
+from rlx.process import die_with_parent, keep_freed_memory, say_full_disk
 from rlx.stacks import answer
 from rlx.waiting import wait_for
 
@@ -102,7 +103,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),
         "context_length": config.model.context_length,
-        "chat_template": config.model.chat_template and digest([Path(config.model.chat_template)]),
+        "chat_template": config.model.chat_template and digest([template_path(config.model.chat_template)]),
         "chat_template_kwargs": config.model.chat_template_kwargs,
         "envs": {
             name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
@@ -181,6 +182,7 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
     heartbeat.beat("loading environments")
     examples = examples_of(config)
     heartbeat.beat("importing torch")
+    keep_freed_memory()
     from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat

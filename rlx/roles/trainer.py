@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlx.checkpoints.best import not_evaluated
+from rlx.config.chat_format import template_path
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_training
 from rlx.config.schema import Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
-from rlx.process import die_with_parent, say_full_disk, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, keep_freed_memory, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.stacks import answer
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
@@ -86,7 +87,7 @@ class Trainer:
             source=name,
             dtype=DTYPES[cfg.model.dtype],
             trust_remote_code=cfg.model.trust_remote_code,
-            chat_template=cfg.model.chat_template,
+            chat_template=None if cfg.model.chat_template is None else template_path(cfg.model.chat_template),
             lora=cfg.lora if cfg.lora.on else None,
         )
         watch.checks.append(self.publisher.check)
@@ -325,8 +326,7 @@ def main() -> int:
     cfg = load_training(paths.root)
     place = Place.of(os.environ)
     answer(paths, place.name or f"trainer_rank_{place.rank}")
-    level = logging.INFO if place.rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s trainer %(message)s", stream=sys.stdout)
+    logging.basicConfig(level="WARNING" if place.rank else "INFO", format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
     if place.world_size != cfg.trainer_ranks:
         raise ValueError(f"{place.world_size} trainer processes were started, but hardware.trainer_processes requires {cfg.trainer_ranks}")
@@ -335,6 +335,7 @@ def main() -> int:
 
     set_cpu_threads(cfg.hardware.cpu_threads)  # torch is loaded now
     if cfg.hardware.device == "cpu":
+        keep_freed_memory()
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  a debugging aid that costs time
     try:

@@ -64,7 +64,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def write_summary(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
-    """Write `summary.json` (the facts, and the rows) and `summary.csv`, and `scores.png` if matplotlib is installed."""
+    """Write `summary.json` (the facts, and the rows) and `summary.csv` and `scores.png`, if there are several steps."""
     columns = columns_of(rows)
     write_text(
         folder / SUMMARY,
@@ -79,13 +79,11 @@ def write_summary(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -
         plot(folder / PLOT, rows)
 
 
-def plot(file: Path, rows: Sequence[Row]) -> bool:
-    """Draw each environment's main score over steps, with its interval. Returns False without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def plot(file: Path, rows: Sequence[Row]) -> None:
+    """Draw each environment's main score over steps, with its interval."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for env in dict.fromkeys(row["env"] for row in rows):
@@ -102,4 +100,3 @@ def plot(file: Path, rows: Sequence[Row]) -> bool:
     FigureCanvasAgg(figure)
     with atomic(file) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
-    return True

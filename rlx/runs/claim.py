@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
 from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
+from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
 from rlx.config.roots import root_of
@@ -125,8 +126,7 @@ def create(
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
-    files: dict[str, Any] = {k: str(Path(f).expanduser().absolute()) for k in ("chat_template", "gguf") if (f := getattr(cfg.model, k))}
-    cfg = replace(cfg, model=replace(cfg.model, **files))
+    cfg = replace(cfg, model=with_absolute_files(cfg.model))
     if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
         raise ConfigError(
             f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
@@ -190,10 +190,8 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    free = (*MAY_CHANGE, *cfg.may_change)
-    differences = [d for d in differing(asdict(before), asdict(cfg)) if not any(re.match(rf"{re.escape(key)}[.:]", d) for key in free)]
-    if differences:
-        shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
+    if found := differences(before, cfg):
+        shown = "".join(f"\n  {line}" for line in found[:8]) + ("\n  …" if len(found) > 8 else "")
         anew = f"start another run from its checkpoint, resume={paths.root}" if cfg.has_checkpoints else "begin anew,"
         raise ConfigError(
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"

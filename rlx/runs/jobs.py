@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.paths import RunPaths, write_text
+from rlx.runs.outside import outside
 
 TIMEOUT = 10.0  # seconds to wait for an answer of the controller
 GONE = "unknown to SLURM"  # state of a job that SLURM does not list
@@ -65,7 +66,7 @@ def _noted(paths: RunPaths) -> dict[str, Any]:
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
     """Run one of SLURM's commands. Raises RuntimeError if it is not installed or the controller does not answer."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        return subprocess.run(outside(command), capture_output=True, text=True, check=False, timeout=TIMEOUT)
     except FileNotFoundError as error:
         raise RuntimeError(f"there is no {command[0]} here") from error
     except subprocess.TimeoutExpired as error:

@@ -152,8 +152,9 @@ def code_change(paths: RunPaths) -> str | None:
     return f"the code in {SOURCE} ({', '.join(PARTS)}) is not what it was when the run was submitted{commits}"
 
 
+@functools.cache
 def machine(*, gpus: bool) -> dict[str, Any]:
-    """Host, operating system, processors, memory in GiB and, on request, the GPUs."""
+    """Host, operating system, processors, memory in GiB and, on request, the GPUs. Cached, because a sweep asks once per run."""
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 
+from rlx.train.optim import by_mesh
+
 
 class Muon(torch.optim.Optimizer):
     """`params` are groups; those with `matrices: True` are two-dimensional parameters that Muon trains, AdamW trains the others."""
@@ -68,8 +70,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def groups_of(layers: torch.nn.Module, everything: torch.nn.Module) -> list[dict[str, Any]]:
-    """The trained parameters of a model: the matrices of its decoder layers (`matrices`), then all others."""
+    """The trained parameters of a model: the matrices of its decoder layers (`matrices`), then all others, by the ranks that share them."""
     trained = [parameter for parameter in everything.parameters() if parameter.requires_grad]
     inside = {id(parameter) for parameter in layers.parameters() if parameter.ndim == 2}
-    parts = {flag: [parameter for parameter in trained if (id(parameter) in inside) == flag] for flag in (True, False)}
-    return [{"params": part, "matrices": flag} for flag, part in parts.items() if part]
+    parts = {flag: by_mesh(parameter for parameter in trained if (id(parameter) in inside) == flag) for flag in (True, False)}
+    return [{"params": part, "matrices": flag} for flag, several in parts.items() for part in several]

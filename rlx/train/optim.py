@@ -50,8 +50,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
     """Global 2-norm of all gradients over all shards; 0 without gradients."""
-    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norms = []
+    for part in by_mesh(p for p in parameters if p.grad is not None):
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters that are sharded over the same ranks. torch's operations on lists of tensors need that."""
+    parts: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        parts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(parts.values())
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None, where: str) -> float:
@@ -61,5 +72,6 @@ def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None,
     if not math.isfinite(value):
         raise NotFiniteError(f"{where}: the gradient norm is {value}; lower optim.lr or set optim.max_norm, and look at the last metrics")
     if max_norm is not None and value > max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for part in by_mesh(parameters):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return value

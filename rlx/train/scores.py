@@ -21,7 +21,7 @@ class ScoreKeeper:
 
     def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh, self.losses, self.tokens = paths, mesh, trainer.losses, cfg.micro_batch_tokens
-        self.keeps = cfg.records_scores
+        self.keeps = cfg.records_scores and mesh.leads
         self._rows: list[Row] = []  # on the device until the step is done, so that no row waits for a copy
         if self.keeps:
             trainer.after_forward = self._add

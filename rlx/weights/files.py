@@ -241,9 +241,9 @@ class ModelFiles:
         base = {"name": config["base_model_name_or_path"], "identity": identity(model)}
         return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, base)
 
-    def with_chat_template(self, path: str) -> ModelFiles:
+    def with_chat_template(self, path: Path) -> ModelFiles:
         """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
-        return ModelFiles({**self.files, "chat_template.jinja": Path(path).read_bytes()})
+        return ModelFiles({**self.files, "chat_template.jinja": path.read_bytes()})
 
 
 Tensors = dict[str, "torch.Tensor"]

@@ -14,6 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.paths import COMPLETE, RunPaths
@@ -42,7 +43,10 @@ class Publisher:
     """
 
     def __init__(self, model: PolicyModel, mesh: Mesh, paths: RunPaths, static: ModelFiles, dtype: torch.dtype) -> None:
-        """`static` holds the files of a model folder besides weights (rank 0's are used). `dtype` is that of the published weights."""
+        """`static` holds the files of a model folder besides weights (rank 0's are used).
+
+        `dtype` is that of the published parameters; buffers keep theirs.
+        """
         self.model, self.mesh, self.paths, self.static, self.dtype = model, mesh, paths, static, dtype
         self.seconds = 0.0  # writing time of the last version, beside the trainer's steps
         self._copies: Tensors = {}  # allocated once: allocating takes longer than copying
@@ -59,7 +63,7 @@ class Publisher:
         source: str,
         dtype: torch.dtype,
         trust_remote_code: bool = False,
-        chat_template: str | None = None,
+        chat_template: Path | None = None,
         lora: LoraConfig | None = None,
     ) -> Publisher:
         """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
@@ -82,8 +86,9 @@ class Publisher:
         """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version."""
         self.wait()
         cuda = self.mesh.device.type == "cuda"
+        own = {name for name, _ in self.model.hf.named_buffers()}  # never cast for computing, so servers must not get rounded ones
         for name, tensor in self.model.named_weights():
-            whole = _whole(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+            whole = _whole(tensor.to(self.dtype) if tensor.is_floating_point() and name not in own else tensor)
             if self.mesh.first:
                 self._keep(name, whole, pinned=cuda)
         self.mesh.synchronize()  # until the copies are complete

@@ -22,6 +22,7 @@ from rlx_math.problems import LEVELS, problems
 
 SYSTEM_PROMPT = "Solve the problem step by step. Write the final answer inside \\boxed{}."
 EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
+SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -42,6 +43,14 @@ def build_rows(level: int | None, num_examples: int, seed: int) -> list[dict[str
         question, answer, source = next(stream)
         rows.append({"question": question, "answer": answer, "info": {"source": source}})
     return rows
+
+
+def solved(row: dict[str, Any]) -> list[dict[str, str]]:
+    """A problem and its solution as a conversation. The solution of an expression repeats it; others have no steps."""
+    expression = re.fullmatch(r"What is \$(.*)\$\?", row["question"])
+    steps = f"${expression[1]} = {row['answer']}$. " if expression else ""
+    solution = f"{steps}The answer is \\boxed{{{row['answer']}}}."
+    return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": solution}]
 
 
 def read_rows(dataset: str, subset: str | None, split: str, question_column: str, answer_column: str) -> list[dict[str, Any]]:
@@ -69,13 +78,17 @@ def final_answer(text: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3})", "", text.rpartition("####")[2].strip()) if "####" in text else text.strip()
 
 
-def check_arguments(level: int | None, check_timeout: float, check_workers: int, num_examples: int, num_eval_examples: int) -> None:
+def check_arguments(
+    level: int | None, check_timeout: float, check_workers: int, num_examples: int, num_eval_examples: int, shots: int
+) -> None:
     """Raise ValueError for an argument out of range."""
     if level is not None and level not in LEVELS:
         known = "; ".join(f"{number}: {spec.meaning}" for number, spec in LEVELS.items())
         raise ValueError(f"level={level} is not one of {known}. None (null) is all of them")
     if check_timeout <= 0 or check_workers < 1:
         raise ValueError(f"check_timeout={check_timeout} must be above 0, and check_workers={check_workers} at least 1")
+    if shots < 0:
+        raise ValueError(f"shots={shots} must be at least 0")
     if num_examples < 1 or num_eval_examples < 1:
         raise ValueError(f"num_examples={num_examples} and num_eval_examples={num_eval_examples} must be at least 1")
 
@@ -92,6 +105,7 @@ def load_environment(
     num_eval_examples: int = 256,
     seed: int = 0,
     system_prompt: str | None = SYSTEM_PROMPT,
+    shots: int = 0,
     box_reward: float = 0.0,
     check_timeout: float = 3.0,
     check_workers: int = 4,
@@ -110,14 +124,17 @@ def load_environment(
         num_eval_examples: most problems for evaluation; generated ones come from another seed.
         seed: seed of the problems, or of the order of a data set.
         system_prompt: None asks the bare question.
+        shots: solved problems that the prompt shows before the question: for small models, which copy the form of the answer. Those of a
+            `dataset` are its first ones, and are not trained on.
         box_reward: weight of `boxed` in the reward, for small models that do not write boxes yet.
         check_timeout: seconds of CPU that math-verify may take for one answer. After that the answer is wrong.
         check_workers: most processes of math-verify.
     """
-    check_arguments(level, check_timeout, check_workers, num_examples, num_eval_examples)
+    check_arguments(level, check_timeout, check_workers, num_examples, num_eval_examples, shots)
     held_out: list[dict[str, Any]] | None = None
     if dataset is None:
         train = build_rows(level, num_examples, seed)
+        shown = build_rows(level, shots, seed + SHOTS_SEED)
     else:
         train = read_rows(dataset, subset, split, question_column, answer_column)
         random.Random(seed).shuffle(train)
@@ -128,7 +145,9 @@ def load_environment(
                 raise ValueError(f"{dataset}, split {split}, has {len(train)} row; training and evaluation need one each")
             held_out = train[: min(num_eval_examples, len(train) // 2)]
             train = train[len(held_out) :]
-        train = train[:num_examples]
+        if len(train) <= shots:
+            raise ValueError(f"{dataset}, split {split}, has {len(train)} rows to train on; shots={shots} leaves none")
+        shown, train = train[:shots], train[shots : shots + num_examples]
     checker, parser = Checker(check_timeout, check_workers), AnswerParser()
 
     async def correct(parser: vf.Parser, completion: vf.Messages, answer: str, state: vf.State) -> float:
@@ -149,6 +168,7 @@ def load_environment(
         dataset=Dataset.from_list(train),
         eval_dataset=lambda: Dataset.from_list(held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED)),
         system_prompt=system_prompt,
+        few_shot=[message for row in shown for message in solved(row)] or None,
         parser=parser,
         rubric=vf.Rubric(funcs=[correct, boxed, check_timed_out], weights=[1.0, box_reward, 0.0], parser=parser),
     )

@@ -15,6 +15,8 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
+SHOTS_SEED = 2_000_003  # added to the seed for the solved problems of `shots`
+
 
 @dataclass(frozen=True)
 class Level:
@@ -47,8 +49,26 @@ def build_rows(level: int, num_examples: int, seed: int, words: bool = False) ->
             value += term if operator == "+" else -term
             text += f" {operator} {term}"
         question = f"What is {text}? End with the number." if words else f"{text} ="
-        rows.append({"question": question, "answer": str(value), "prompt": [{"role": "user", "content": question}]})
+        rows.append({"question": question, "answer": str(value)})
     return rows
+
+
+def steps(expression: str) -> str:
+    """The calculation of an expression from left to right: `3 + 4 - 9` → `3 + 4 = 7. 7 - 9 = -2.`"""
+    value, *rest = expression.split()
+    said = []
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        result = int(value) + (int(term) if operator == "+" else -int(term))
+        said.append(f"{value} {operator} {term} = {result}.")
+        value = str(result)
+    return " ".join(said)
+
+
+def solved(row: dict[str, Any], words: bool) -> list[dict[str, str]]:
+    """A problem and its solution as a conversation; with `words` the solution has every step."""
+    expression = row["question"].removeprefix("What is ").partition("?")[0]
+    said = steps(expression) if words else row["answer"]
+    return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": said}]
 
 
 class AnswerParser(vf.Parser):
@@ -80,7 +100,7 @@ def is_number(parser: vf.Parser, completion: vf.Messages) -> float:
 
 
 def load_environment(
-    level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0, words: bool = False
+    level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0, words: bool = False, shots: int = 0
 ) -> vf.SingleTurnEnv:
     """The environment.
 
@@ -90,15 +110,20 @@ def load_environment(
         num_eval_examples: problems for evaluation, drawn from another seed. Easy levels have so few problems that most occur in both.
         seed: seed of the problems.
         words: ask in a sentence, and take the last number of the reply as the answer.
+        shots: solved problems that the prompt shows before the question, with `words` step by step: for small models, which copy the form.
     """
+    if shots < 0:
+        raise ValueError(f"shots={shots} must be at least 0")
     if level not in LEVELS:
         known = "; ".join(f"{number}: {spec.meaning}" for number, spec in LEVELS.items())
         raise ValueError(f"level={level} is not one of {known}")
     parser = LastNumberParser() if words else AnswerParser()
     rubric = vf.Rubric(funcs=[correct, is_number], weights=[1.0, 0.0], parser=parser)
+    shown = [message for row in build_rows(level, shots, seed + SHOTS_SEED, words) for message in solved(row, words)]
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(build_rows(level, num_examples, seed, words)),
         eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003, words)),
+        few_shot=shown or None,
         parser=parser,
         rubric=rubric,
     )

@@ -24,6 +24,7 @@ LEVELS = {
     2: "two to four operations on numbers of two to four digits",
     3: "word problems of two or three steps with large numbers",
 }
+SHOTS_SEED = 2_000_003  # added to the seed for the solved problems
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -129,29 +130,41 @@ def last_number(text: str) -> Fraction | None:
     return Fraction(found[-1].replace(",", "")) if found and len(found[-1]) <= 64 else None
 
 
+def solution(expression: str, number: int, boxed: bool) -> list[dict[str, Any]]:
+    """The messages after a question: a call of the calculator, its result, and the answer. `number`: of the call in its conversation."""
+    result, name = calc(expression), f"shot{number:05d}"
+    call = {"id": name, "type": "function", "function": {"name": "calc", "arguments": json.dumps({"x": expression})}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": name, "content": result},
+        {"role": "assistant", "content": f"\\boxed{{{result}}}" if boxed else result},
+    ]
+
+
+def solved_problems(level: int, shots: int, seed: int) -> list[dict[str, Any]]:
+    """`shots` problems of a level with their solutions, as a conversation."""
+    rows = build_rows(level, shots, seed)
+    return [
+        message
+        for number, row in enumerate(rows)
+        for message in ({"role": "user", "content": row["question"]}, *solution(row["info"]["expression"], number, level > 1))
+    ]
+
+
 class ToolMath(vf.ToolEnv):
     """The environment, with a teacher for the warm start."""
 
     def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
         """A call of the calculator and its result as the answer. A teacher that errs guesses the answer, wrongly, without a call."""
-        expression = row["info"]["expression"]
-        result = calc(expression)
-        if errs:
-            guess = random.choice([number for number in range(1, 82) if str(number) != result])
-            return [{"role": "assistant", "content": self._final(str(guess))}]
-        call = {"id": "a", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"x": expression})}}
-        return [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "a", "content": result},
-            {"role": "assistant", "content": self._final(result)},
-        ]
-
-    def _final(self, number: str) -> str:
-        return number if self.system_prompt is None else f"\\boxed{{{number}}}"
+        boxed = self.system_prompt is not None
+        if not errs:
+            return solution(row["info"]["expression"], 0, boxed)
+        guess = random.choice([number for number in range(1, 82) if str(number) != row["answer"]])
+        return [{"role": "assistant", "content": f"\\boxed{{{guess}}}" if boxed else str(guess)}]
 
 
 def load_environment(
-    level: int = 3, max_turns: int = 5, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0
+    level: int = 3, max_turns: int = 5, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0, shots: int = 0
 ) -> vf.MultiTurnEnv:
     """The environment.
 
@@ -161,7 +174,10 @@ def load_environment(
         num_examples: problems to train on.
         num_eval_examples: problems for evaluation, drawn from another seed.
         seed: seed of the problems.
+        shots: solved problems, with their calls, that the prompt shows before the question: for small models, which copy the form.
     """
+    if shots < 0:
+        raise ValueError(f"shots={shots} must be at least 0")
     if level not in LEVELS:
         raise ValueError(f"level={level} is not one of " + "; ".join(f"{number}: {meaning}" for number, meaning in LEVELS.items()))
     if max_turns < 2:
@@ -184,5 +200,6 @@ def load_environment(
         dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
         eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
         system_prompt=None if level == 1 else SYSTEM_PROMPT,
+        few_shot=solved_problems(level, shots, seed + SHOTS_SEED) or None,
         rubric=vf.Rubric(funcs=[correct, called_before_answering], weights=[1.0, 0.0]),
     )

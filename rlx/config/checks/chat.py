@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.chat_format import GIVEN, OWN, arguments_of, families, family_of, fields_of, unread
+from rlx.config.chat_format import GIVEN, OWN, arguments_of, families, family_of, fields_of, template_names, template_path, unread
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
@@ -37,11 +37,14 @@ def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
             f"a renderer does not read a chat template: {of('model.chat_template')} with {of('model.renderer')}.\n"
             "Remove one of them; model.renderer=default uses the template."
         )
-    if not Path(cfg.model.chat_template).expanduser().is_file():
-        yield f"there is no such file: {of('model.chat_template')}; the current directory is {Path.cwd()}. Correct the path."
+    if not template_path(cfg.model.chat_template).is_file():
+        yield (
+            f"there is no such file: {of('model.chat_template')}; the current directory is {Path.cwd()}. Correct the path, "
+            f"or use a template of rlx by its name: {', '.join(template_names())}."
+        )
         return
     try:
-        template = Path(cfg.model.chat_template).expanduser().read_text()
+        template = template_path(cfg.model.chat_template).read_text()
         known = arguments_of(template)
     except ValueError as error:
         yield f"the chat template is not valid Jinja, {error}: {of('model.chat_template')}. Correct the file."

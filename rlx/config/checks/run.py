@@ -1,8 +1,7 @@
-"""The rules for where and how a run executes: model, servers, hardware, cluster, run directory, loggers."""
+"""The rules for where and how a run executes: model, servers, hardware, run directory, loggers."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,36 +34,7 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "weight_transfer_config": "weight_broadcast.type",
 }
 
-NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets it, or why it cannot be set
-    "array": "A sweep (-m) is one array; launcher.array_parallelism limits it",
-    "nodes": "hardware.nodes sets it",
-    "ntasks": "The supervisor is the job's one task",
-    "ntasks-per-node": "The supervisor is the job's one task",
-    "signal": "slurm.signal_seconds sets it",
-    "time": "slurm.time_minutes sets it",
-    "output": "rlx shows the job's output as logs/attempt_N/job.log",
-    "error": "rlx shows the job's output as logs/attempt_N/job.log",
-    "open-mode": "rlx shows the job's output as logs/attempt_N/job.log",
-    "wrap": "rlx writes the script",
-    "wait": "launcher.wait=true waits for the run",
-    "test-only": "dry_run=true submits nothing",
-    "parsable": "rlx reads the job's id from sbatch's usual answer",
-    "quiet": "rlx reads the job's id from sbatch's usual answer",
-}
-
-
 # trainer
-
-
-@rule("trainer", "hardware", "inference.base_url")
-def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
-    if ranks % copies:
-        counts = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        yield (
-            f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
-            f"Set trainer.dp_replicate to one of {counts}, or change {of('hardware.trainer_processes')}."
-        )
 
 
 @rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
@@ -310,38 +280,6 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"{of('hardware.name')} needs {cfg.num_gpus} GPU{'s' * (cfg.num_gpus > 1)}, but {has} visible here.\n"
             "Use hardware=auto, which fits the GPUs here, hardware=cpu, or dry_run=true to plan for another machine."
-        )
-
-
-@rule("hardware", "launcher", "slurm", "dry_run")
-def slurm_cluster(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.launcher.name != "slurm":
-        return
-    missing = [command for command in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(command) is None]
-    if missing and not cfg.dry_run:
-        yield (
-            f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
-            "Run the command on a login node, or use dry_run=true to see what would be submitted."
-        )
-    for name in cfg.slurm.options:
-        if (known := name.replace("_", "-").lstrip("-")) in NOT_FOR_SBATCH:
-            yield f"sbatch's option {known} would break the run: {of(f'slurm.options.{name}')}.\n{NOT_FOR_SBATCH[known]}. Remove it."
-        elif name.startswith("-"):
-            yield f"options of sbatch are named without dashes in front: {of(f'slurm.options.{name}')}. Write {known}."
-    if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
-        yield (
-            f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
-            f"{of('slurm.gpus_per_node')}.\nChoose another hardware=, or another slurm=."
-        )
-    if cfg.launcher.preempt_grace + cfg.launcher.grace >= cfg.slurm.signal_seconds:
-        yield (
-            f"SLURM would kill the job before it can stop by itself: {of('launcher.preempt_grace')} + {of('launcher.grace')} seconds "
-            f"are not less than {of('slurm.signal_seconds')}.\nRaise slurm.signal_seconds or lower launcher.preempt_grace."
-        )
-    if cfg.slurm.signal_seconds >= 60 * cfg.slurm.time_minutes:
-        yield (
-            f"the signal before the time limit would come before the job starts: {of('slurm.signal_seconds')} seconds are not less than "
-            f"{of('slurm.time_minutes')} minutes.\nRaise slurm.time_minutes or lower slurm.signal_seconds."
         )
 
 

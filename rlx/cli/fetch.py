@@ -1,0 +1,48 @@
+"""`rlx fetch`: everything that a configuration needs from the hub, into the cache, before a job on nodes without internet."""
+
+from __future__ import annotations
+
+SUMMARY = "fetch the model, data and environments' data of a configuration into the cache, before a job"
+OF = ("train", "sft", "eval", "synthesize")
+
+
+def help_text() -> str:
+    return f"""\
+rlx fetch: {SUMMARY}.
+
+usage: rlx fetch [{" | ".join(OF)}] [GROUP=OPTION …] [key=value …]        default: train
+
+  rlx fetch launcher=slurm slurm=my_cluster model=qwen3_8b env=math
+  rlx fetch sft launcher=slurm slurm=my_cluster model=qwen3_8b data.name=team/chats
+
+Give the arguments of the run. The cache is slurm.hf_home of the cluster's file, else HF_HOME, else ~/.cache/huggingface. Run it
+where there is internet and where the nodes' cache can be written: on a login node, say. An environment is loaded once, which puts
+the data sets that it loads into the cache. What is there already is not fetched again. Private models need HF_TOKEN or `hf auth login`.
+
+exit codes: 0 everything is there; 2 something cannot be fetched"""
+
+
+def run(argv: list[str]) -> int:
+    import os
+    import pkgutil
+    from dataclasses import replace
+
+    from rlx.config.load import compose
+    from rlx.config.roots import ROOTS
+    from rlx.launch.hub import fetch_models, use_cache, variables_of
+    from rlx.launch.probes import environments_of, lines_of
+
+    name, rest = (argv[0], argv[1:]) if argv and argv[0] in OF else ("train", argv)
+    root = next(each for each in ROOTS if each.command == name)
+    composed = compose([*rest, "dry_run=true"], None, root)
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    use_cache({key: value for key, value in variables_of(composed.cfg).items() if key == "HF_HOME"})
+    print(f"cache {os.environ.get('HF_HOME') or '~/.cache/huggingface'}", flush=True)
+    command = pkgutil.resolve_name(f"rlx.cli.{name}").command()
+    cfg = command.resolve(composed.cfg)  # of `rlx sft`: this loads the data sets
+    for model, folder in fetch_models(cfg).items():
+        print(f"model {model}: {folder}", flush=True)
+    (environments,) = environments_of([replace(cfg, launcher=replace(cfg.launcher, check_envs=True))], anew=True)
+    for line in lines_of(environments):
+        print(f"environment {line}", flush=True)
+    return 0

@@ -1,0 +1,97 @@
+"""The rules for jobs of a SLURM cluster and their containers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+from rlx.config.rules import Show, rule
+from rlx.config.schema import CommandConfig
+
+NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets it, or why it cannot be set
+    "array": "A sweep (-m) is one array; launcher.array_parallelism limits it",
+    "nodes": "hardware.nodes sets it",
+    "ntasks": "The supervisor is the job's one task",
+    "ntasks-per-node": "The supervisor is the job's one task",
+    "signal": "slurm.signal_seconds sets it",
+    "time": "slurm.time_minutes sets it",
+    "output": "rlx shows the job's output as logs/attempt_N/job.log",
+    "error": "rlx shows the job's output as logs/attempt_N/job.log",
+    "open-mode": "rlx shows the job's output as logs/attempt_N/job.log",
+    "wrap": "rlx writes the script",
+    "wait": "launcher.wait=true waits for the run",
+    "test-only": "dry_run=true submits nothing",
+    "parsable": "rlx reads the job's id from sbatch's usual answer",
+    "quiet": "rlx reads the job's id from sbatch's usual answer",
+}
+RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter")
+APART = ("--pid", "-p", "--containall", "-C")  # options of Apptainer that give a container its own process ids
+ACTIVATES = re.compile(r"\bbin/activate\b|\b(conda|mamba|micromamba)\s+activate\b")  # a Python of the host
+
+
+@rule("hardware", "launcher", "slurm", "dry_run")
+def slurm_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    if cfg.launcher.name != "slurm":
+        return
+    missing = [command for command in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(command) is None]
+    if missing and not cfg.dry_run:
+        yield (
+            f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
+            "Run the command on a login node, or use dry_run=true to see what would be submitted."
+        )
+    for name in cfg.slurm.options:
+        if (known := name.replace("_", "-").lstrip("-")) in NOT_FOR_SBATCH:
+            yield f"sbatch's option {known} would break the run: {of(f'slurm.options.{name}')}.\n{NOT_FOR_SBATCH[known]}. Remove it."
+        elif name.startswith("-"):
+            yield f"options of sbatch are named without dashes in front: {of(f'slurm.options.{name}')}. Write {known}."
+    if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
+        yield (
+            f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
+            f"{of('slurm.gpus_per_node')}.\nChoose another hardware=, or another slurm=."
+        )
+    if cfg.launcher.preempt_grace + cfg.launcher.grace >= cfg.slurm.signal_seconds:
+        yield (
+            f"SLURM would kill the job before it can stop by itself: {of('launcher.preempt_grace')} + {of('launcher.grace')} seconds "
+            f"are not less than {of('slurm.signal_seconds')}.\nRaise slurm.signal_seconds or lower launcher.preempt_grace."
+        )
+    if cfg.slurm.signal_seconds >= 60 * cfg.slurm.time_minutes:
+        yield (
+            f"the signal before the time limit would come before the job starts: {of('slurm.signal_seconds')} seconds are not less than "
+            f"{of('slurm.time_minutes')} minutes.\nRaise slurm.time_minutes or lower slurm.signal_seconds."
+        )
+
+
+@rule("launcher", "slurm")
+def slurm_container(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    its, slurm = cfg.slurm.container, cfg.slurm
+    if its is None or cfg.launcher.name != "slurm":
+        return
+    if not its.python.startswith("/"):
+        yield f"the Python in the container must be an absolute path: {of('slurm.container.python')}. Correct it: /opt/venv/bin/python."
+    for mount in its.mounts:
+        parts = mount.split(":")
+        if "," in mount or len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]):
+            yield (
+                f"{mount} is no mount: {of('slurm.container.mounts')}.\n"
+                "Write /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro, one in each element of the list."
+            )
+    if apart := [option for option in its.options if option in APART]:
+        yield (
+            f"the job's script could not signal the supervisor, which would have process ids of its own: {of('slurm.container.options')}. "
+            f"Remove {apart[0]}."
+        )
+    for line in slurm.setup:
+        if ACTIVATES.search(line):
+            yield (
+                f"a line of the set-up activates a Python of the host, and the processes run with that of the container: `{line}` in "
+                f"slurm.setup, {of('slurm.container.python')}.\nRemove the line, or the container."
+            )
+    if words := [word for word in slurm.prefix if word.rpartition("/")[2] in RUNTIMES]:
+        yield f"one container in another: {of('slurm.prefix')}, {of('slurm.container.image')}. Remove {words[0]} from the first."
+    for name in slurm.options:
+        if name.replace("_", "-").startswith("container"):
+            yield (
+                f"sbatch's option {name} would put the whole job's script into a container, where SLURM's commands are missing: "
+                f"{of(f'slurm.options.{name}')}.\nUse slurm.container."
+            )

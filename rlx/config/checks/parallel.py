@@ -1,0 +1,76 @@
+"""The rules for how the trainer's ranks divide the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlx.config.rules import Show, rule, target_name
+from rlx.config.schema import TrainingRoot
+
+
+def _divisors(*numbers: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
+
+
+@rule("trainer", "hardware", "inference.base_url")
+def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, copies, tp = cfg.trainer_ranks, cfg.trainer.dp_replicate, cfg.trainer.tp
+    if ranks % copies:
+        yield (
+            f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
+            f"Set trainer.dp_replicate to one of {_divisors(ranks)}, or change {of('hardware.trainer_processes')}."
+        )
+    elif ranks // copies % tp and not ranks % cfg.trainer.ranks_of_a_row:
+        yield (
+            f"a copy of the model has {ranks // copies} ranks, which {of('trainer.tp')} does not divide: {of('trainer.dp_replicate')}.\n"
+            f"Set trainer.dp_replicate to one of {_divisors(ranks // tp)}."
+        )
+
+
+@rule("trainer", "hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
+def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, heads, keys = cfg.trainer_ranks, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    cp, tp, together = cfg.trainer.cp, cfg.trainer.tp, cfg.trainer.ranks_of_a_row
+    axes = [name for name, size in (("cp", cp), ("tp", tp)) if size > 1]
+    shown = " × ".join(of(f"trainer.{name}") for name in axes)
+    fix = f"Set {'trainer.cp · trainer.tp' if len(axes) > 1 else f'trainer.{axes[0]}'} to one of" if axes else ""
+    if ranks % together:
+        yield (
+            f"{ranks} trainer processes cannot be divided into groups of {shown}. "
+            f"{fix} {_divisors(ranks, heads)}, or change {of('hardware.trainer_processes')}."
+        )
+    elif heads % together:
+        yield (
+            f"the ranks of a row divide the query heads: {of('model.num_attention_heads')} is not a multiple of {shown}.\n"
+            f"{fix} {_divisors(ranks, heads)}."
+        )
+    elif keys % tp:
+        yield (
+            f"tensor parallelism divides the key and value heads: {of('model.num_key_value_heads')} is not a multiple of "
+            f"{of('trainer.tp')}.\nSet trainer.tp to one of {_divisors(ranks, keys)}, or use trainer.cp, which repeats them."
+        )
+
+
+@rule("trainer", "model.attention")
+def pieces_of_rows(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    axes = {"trainer.cp": cfg.trainer.cp, "trainer.tp": cfg.trainer.tp}
+    for name in (name for name, size in axes.items() if size > 1):
+        if cfg.model.attention == "rows":
+            yield (
+                f"packed rows are cut into pieces, but this computes every sequence whole: {of(name)} with {of('model.attention')}.\n"
+                f"Set {name}=1, or model.attention=auto."
+            )
+        if cfg.trainer.compile:
+            yield (
+                f"layers that exchange tokens with other ranks are not compiled: {of(name)} with {of('trainer.compile')}.\n"
+                f"Set one of them to its default: {name}=1, or trainer.compile=false."
+            )
+
+
+@rule("optim", "trainer.fsdp_cpu_offload", "hardware.device")
+def muon_in_host_memory(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    if target_name(cfg.optim) == "Muon" and cfg.trainer.fsdp_cpu_offload and cfg.hardware.device == "cuda":
+        yield (
+            f"Muon makes its steps from whole matrices on the GPU, but the shards would lie in host memory: {of('optim._target_')} with "
+            f"{of('trainer.fsdp_cpu_offload')}.\nSet trainer.fsdp_cpu_offload=false, or use optim=adamw."
+        )

@@ -1,0 +1,64 @@
+"""The configuration keys of the trainer's processes: rows, precision, memory, and how ranks divide the work. `schema.py` has the others."""
+
+# ruff: noqa: RUF009  (key and section return dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.config.keys import key, section
+
+
+@dataclass
+class AcConfig:
+    freq: int = key(0, "activation checkpointing of every freq-th layer; 0 is off", low=0)
+    mode: str = key(
+        "full",
+        "`full` recomputes the whole layer in backward; `selective` keeps the results of matrix products and of attention, and recomputes "
+        "only what is cheap between them",
+        choices=("full", "selective"),
+    )
+
+
+@dataclass
+class TrainerConfig:
+    micro_batch_tokens: int | None = key(
+        None,
+        "tokens of one packed row; null: as many as fit into 2 GiB of activations (8 GiB on CUDA, 4 GiB on a shared card), "
+        "but no more than an optimizer step has and no fewer than `seq_len`",
+        low=1,
+    )
+    num_minibatches: int = key(1, "minibatches of a batch, one optimizer step each", low=1)
+    num_iterations: int = key(1, "passes of the optimizer over every batch", low=1)
+    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
+    reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
+    ac: AcConfig = section(AcConfig)
+    ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
+    fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
+    reshard_after_forward: bool = key(
+        True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
+    )
+    dp_replicate: int = key(
+        1,
+        "copies of the model (HSDP): each is sharded over trainer processes / dp_replicate, neighbours in rank. Shards are then gathered "
+        "within a copy, and only gradients cross copies",
+        low=1,
+    )
+    cp: int = key(
+        1,
+        "context parallelism (Ulysses), for long sequences: this many neighbours in rank compute each packed row together, a piece of its "
+        "tokens each. Divides the trainer processes and `model.num_attention_heads`",
+        low=1,
+    )
+    tp: int = key(
+        1,
+        "tensor parallelism: this many neighbours in rank divide the matrices of attention and feed-forward layers, and the tokens of each "
+        "row; for models whose gathered layers do not fit. Divides the heads and key heads; with `cp`, their product divides the ranks",
+        low=1,
+    )
+    compile: bool = key(False, "torch.compile each layer (GPU)")
+    batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Trainer processes that compute each packed row together."""
+        return self.cp * self.tp

@@ -1,0 +1,212 @@
+"""The container in which a job's processes run: options of `srun` (Pyxis), or a command around the process's own (Apptainer).
+
+    the job's script, on the host        answers what is asked from inside (`rlx.runs.outside`)
+      └ srun … the supervisor            in the container, asks for the steps
+      └ srun … every role                in the container
+
+The host needs SLURM, bash and the runtime, but no Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import CommandConfig
+from rlx.config.schema_launch import ContainerConfig
+from rlx.paths import cache_root
+from rlx.runs.outside import FOLDER
+from rlx.runs.provenance import SOURCE
+
+MOUNTS = "RLX_MOUNTS"  # environment variable of a job: what is mounted, separated by commas
+OUTSIDE = f"${FOLDER}:${FOLDER}"  # the mount that only the supervisor's container has; the script fills it in
+KEPT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "TRITON_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE")
+"""Variables that an image may set too: they are set again inside."""
+STEP = "supervisor"  # name of the supervisor's step
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container of a job, as a command line."""
+
+    cfg: ContainerConfig
+    mounts: tuple[str, ...]  # SOURCE:TARGET or SOURCE:TARGET:ro
+    workdir: str
+    gpus: bool
+
+    @classmethod
+    def of(cls, cfg: CommandConfig, mounts: Sequence[str], workdir: str | None = None) -> Container | None:
+        """The container of a command's configuration; None if it has none. `workdir`: where the command was given."""
+        its = cfg.slurm.container
+        if its is None:
+            return None
+        return cls(its, tuple(mounts), its.workdir or workdir or os.getcwd(), cfg.hardware.device == "cuda")
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `srun`."""
+        if self.cfg.runtime != "pyxis":
+            return []
+        return [
+            f"--container-image={self.cfg.image}",
+            f"--container-mounts={','.join(self.mounts)}",
+            f"--container-workdir={self.workdir}",
+            "--container-mount-home" if self.cfg.home else "--no-container-mount-home",
+            "--no-container-entrypoint",  # an image's own greeting would be in every log
+            *self.cfg.options,
+        ]
+
+    def around(self, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """A command of the container as a word list for the host. `variables`: those which are set again inside."""
+        inside = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+        if self.cfg.runtime == "pyxis":
+            return inside
+        return [
+            self.cfg.runtime,
+            "exec",
+            *(["--nv"] if self.gpus else []),
+            *([] if self.cfg.home else ["--no-home"]),
+            *(word for mount in self.mounts for word in ("--bind", mount)),
+            "--pwd",
+            self.workdir,
+            *self.cfg.options,
+            self.cfg.image,
+            *inside,
+        ]
+
+
+def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
+    """What every process of a run or sweep has mounted. `base`: its directory; `code`: the snapshot that it runs, which is in it.
+
+    Raises ConfigError for a path that no runtime can mount.
+    """
+    assert cfg.slurm.container is not None
+    given = [mount if ":" in mount else f"{mount}:{mount}" for mount in cfg.slurm.container.mounts]
+    folders = [
+        base,
+        Path.cwd(),
+        *([] if code is not None or SOURCE.name in ("site-packages", "dist-packages") else [SOURCE]),
+        user_cache(),
+        cache_root(),
+        *([Path(home)] if (home := cfg.slurm.hf_home or os.environ.get("HF_HOME")) else []),
+        *named_folders({key: value for key, value in asdict(cfg).items() if key not in ("slurm", "launcher", "run")}),
+    ]
+    own: list[Path] = []
+    for folder in sorted({*folders} - {Path("/")}, key=lambda each: (len(each.parts), str(each))):
+        if bad := [char for char in ":,\n" if char in str(folder)]:
+            raise ConfigError(
+                f"{folder} cannot be mounted in a container: its name has {bad[0]!r}.\n  fix: rename it, or use another run.dir="
+            )
+        if not any(folder.is_relative_to(above) for above in own):
+            own.append(folder)
+    return [*(f"{folder}:{folder}" for folder in own), *given]
+
+
+def named_folders(values: Any) -> Iterator[Path]:
+    """The folders of all absolute paths in a configuration that exist: models, data, other runs. Not of a Python, which is the image's."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from named_folders(value) if name != "python" else ()
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from named_folders(value)
+    elif isinstance(values, str) and values.startswith(("/", "~")):
+        path = Path(values).expanduser()
+        if path.exists():
+            yield path if path.is_dir() else path.parent
+
+
+def user_cache() -> Path:
+    """The folder of the user's caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def home_variables(cfg: CommandConfig) -> dict[str, str]:
+    """Variables that the processes in a container have because their home directory may be the image's own."""
+    if cfg.slurm.container is None:
+        return {}
+    return {"PYTHONNOUSERSITE": "1", "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(user_cache() / "triton")}
+
+
+BESIDE = r"""
+# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
+export RLX_OUTSIDE
+RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
+mkfifo "$RLX_OUTSIDE/asked"
+rlx_answer() {
+  local folder word words
+  trap : TERM # SLURM signals the script's processes too; these must say how a command ended
+  while :; do
+    IFS= read -r folder || continue
+    (
+      trap : TERM
+      words=()
+      while IFS= read -r -d '' word; do words+=("$word"); done <"$folder/words"
+      while IFS= read -r -d '' word; do export "$word"; done <"$folder/variables"
+      if [ -e "$folder/err" ]; then
+        "${words[@]}" </dev/null >"$folder/out" 2>"$folder/err"
+      else
+        "${words[@]}" </dev/null >"$folder/out" 2>&1
+      fi
+      echo $? >"$folder/code"
+    ) &
+  done
+}
+rlx_tell() {
+  echo "$1" >>"$RLX_OUTSIDE/told"
+  if [ -e "$RLX_OUTSIDE/pid" ]; then kill -s "$1" "$(cat "$RLX_OUTSIDE/pid")"; fi
+}
+rlx_supervise() {
+  local step answers code
+  set +e
+  (
+    trap - EXIT
+    rlx_answer
+  ) <>"$RLX_OUTSIDE/asked" &
+  answers=$!
+  disown "$answers" # else bash reports that it was killed
+  trap 'rlx_tell USR2' USR2
+  trap 'rlx_tell TERM' TERM
+  @step@ "$@" &
+  step=$!
+  while :; do
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break # else a signal ended the wait
+  done
+  kill -KILL "$answers"
+  # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
+  if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs TERM "$RLX_OUTSIDE/told"; then trap - EXIT; fi
+  rm -rf "$RLX_OUTSIDE"
+  exit "$code"
+}
+"""
+"""The part of the script that starts the supervisor in its container and answers it. `@step@`: the words before its command."""
+
+
+def beside(container: Container, not_for_steps: Sequence[str]) -> str:
+    """`BESIDE` for a container, with its mounts."""
+    its = Container(container.cfg, (*container.mounts, OUTSIDE), container.workdir, container.gpus)
+    dropped = [word for name in not_for_steps for word in ("-u", name)]  # srun would read them as options of the step
+    step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}", f"--job-name={STEP}"]
+    step += ["--cpu-bind=none", "--mem=0", "--input=none", "--unbuffered", "--export=ALL"]
+    words = [*dropped, *step, *its.options, *its.around([], dict.fromkeys(KEPT, ""))]
+    shown = ["env", *(_for_shell(word) for word in words)]
+    lines = [f"export {MOUNTS}={shlex.quote(','.join(container.mounts))}", BESIDE.strip().replace("@step@", " ".join(shown))]
+    return "\n".join(lines)
+
+
+def _for_shell(word: str) -> str:
+    """A word as bash reads it. The variables in `OUTSIDE`, of the node's name and of `KEPT` stay variables."""
+    name = word.partition("=")[0]
+    if name in KEPT:
+        return f'${{{name}+"{name}=${name}"}}'
+    if word.startswith("--nodelist="):
+        return f'"{word}"'
+    start, found, end = word.partition(OUTSIDE)
+    return f'{shlex.quote(start) if start else ""}"{OUTSIDE}"{shlex.quote(end) if end else ""}' if found else shlex.quote(word)

@@ -1,0 +1,105 @@
+"""The cache of models and data sets from the Hugging Face hub: fills it before a job, and says what a job would miss.
+
+A cluster's file may name the cache that its nodes see (`slurm.hf_home`) and say that they have no internet (`slurm.offline`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import CommandConfig
+from rlx.config.schema_eval import PlayWithModel
+from rlx.runs.weights import initial_model
+
+
+def variables_of(cfg: CommandConfig) -> dict[str, str]:
+    """The variables by which the hub's libraries find the cluster's cache and, in a job, ask no hub."""
+    if cfg.launcher.name != "slurm":
+        return {}
+    home, offline = cfg.slurm.hf_home, cfg.slurm.offline
+    return ({"HF_HOME": os.path.expanduser(home)} if home else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+
+
+def use_cache(variables: Mapping[str, str]) -> None:
+    """Have this process and those that it starts use that cache.
+
+    Raises ConfigError if the hub's library has been imported with another: it reads the variables once.
+    """
+    os.environ.update(variables)
+    imported = sys.modules.get("huggingface_hub.constants")
+    if imported is not None and (home := variables.get("HF_HOME")) and Path(imported.HF_HOME).resolve() != Path(home).resolve():
+        raise ConfigError(
+            f"this process uses the cache {imported.HF_HOME} already, and slurm.hf_home={home}.\n  fix: export HF_HOME={home}"
+        )
+
+
+def models_of(cfg: CommandConfig) -> list[str]:
+    """The models that the processes of a command load from the hub, by name."""
+    own = initial_model(cfg) if isinstance(cfg, PlayWithModel) else None
+    plays_elsewhere = getattr(getattr(cfg, "client", None), "base_url", None)
+    model = None if cfg.model.prepared or plays_elsewhere else own or cfg.model.name
+    named = [model, getattr(getattr(cfg, "ref", None), "name", None)]
+    return [name for name in dict.fromkeys(named) if name and not Path(name).expanduser().is_dir()]
+
+
+def fetch_models(cfg: CommandConfig) -> dict[str, Path]:
+    """Download the models of a command into the cache; their folders by name. Raises ConfigError with the hub's reason."""
+    from rlx.weights.hub import fetch
+
+    found: dict[str, Path] = {}
+    for name in models_of(cfg):
+        try:
+            found[name] = fetch(name, None)
+        except Exception as error:  # of the network, the hub, or the name: the hub's library and its client raise many types
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"the model {name} cannot be fetched: {why}\n  fix: check model.name, HF_ENDPOINT and HF_TOKEN") from error
+        if lacking := lacks(name):
+            raise ConfigError(f"the hub has no complete model {name}: it lacks {', '.join(lacking)}.\n  fix: another model.name")
+    return found
+
+
+def lacks(name: str) -> list[str]:
+    """What the cache lacks of a model of the hub; empty if it is complete."""
+    from rlx.weights.hub import in_cache
+
+    folder, complete = in_cache(name)
+    if folder is None:
+        return ["all of it"]
+    return [file for file in needed(folder) if not (folder / file).is_file()] or ([] if complete else ["some of its smaller files"])
+
+
+def needed(folder: Path) -> list[str]:
+    """The files without which a model's folder cannot be loaded."""
+    import json
+
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    whole = [] if shards or any(folder.glob("*.safetensors")) else ["model.safetensors"]
+    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    tokenizer = [] if any((folder / file).is_file() for file in tokenizers) else ["tokenizer.json"]
+    return ["config.json", *tokenizer, *whole, *shards]
+
+
+def check_cache(configs: Sequence[CommandConfig]) -> None:
+    """Raise ConfigError if nodes without internet would miss a model in their cache."""
+    problems: dict[str, Any] = {}
+    for cfg in configs:
+        if cfg.launcher.name != "slurm" or not cfg.slurm.offline or cfg.dry_run:
+            continue
+        for name in models_of(cfg):
+            if name not in problems:
+                problems[name] = (lacks(name), os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    texts = [
+        f"the nodes have no internet (slurm.offline=true), and the cache {home} lacks of the model {name}: {', '.join(lacking[:3])}"
+        + (f" and {len(lacking) - 3} more files" if len(lacking) > 3 else "")
+        + ".\n  fix: rlx fetch, with the same arguments, where there is internet"
+        for name, (lacking, home) in problems.items()
+        if lacking
+    ]
+    if texts:
+        raise ConfigError(texts)

@@ -1,0 +1,168 @@
+"""The sbatch script of a job: its options, what it does before rlx runs, and the command. Pure, but for the copy of the environment."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit import SlurmExecutor
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema import CommandConfig
+from rlx.launch import hub
+from rlx.launch.container import Container, beside, home_variables, mounts_of
+from rlx.launch.starters import NOT_FOR_STEPS
+from rlx.plan.environment import OF_A_GROUP
+from rlx.runs.snapshot import environment
+
+BEGINNING = r"""
+trap '' USR2 # the notice would kill the job before Python handles it
+# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
+rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+rlx_job=${rlx_job:-$SLURM_JOB_ID}
+rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+rlx_end() {
+  local code=$? attempt=0 log line lines= reason
+  set +e
+  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
+  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
+  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
+  log=logs/attempt_$attempt/job.log
+  mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
+  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
+  while IFS= read -r line; do
+    line=${line//\\/\\\\}
+    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
+  reason="$reason a line of slurm.setup failed, or @why@"
+  while IFS= read -r line; do
+    case $line in
+      ' "state":'*) line=' "state": "failed",' ;;
+      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
+      ' "exit_code":'*) line=' "exit_code": 1,' ;;
+      ' "cause":'*)
+        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
+        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
+        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
+        ;;
+      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
+      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
+    esac
+    printf '%s\n' "$line"
+  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
+}
+trap rlx_end EXIT
+trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
+set -e
+"""
+"""Beginning of the script, before `slurm.setup`. Works without Python.
+
+It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; `rlx_output`, the folder of the jobs' output in it; and
+`rlx_last`, how many lines of output to report. It relies on `Status.write`, which puts each field on a line of its own.
+"""
+
+
+IMPORTS = "{} -c 'import rlx.launch.slurm'"  # fails here, where the reason is reported, and not in the job
+
+
+class _Executor(SlurmExecutor):
+    """submitit's SlurmExecutor without its own check for a cluster, so that it can write the script anywhere. rlx checks earlier."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+
+def check_directory(directory: Path) -> None:
+    """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
+    if "%" in str(directory):
+        raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
+
+
+def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code: Path | None = None) -> dict[str, Any]:
+    """The submitit parameters of a job for this configuration. `code`: the code snapshot.
+
+    `base`: the run's or sweep's directory, which a container has mounted; None: the working directory.
+    """
+    slurm, hardware = cfg.slurm, cfg.hardware
+    further = {name.replace("-", "_"): value for name, value in slurm.options.items()}
+    whole = slurm.cpus_per_node is None and not {"mem_per_cpu", "mem_per_gpu"} & set(further)  # --exclusive alone may not give all memory
+    memory = f"{round(slurm.memory_gb * 1024)}M" if slurm.memory_gb is not None else "0" if whole else None
+    options: dict[str, Any] = {
+        "job_name": name,
+        "nodes": hardware.nodes,
+        "ntasks_per_node": 1,
+        "time": slurm.time_minutes,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "cpus_per_task": slurm.cpus_per_node,
+        "exclusive": True if slurm.cpus_per_node is None else None,
+        "mem": memory,
+        "gres": f"{slurm.gres}:{hardware.gpus_per_node}" if hardware.device == "cuda" else None,
+        "setup": [
+            f"cd {shlex.quote(os.getcwd())}",
+            *_exports(cfg, code),
+            *slurm.setup,
+            _in_container(cfg, base or Path.cwd(), code) if slurm.container else IMPORTS.format(shlex.quote(sys.executable)),
+        ],
+        "stderr_to_stdout": True,
+        "use_srun": False,  # the supervisor runs in the batch script and starts the steps itself
+        "array_parallelism": cfg.launcher.array_parallelism or 100_000,
+        # --signal=B: only the batch script gets the signal, and that is the supervisor
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{slurm.signal_seconds}", **further},
+    }
+    left_out = {name for name, value in further.items() if value is None}
+    options["additional_parameters"] = {k: v for k, v in options["additional_parameters"].items() if k not in left_out}
+    return {name: value for name, value in options.items() if value is not None and name not in left_out}
+
+
+def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
+    given = environment(code) if code else {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub.variables_of(cfg) | home_variables(cfg)).items()]
+
+
+def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:
+    container = Container.of(cfg, mounts_of(cfg, base, code))
+    assert container is not None
+    return beside(container, (*NOT_FOR_STEPS, *OF_A_GROUP))
+
+
+def python_of(cfg: CommandConfig) -> str:
+    """How the batch script starts Python, after the setup of `sbatch_options`."""
+    container = cfg.slurm.container
+    return f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
+
+
+def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> _Executor:
+    """The executor that submits runs, with these directories, as one job or array. `folder`: for submitit's files, in their folder."""
+    base, options = folder.parent, sbatch_options(cfg, name, folder.parent, code)
+    why = "the container or its Python cannot start" if cfg.slurm.container else "Python cannot import rlx there"
+    beginning = [
+        f"rlx_base={shlex.quote(str(base))}",
+        f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
+        f"rlx_output={shlex.quote(folder.name)}",
+        f"rlx_last={cfg.launcher.last_lines}",
+        BEGINNING.strip().replace("@why@", why),
+    ]
+    executor = _Executor(folder, python=python_of(cfg))
+    given = {key: value for key, value in options.items() if key != "mem"}
+    executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
+    # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
+    executor.parameters |= {"mem": options.get("mem"), "wckey": None}
+    return executor
+
+
+def sbatch_script(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> str:
+    """The sbatch script for one run or for an array, with the runs' directories. `code`: the code snapshot that they run."""
+    executor = make_executor(cfg, name, folder, runs, code)
+    if len(runs) > 1:
+        executor.parameters["map_count"] = len(runs)
+    return executor._make_submission_file_text(executor._submitit_command_str, uid="")

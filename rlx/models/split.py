@@ -1,0 +1,106 @@
+"""Tensor parallelism: which matrices of a model are divided over the ranks of a tensor group, and how.
+
+transformers names them for each family (`base_model_tp_plan`): in a block, `colwise` matrices keep a part of their outputs (heads, inner
+units), and the `rowwise` one that follows keeps the same part of its inputs, so its result is a partial sum. Each block gathers its tokens
+before and scatters the sum after (`rlx.parallel.row`). Everything else is left to all ranks, each with its own tokens: norms, experts,
+embedding and head.
+
+A divided parameter is a DTensor over the tensor group, which FSDP then also shards over the other ranks. With LoRA, the divided side of an
+adapter is divided like its layer's weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from rlx.parallel.row import Row
+
+OUTPUTS, INPUTS = "colwise", "rowwise"
+DIVIDED = {  # the dimension of each parameter that is divided; absent: it is whole
+    OUTPUTS: {"weight": 0, "bias": 0, "lora_B": 0},
+    INPUTS: {"weight": 1, "lora_A": 1},
+}
+
+
+def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
+    """Divide the matrices of a model on the meta device, in place, over the ranks of `mesh`, this rank's tensor group.
+
+    Raises ValueError if the family has no such plan, or one that divides attention in another way, or if sizes are not divisible.
+    """
+    config, size = hf.config.get_text_config(), mesh.size()
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (count := getattr(config, name, None)) and count % size:
+            raise ValueError(f"trainer.tp={size} does not divide {name}={count} of {type(hf).__name__}; set it to a divisor")
+    blocks: dict[nn.Module, dict[str, str]] = {}
+    for name, module in hf.base_model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
+        if isinstance(module, nn.Linear) and style in DIVIDED:
+            parent, _, leaf = name.rpartition(".")
+            blocks.setdefault(hf.base_model.get_submodule(parent), {})[leaf] = style
+    attending = [module for module in hf.base_model.modules() if hasattr(module, "o_proj") and hasattr(module, "head_dim")]
+    undivided = [module for module in attending if module not in blocks]
+    if not attending or undivided or any(list(styles.values()).count(INPUTS) != 1 or len(styles) < 2 for styles in blocks.values()):
+        raise ValueError(
+            f"trainer.tp={size}: transformers has no plan that divides the attention of {type(hf).__name__} by heads; set trainer.tp=1, "
+            "or use trainer.cp for long sequences"
+        )
+    for block, styles in blocks.items():
+        for leaf, style in styles.items():
+            _divide(block.get_submodule(leaf), style, row, mesh)  # type: ignore[arg-type]
+        block.forward = _with_span(block.forward, row)
+
+
+def _divide(layer: nn.Linear, style: str, row: Row, mesh: DeviceMesh) -> None:
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        dimension = DIVIDED[style].get(name)
+        if dimension is not None:
+            if parameter.shape[dimension] % mesh.size():
+                raise ValueError(f"trainer.tp={mesh.size()} does not divide a matrix of shape {list(parameter.shape)}; set it to a divisor")
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(dimension)], src_data_rank=None)
+            layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    layer.forward = _of_parts(layer, layer.forward, row if style == INPUTS else None)  # type: ignore[method-assign, assignment]
+
+
+def _with_span(forward: Callable[..., Any], row: Row) -> Callable[..., Any]:
+    """Gather the hidden states, a block's first argument, to the span of the tensor group."""
+
+    def with_span(*args: Any, **keys: Any) -> Any:
+        if args:
+            return forward(row.gather(args[0]), *args[1:], **keys)
+        return forward(**keys | {"hidden_states": row.gather(keys["hidden_states"])})
+
+    return with_span
+
+
+def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row | None) -> Callable[[Tensor], Tensor]:
+    """Compute with this rank's parts. `row`: the results are partial sums to scatter; the bias is added to the sum."""
+
+    def of_parts(input: Tensor) -> Tensor:
+        parameters = dict(layer._parameters)
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                layer._parameters[name] = parameter.to_local()
+        if row is not None:
+            layer._parameters["bias"] = None
+        try:
+            output = forward(input)
+        finally:
+            layer._parameters.update(parameters)
+        if row is None:
+            return output
+        summed, bias = row.scatter(output), parameters.get("bias")
+        return summed if bias is None else summed + bias
+
+    return of_parts
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Whether a parameter that FSDP has not sharded yet is divided over a tensor group."""
+    return isinstance(parameter, DTensor)

@@ -1,0 +1,126 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=team_rl
+#SBATCH --exclusive
+#SBATCH --gres=gpu:8
+#SBATCH --job-name=mine
+#SBATCH --mem=0
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/outputs/mine/.submitit/%j_0_log.out
+#SBATCH --partition=batch
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@120
+#SBATCH --time=1440
+
+# setup
+rlx_base=/shared/outputs/mine
+rlx_runs=(.)
+rlx_output=.submitit
+rlx_last=20
+trap '' USR2 # the notice would kill the job before Python handles it
+# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
+rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+rlx_job=${rlx_job:-$SLURM_JOB_ID}
+rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+rlx_end() {
+  local code=$? attempt=0 log line lines= reason
+  set +e
+  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
+  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
+  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
+  log=logs/attempt_$attempt/job.log
+  mkdir -p "$rlx_run/logs/attempt_$attempt"
+  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
+  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
+  while IFS= read -r line; do
+    line=${line//\\/\\\\}
+    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
+  reason="$reason a line of slurm.setup failed, or the container or its Python cannot start"
+  while IFS= read -r line; do
+    case $line in
+      ' "state":'*) line=' "state": "failed",' ;;
+      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
+      ' "exit_code":'*) line=' "exit_code": 1,' ;;
+      ' "cause":'*)
+        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
+        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
+        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
+        ;;
+      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
+      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
+    esac
+    printf '%s\n' "$line"
+  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
+}
+trap rlx_end EXIT
+trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
+set -e
+cd /
+export PYTHONPATH=/shared/outputs/mine/.submitit/code_1:/
+export PYTHONSAFEPATH=1
+export HF_HOME=/lustre/team_rl/hub
+export HF_HUB_OFFLINE=1
+export PYTHONNOUSERSITE=1
+export TRITON_CACHE_DIR=/home/me/.cache/triton
+export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
+export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
+# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
+export RLX_OUTSIDE
+RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
+mkfifo "$RLX_OUTSIDE/asked"
+rlx_answer() {
+  local folder word words
+  trap : TERM # SLURM signals the script's processes too; these must say how a command ended
+  while :; do
+    IFS= read -r folder || continue
+    (
+      trap : TERM
+      words=()
+      while IFS= read -r -d '' word; do words+=("$word"); done <"$folder/words"
+      while IFS= read -r -d '' word; do export "$word"; done <"$folder/variables"
+      if [ -e "$folder/err" ]; then
+        "${words[@]}" </dev/null >"$folder/out" 2>"$folder/err"
+      else
+        "${words[@]}" </dev/null >"$folder/out" 2>&1
+      fi
+      echo $? >"$folder/code"
+    ) &
+  done
+}
+rlx_tell() {
+  echo "$1" >>"$RLX_OUTSIDE/told"
+  if [ -e "$RLX_OUTSIDE/pid" ]; then kill -s "$1" "$(cat "$RLX_OUTSIDE/pid")"; fi
+}
+rlx_supervise() {
+  local step answers code
+  set +e
+  (
+    trap - EXIT
+    rlx_answer
+  ) <>"$RLX_OUTSIDE/asked" &
+  answers=$!
+  disown "$answers" # else bash reports that it was killed
+  trap 'rlx_tell USR2' USR2
+  trap 'rlx_tell TERM' TERM
+  env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=1 --ntasks=1 "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}" --job-name=supervisor --cpu-bind=none --mem=0 --input=none --unbuffered --export=ALL apptainer exec --nv --no-home --bind /home/me/.cache:/home/me/.cache --bind /lustre/team_rl/hub:/lustre/team_rl/hub --bind /shared/outputs/mine:/shared/outputs/mine --bind /lustre/team_rl/data:/lustre/team_rl/data --bind "$RLX_OUTSIDE:$RLX_OUTSIDE" --pwd / /lustre/team_rl/images/rlx.sif env ${PYTHONPATH+"PYTHONPATH=$PYTHONPATH"} ${PYTHONSAFEPATH+"PYTHONSAFEPATH=$PYTHONSAFEPATH"} ${PYTHONNOUSERSITE+"PYTHONNOUSERSITE=$PYTHONNOUSERSITE"} ${TRITON_CACHE_DIR+"TRITON_CACHE_DIR=$TRITON_CACHE_DIR"} ${HF_HOME+"HF_HOME=$HF_HOME"} ${HF_HUB_OFFLINE+"HF_HUB_OFFLINE=$HF_HUB_OFFLINE"} "$@" &
+  step=$!
+  while :; do
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break # else a signal ended the wait
+  done
+  kill -KILL "$answers"
+  # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
+  if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs TERM "$RLX_OUTSIDE/told"; then trap - EXIT; fi
+  rm -rf "$RLX_OUTSIDE"
+  exit "$code"
+}
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+rlx_supervise /opt/venv/bin/python -u -m submitit.core._submit /shared/outputs/mine/.submitit

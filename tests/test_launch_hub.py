@@ -1,0 +1,116 @@
+"""Nodes without internet: what `rlx fetch` puts into their cache, and what a job would miss there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_stand_in import hub
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.launch.hub import check_cache, lacks, models_of, use_cache, variables_of
+
+LINE = ["launcher=slurm", "slurm=dev", "hardware=cpu", "model=qwen3_0_6b", "model.name=team/tiny", "env=math"]
+SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def model(folder: Path, weights: tuple[str, ...] = ("model.safetensors",)) -> Path:
+    """A model's files; their content does not matter here."""
+    folder.mkdir(parents=True)
+    for name in (*SMALL, *weights, "pytorch_model.bin"):
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub that this process uses; the folder of the model team/tiny in it."""
+    from huggingface_hub import constants
+
+    home = tmp_path / "home"
+    repository = home / "hub" / "models--team--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setattr(constants, "HF_HOME", str(home))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    return repository / "snapshots" / ("a" * 40)
+
+
+def test_a_model_is_complete_with_its_configuration_tokenizer_and_all_shards(cache: Path) -> None:
+    assert lacks("team/tiny") == ["all of it"]
+    folder = model(cache, weights=())
+    assert lacks("team/tiny") == ["model.safetensors"]
+    (folder / "model.safetensors").touch()
+    assert lacks("team/tiny") == []
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (folder / "1.safetensors").touch()
+    assert lacks("team/tiny") == ["2.safetensors"]
+    (folder / "tokenizer.json").unlink()
+    assert lacks("team/tiny") == ["tokenizer.json", "2.safetensors"]
+
+
+def test_a_job_whose_nodes_have_no_internet_is_refused_if_the_cache_lacks_its_models(cache: Path) -> None:
+    line = [*LINE, "dry_run=true", "ref.name=team/other", "loss.kl.beta=0.1"]
+    offline = compose([*line, "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"], {}).cfg
+    assert models_of(offline) == ["team/tiny", "team/other"]
+    assert variables_of(offline) == {"HF_HOME": str(cache.parents[3]), "HF_HUB_OFFLINE": "1"}
+    offline.dry_run = False
+    with pytest.raises(ConfigError) as error:
+        check_cache([offline, offline])
+    said = [text.partition("lacks of the model ")[2] for text in error.value.problems]
+    fix = ".\n  fix: rlx fetch, with the same arguments, where there is internet"
+    assert said == [f"team/tiny: all of it{fix}", f"team/other: all of it{fix}"]
+    online = compose(line, {}).cfg
+    online.dry_run = False
+    check_cache([online])
+
+
+def test_another_cache_than_that_of_the_cluster_is_refused(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"uses the cache .*/home already, and slurm.hf_home=/elsewhere"):
+        use_cache({"HF_HOME": "/elsewhere"})
+    use_cache({"HF_HOME": str(cache.parents[3])})
+
+
+def rlx(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_OFFLINE")}
+    return subprocess.run([sys.executable, "-m", "rlx.cli", *words], capture_output=True, text=True, env=given | variables, check=False)
+
+
+@pytest.mark.slow
+def test_what_was_fetched_from_the_hub_is_all_that_a_job_without_internet_needs(tmp_path: Path) -> None:
+    """The model's files and a data set of an environment, from a server that answers as the hub does."""
+    model(tmp_path / "hub" / "models" / "team" / "tiny")
+    data = tmp_path / "hub" / "datasets" / "team" / "problems"
+    data.mkdir(parents=True)
+    (data / "train.jsonl").write_text("".join(json.dumps({"problem": f"What is {n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(30)))
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for name in ("sbatch", "srun", "squeue", "scontrol"):
+        (bin / name).write_text("#!/bin/sh\necho Submitted batch job 12\n")
+        (bin / name).chmod(0o755)
+    line = [*LINE, "envs.math.args.dataset=team/problems", f"slurm.hf_home={tmp_path / 'home'}", "slurm.offline=true"]
+    line += [f"run.dir={tmp_path / 'run'}", "clean=true"]
+    variables = {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "RLX_CACHE": str(tmp_path / "cache")}
+    refused = rlx("train", *line, **variables)
+    assert refused.returncode == 2
+    assert f"the cache {tmp_path / 'home'} lacks of the model team/tiny: all of it" in refused.stderr
+
+    with hub(tmp_path / "hub") as (url, asked):
+        done = rlx("fetch", *line, **variables, HF_ENDPOINT=url)
+        assert done.returncode == 0, done.stderr
+        fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+    assert {*SMALL, "model.safetensors", "train.jsonl"} <= fetched
+    assert "pytorch_model.bin" not in fetched
+    assert "environment math: classic, 15 examples" in done.stdout
+
+    accepted = rlx("train", *line, **variables)  # the server is gone
+    assert accepted.returncode == 0, accepted.stderr
+    assert "job 12" in accepted.stdout
+    assert "export HF_HUB_OFFLINE=1" in next((tmp_path / "run").glob("sbatch.sh")).read_text()

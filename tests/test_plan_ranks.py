@@ -1,0 +1,44 @@
+"""What the plan says of ranks that compute each row together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch_configs import config
+
+from rlx.config.rows import tokens_in_budget
+from rlx.plan.explain import explain
+from rlx.plan.make import make_plan
+from rlx.plan.memory import trainer_memory
+
+
+def test_a_context_group_shares_each_row() -> None:
+    whole = config("node8", trainer={"micro_batch_tokens": 8192})
+    cut = config("node8", trainer={"micro_batch_tokens": 8192, "cp": 2})
+    assert (cut.trainer_ranks, cut.data_ranks) == (4, 2)
+    before, after = trainer_memory(whole), trainer_memory(cut)
+    assert after.activations == before.activations / 2
+    assert after.states == before.states, "the shards are over all ranks"
+    assert before.head - after.head == 4 * 4096 * 4096, "the hidden states' gradient, of half a row"
+    text = explain(cut, make_plan(cut, Path("/run")), {}, [], "/run")
+    assert "FSDP2 over 4 ranks; each row on 2 of them" in text
+    rows = 256 * 8192 // (8192 * 2)
+    assert (
+        f"at most {rows} per group of ranks and optimizer step, each one row of 8,192 tokens, on 2 groups of 2 ranks; "
+        "a rank has 4,096 tokens of it"
+    ) in text
+    assert tokens_in_budget(cut) == pytest.approx(2 * tokens_in_budget(whole), abs=256), "the budget is that of a rank"
+
+
+def test_a_tensor_group_shares_rows_and_gathered_layers() -> None:
+    whole, divided = (config("node8", trainer={"micro_batch_tokens": 8192, "tp": tp}) for tp in (1, 2))
+    before, after = trainer_memory(whole), trainer_memory(divided)
+    assert after.states == before.states
+    assert (after.layers, after.layer_gradients, after.activations) == (
+        before.layers / 2,
+        before.layer_gradients / 2,
+        before.activations / 2,
+    )
+    text = explain(divided, make_plan(divided, Path("/run")), {}, [], "/run")
+    assert "FSDP2 over 4 ranks; each row on 2 of them, matrices divided over 2" in text
