@@ -208,7 +208,7 @@ class Offers:
                 raise
             why = str(error)  # only its text: the error itself would keep the connections open
             log.warning("version %s did not reach the servers: %s; those that are left will ask again", self.version, why)
-            self._drop(why)
+            self._drop(why, members)
         else:
             log.info("version %s was sent to %d servers in %.2f s", self.version, len(members), time.monotonic() - began)
         self.source.finish()
@@ -239,8 +239,11 @@ class Offers:
         self._sender.client = client
         self._sender.send_weights()
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, members: list[Caller]) -> None:
         if self._sender is not None:
             self._sender.client.abandoned = why
             self._sender.shutdown()
         self._sender, self._members = None, []
+        for member in members:  # those that have received everything wait for an order
+            assert self._mailbox is not None
+            self._mailbox.refuse(member, f"the transfer broke: {why}")

@@ -75,7 +75,8 @@ class PolicyEngine:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self._name = uuid.uuid4().hex  # in the trainer's mailbox
-        self._partly: asyncio.TimerHandle | None = None  # set while the model is partly old and partly new, and the engine is paused
+        self._partly = False  # the model is partly old and partly new, and the engine is paused
+        self._limit: asyncio.TimerHandle | None = None  # how long it may stay so after a transfer that broke
         self._numbers = itertools.count()
         self._open = asyncio.Event()  # set while new requests are admitted
         self._open.set()
@@ -177,7 +178,7 @@ class PolicyEngine:
     @property
     def waited_for(self) -> int:
         """Requests that the engine has to answer; 0 while it is changed to another version."""
-        return 0 if self._updating.locked() or self._partly is not None else len(self.core.sinks)
+        return 0 if self._updating.locked() or self._partly else len(self.core.sinks)
 
     def state(self) -> PolicyState:
         core = self.core
@@ -226,7 +227,7 @@ class PolicyEngine:
         midway nothing is generated until another version is loaded, for at most `timeout` seconds.
         """
         async with self._updating:
-            if version == self.version and self._partly is None:
+            if version == self.version and not self._partly:
                 return
             started = time.perf_counter()
             try:
@@ -257,7 +258,6 @@ class PolicyEngine:
 
     async def _receive(self, call: Call, version: int, drain_tokens: int, timeout: float) -> dict[str, Any]:
         """Obey the trainer until it has sent everything. Returns the checksums of what it sent. Raises Gone if the transfer breaks."""
-        loop = asyncio.get_running_loop()
         order = ""
         try:
             while True:
@@ -266,8 +266,7 @@ class PolicyEngine:
                     await self._drain(drain_tokens)
                     await self._pause()
                     await self.core.collective_rpc_async("prepare_transfer", None, ())
-                    why = f"version {version} arrived only partly, and no version came in the next {timeout:g} s (weight_broadcast.timeout)"
-                    self._partly = self._partly or loop.call_later(timeout, self._fail, why)
+                    self._partly = True
                 sums = arguments.pop("sums", None)
                 await self.core.collective_rpc_async(order, None, (), arguments)
                 if sums is not None:
@@ -276,6 +275,9 @@ class PolicyEngine:
         except Exception as error:
             text = f"version {version} did not arrive ({order or 'no order'}): {type(error).__name__}: {error}"
             log.warning("%s", text)
+            if self._partly and self._limit is None:
+                why = f"{text}. No version came in the next {timeout:g} s (weight_broadcast.timeout)"
+                self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
             with contextlib.suppress(Exception):
                 await self.core.collective_rpc_async("abandon_transfer", None, ())
                 await asyncio.to_thread(call.done, text)
@@ -323,9 +325,10 @@ class PolicyEngine:
     async def _resume(self, version: int, where: str, compared: float) -> None:
         self.core.version = version
         self.attested, self.weights = compared, where
-        if self._partly is not None:
-            self._partly.cancel()
-            self._partly = None
+        self._partly = False
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
         await self.core.resume_scheduler_async()
 
     def _break(self, what: str, error: Exception) -> Broken:
