@@ -53,6 +53,10 @@ CASES = {
         "hardware.device=gpu scheduler.type=exponential trainer.micro_batch_tokens=0"
     ),
     "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
+    "weights_without_files": Case("weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"),
+    "weights_by_nccl_on_cpu": Case("weight_broadcast.type=nccl"),
+    "weights_by_nccl_on_a_shared_gpu": Case("weight_broadcast.type=nccl hardware=gpu1_shared", gpus=1),
+    "weights_by_ipc_between_gpus": Case("weight_broadcast.type=ipc hardware=gpu2", gpus=2),
     "searchpath_is_no_list": Case("hydra.searchpath=null"),
     "hydras_own_keys": Case("hydra.searchpath=[nowhere] hydra.job.name=x hydra/sweeper=basic"),
     "variables_that_exclude_each_other": Case("", environ={"RLX_MODEL__WARM_START": "null", "RLX_MODEL__WARM_START__STEPS": "3"}),

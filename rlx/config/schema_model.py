@@ -177,10 +177,20 @@ class InferenceConfig:
 class UpdateConfig:
     timeout: float = key(600.0, "seconds for one update of all servers", above=0)
 
+    @property
+    def without_files(self) -> str | None:
+        """How weights reach the servers if not by files."""
+        return None
+
 
 @dataclass
 class WeightBroadcastConfig(UpdateConfig):
-    type: str = key("filesystem", "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
+    type: str = key(
+        "filesystem",
+        "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`; without files: `gloo` through host memory, `nccl` "
+        "between GPUs, `ipc` on one shared GPU (docs/weights.md)",
+        choices=("filesystem", "gloo", "nccl", "ipc"),
+    )
     keep_last: int = key(2, "versions of the weights kept on disk, besides the final one", low=1)
     drain_tokens: int = key(
         16,
@@ -188,6 +198,10 @@ class WeightBroadcastConfig(UpdateConfig):
         "they continue under the new version with recomputed keys and values",
         low=0,
     )
+
+    @property
+    def without_files(self) -> str | None:
+        return self.type if self.type != "filesystem" else None
 
 
 @dataclass
