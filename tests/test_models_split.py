@@ -39,5 +39,5 @@ def test_a_model_without_experts_or_with_an_odd_number_of_them_is_refused():
     group: Any = SimpleNamespace(size=lambda: 2)
     with pytest.raises(ValueError, match=r"trainer\.ep=2: transformers has no plan that divides experts of LlamaForCausalLM"):
         split_experts(make_model(LlamaConfig), group, group)
-    with pytest.raises(ValueError, match=r"trainer\.ep=2 does not divide 3 experts of OlmoeForCausalLM"):
+    with pytest.raises(ValueError, match=r"trainer\.ep=2 does not divide the 3 experts of OlmoeForCausalLM"):
         split_experts(make_model(OlmoeConfig, num_experts=3, num_experts_per_tok=2), group, group)

@@ -164,14 +164,14 @@ class _Everyone(torch.autograd.Function):
 def _gathered(x: Tensor, axis: Axis) -> Tensor:
     """[n, d] of each rank → [t·n, d]."""
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=axis.group)
+    dist.all_gather_single(whole, x.contiguous(), group=axis.group)
     return whole
 
 
 def _scattered(x: Tensor, axis: Axis) -> Tensor:
     """[t·n, d] of each rank → this rank's piece of the sum, [n, d]."""
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    dist.reduce_scatter_tensor(piece, x.contiguous(), group=axis.group)
+    dist.reduce_scatter_single(piece, x.contiguous(), group=axis.group)
     return piece
 
 
