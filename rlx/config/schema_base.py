@@ -63,6 +63,11 @@ class CommandConfig:
         return 0
 
     @property
+    def transfer(self) -> str | None:
+        """How weights reach the servers without files: `gloo`, `nccl` or `ipc`; None: from files, or there are no servers."""
+        return None
+
+    @property
     def max_restarts(self) -> int:
         """How often each service may be started again."""
         return 0
@@ -105,6 +110,10 @@ class PlayRoot(CommandConfig):
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
+
+    @property
+    def transfer(self) -> str | None:
+        return self.weight_broadcast.without_files if self.plays else None
 
     @property
     def max_restarts(self) -> int:

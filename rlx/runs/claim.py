@@ -6,12 +6,10 @@ moment, so two runs never share one directory.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,11 +27,12 @@ from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hidden, hide_lines, secrets_of
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import write_plan
 from rlx.process import full_disk
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
 from rlx.runs.jobs import is_alive, job_of
+from rlx.runs.lock import RunLock
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
@@ -47,50 +46,6 @@ WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_bro
 MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
 C = TypeVar("C", bound=CommandConfig)
-
-
-class RunLock:
-    """A lock on a run directory. It is held while this object, or a process that inherited its file descriptor, is alive."""
-
-    def __init__(self, paths: RunPaths | Path) -> None:
-        """`paths`: the run's paths, or the path of another lock file."""
-        self.fd = os.open(paths if isinstance(paths, Path) else paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def exclusive(self) -> bool:
-        """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
-        return self._try(fcntl.LOCK_EX)
-
-    def take(self, timeout: float) -> bool:
-        """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
-        deadline = time.monotonic() + timeout
-        while not (alone := self.exclusive()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return alone
-
-    def share(self, timeout: float = 5.0) -> bool:
-        """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
-        deadline = time.monotonic() + timeout
-        while not self._try(fcntl.LOCK_SH):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-    def wait_until_alone(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until no other process holds the lock; then hold it shared again."""
-        alone = self.take(timeout)
-        self.share()
-        return alone
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def _try(self, mode: int) -> bool:
-        try:
-            fcntl.flock(self.fd, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def settle(cfg: C, label: str) -> C:
@@ -241,9 +196,9 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
 
         # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
-            if not paths.config.exists() and lock.exclusive() and not paths.config.exists():
+            if not listed(paths.config) and lock.exclusive() and not listed(paths.config):
                 _fill(paths, cfg, overrides, plan)
-            return paths.config.exists()
+            return listed(paths.config)
 
         wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
         lock.share()
@@ -291,7 +246,7 @@ def writing(directory: Path) -> Iterator[None]:
 def new_attempt(paths: RunPaths) -> int:
     """Create the next folder of log files, point `logs/latest` to it, and return its number."""
     number = 0
-    while paths.logs(number).exists():
+    while listed(paths.logs(number)):
         number += 1
     paths.logs(number).mkdir(parents=True)
     link = paths.latest_logs.with_name(".latest")
