@@ -239,3 +239,36 @@ def until(probe: Callable[[], object]) -> None:
 
 def text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_three_hosts_train_one_model_through_the_command_of_their_containers(tmp_path: Path, model_cache: Path):
+    """Real ranks, one a host. Without a cluster's names, `--hosts` says where the agents are."""
+    ports = []
+    for _ in range(3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+    command = [sys.executable, "-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "3", "--volume", str(tmp_path), "--hosts", hosts, "sft"]
+    overrides = ["data=fake", "hardware=cpu_3nodes", "hardware.trainer_processes=3", "max_steps=2", "data.batch_size=6", "seq_len=64"]
+    pods = []
+    for index in range(3):
+        environment = os.environ | {
+            "JOB_COMPLETION_INDEX": str(index),
+            "JOB_UID": "7",
+            "HF_HUB_OFFLINE": "1",
+            "RLX_CACHE": str(model_cache),
+        }
+        with (tmp_path / f"pod{index}.log").open("wb") as log:
+            pods.append(subprocess.Popen([*command, *overrides], env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        assert pods[0].wait(600) == 0, text(tmp_path / "pod0.log")
+        assert [pod.wait(60) for pod in pods] == [0, 0, 0], "the end of the run ends every host"
+    finally:
+        for pod in pods:
+            pod.kill()
+    status = json.loads((tmp_path / "mine" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("completed", 2)
+    assert "mine: completed after 2 of 2 steps" in text(tmp_path / "pod0.log")
