@@ -93,6 +93,7 @@ METRICS: dict[str, str] = {
     "time/forward_backward": "seconds of forward and backward, including scoring by the old policy and the reference",
     "time/optimizer": "seconds of remaining gradient reduction, clipping and optimizer",
     "time/broadcast": "seconds that the step waited for weights: for the previous version to be written, and for copying this one",
+    "time/send_weights": "seconds that sending the previous version to the servers without files held the trainer; 0 over files",
     "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
     "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",

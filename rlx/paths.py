@@ -39,6 +39,7 @@ class RunPaths:
     # The run's last SLURM job: `{"id": "12_3", "submitted": seconds, "output": file}`, and `progress` when a requeue last found new steps.
     job = _At("job.json")
     sbatch = _At("sbatch.sh")
+    kubernetes = _At("kubernetes.json")  # the Kubernetes Job that the run belongs to: `{"job": name, "uid": …}`
     explained = _At("plan.txt")  # a dry run's explanation of the plan: processes, a step's arithmetic, memory
     report = _At("report.html")  # the page that `rlx report` makes, of this run or of the sweep in this directory
     lock = _At(".lock")
@@ -47,6 +48,7 @@ class RunPaths:
     tracking = _At("tracking.json")
     latest_logs = _At("logs/latest")
     endpoints = _At("endpoints")  # files in which processes publish their bound ports: `inference_0.json`
+    offer = _At("endpoints/weights.json")  # where servers get the policy version that the trainer has in memory (`rlx.weights.offer`)
     preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
     heartbeats = _At("heartbeats")
     stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)

@@ -26,6 +26,8 @@ class Stand:
         self.served: list[int] = []  # version of each answer
         self.in_flight = self.updating = self.aborted = self.messages = self.loads = self.claims = 0
         self.refuse: str | None = None
+        self.gone = 0  # this many of the next updates: the trainer does not have the version
+        self.updates: list[dict[str, Any]] = []  # the bodies of all
         self.fails = 0  # this many of the next requests and updates get a status of 500
         self.hangs = False  # `/policy` is not answered
         self.now = 0.0  # seconds, for the holder
@@ -114,6 +116,10 @@ class Stand:
         self.updating += 1
         await asyncio.sleep(self.delay)
         self.updating -= 1
+        self.updates.append(asked)
+        if self.gone:
+            self.gone -= 1
+            return web.json_response({"error": "the trainer has another version"}, status=410)
         if self.refuse:
             return web.json_response({"error": self.refuse}, status=422)
         if self.fails:

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rlx.cli.playing import eval_table
 from rlx.rollout.scoring import columns_of, write_summary
 

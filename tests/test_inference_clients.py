@@ -21,6 +21,7 @@ from rlx.inference.protocol import (
     ServerUnreachable,
     StaleServer,
     UpdateRefused,
+    WeightsGone,
 )
 from rlx.inference.sampler import Sampler
 from rlx.types import WeightVersion
@@ -244,12 +245,22 @@ def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pyte
     play(scene, Stand(), look=0.1)
 
 
-def test_weights_of_a_kind_that_servers_cannot_load_are_refused():
-    async def scene(client: Servers, stand: Stand) -> None:
-        with pytest.raises(ValueError, match="version 1 is of kind 'memory'; servers can load 'files' and 'adapter'"):
-            await client.fleet.update(WeightVersion(version=1, kind="memory", where="x"))
+def test_weights_that_left_the_trainers_memory_are_an_error_of_their_own_and_a_server_is_restored_from_where_they_are_now():
+    offered, written = WeightVersion(version=1, kind="memory", where="host:1"), WeightVersion(version=1, kind="files", where="step_1")
 
-    play(scene, Stand())
+    async def scene(client: Servers, stand: Stand) -> None:
+        stand.gone = 1
+        with pytest.raises(WeightsGone, match="the trainer has another version"):
+            await client.fleet.update(offered)
+        assert client.fleet.version == 0
+        await client.fleet.update(offered, 7.0)
+        assert (stand.updates[-1]["kind"], stand.updates[-1]["together"], stand.updates[-1]["timeout"]) == ("memory", 1, 7.0)
+        client.fleet.look_up = {1: written}.get
+        stand.version, stand.gone = 0, 1
+        await until(lambda: stand.version == 1)
+        assert [update["weight_dir"] for update in stand.updates[-2:]] == ["step_1", "step_1"], "asked again"
+
+    play(scene, Stand(), look=0.1)
 
 
 def test_of_several_servers_that_fail_at_once_one_failure_is_raised_and_no_group_of_exceptions():

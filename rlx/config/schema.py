@@ -276,6 +276,9 @@ class EvaluatedRun(TrainingRoot, PlayRoot):
 
     eval: EvalConfig = section(EvalConfig)
 
+    def publishes(self, version: int) -> bool:
+        return super().publishes(version) or (self.plays and self.eval.is_due(version, self.max_steps))
+
 
 @dataclass
 class Config(EvaluatedRun):
@@ -311,8 +314,8 @@ class Config(EvaluatedRun):
         return max(self.weight_broadcast.keep_last, self.max_async_level + 2)
 
     def publishes(self, version: int) -> bool:
-        """A replay has no servers."""
-        return self.plays or super().publishes(version)
+        """Servers read every version, unless they get it without files. A replay has no servers."""
+        return (self.plays and self.transfer is None) or super().publishes(version)
 
     @property
     def samples_per_update(self) -> int:
@@ -363,9 +366,6 @@ class SftRoot(EvaluatedRun):
     def num_servers(self) -> int:
         """Only evaluations need servers."""
         return self.hardware.inference_replicas if self.plays and not self.inference.base_url else 0
-
-    def publishes(self, version: int) -> bool:
-        return super().publishes(version) or (self.plays and self.eval.is_due(version, self.max_steps))
 
     @property
     def samples_per_update(self) -> int:

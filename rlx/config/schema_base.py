@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlx.config.keys import MISSING, key, section
-from rlx.config.schema_launch import LauncherConfig, SlurmConfig
+from rlx.config.schema_launch import KubernetesConfig, LauncherConfig, SlurmConfig
 from rlx.config.schema_model import HardwareConfig, InferenceConfig, LoraConfig, ModelConfig, RunConfig, UpdateConfig
 from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
 
@@ -35,6 +35,7 @@ class CommandConfig:
     hardware: HardwareConfig = section(HardwareConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     slurm: SlurmConfig = section(SlurmConfig)
+    kubernetes: KubernetesConfig = section(KubernetesConfig)
 
     @property
     def total_steps(self) -> int:
@@ -60,6 +61,11 @@ class CommandConfig:
     def num_servers(self) -> int:
         """Inference servers that the command starts itself."""
         return 0
+
+    @property
+    def transfer(self) -> str | None:
+        """How weights reach the servers without files: `gloo`, `nccl` or `ipc`; None: from files, or there are no servers."""
+        return None
 
     @property
     def max_restarts(self) -> int:
@@ -104,6 +110,10 @@ class PlayRoot(CommandConfig):
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
+
+    @property
+    def transfer(self) -> str | None:
+        return self.weight_broadcast.without_files if self.plays else None
 
     @property
     def max_restarts(self) -> int:

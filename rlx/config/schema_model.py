@@ -51,6 +51,7 @@ class ModelConfig:
     num_layers: int = key(MISSING, "number of layers, for the memory estimate of the plan", low=1)
     num_attention_heads: int = key(MISSING, "query heads; a multiple of `hardware.tensor_parallel`", low=1)
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
+    num_experts: int | None = key(None, "experts of a layer; a multiple of `trainer.ep`. null: the model has none", low=1)
     head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null: hidden_size / num_attention_heads", low=1)
     vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
     renderer: str = key(
@@ -176,10 +177,20 @@ class InferenceConfig:
 class UpdateConfig:
     timeout: float = key(600.0, "seconds for one update of all servers", above=0)
 
+    @property
+    def without_files(self) -> str | None:
+        """How weights reach the servers if not by files."""
+        return None
+
 
 @dataclass
 class WeightBroadcastConfig(UpdateConfig):
-    type: str = key("filesystem", "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`", choices=("filesystem",))
+    type: str = key(
+        "filesystem",
+        "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`; without files: `gloo` through host memory, `nccl` "
+        "between GPUs, `ipc` on one shared GPU (docs/weights.md)",
+        choices=("filesystem", "gloo", "nccl", "ipc"),
+    )
     keep_last: int = key(2, "versions of the weights kept on disk, besides the final one", low=1)
     drain_tokens: int = key(
         16,
@@ -187,6 +198,10 @@ class WeightBroadcastConfig(UpdateConfig):
         "they continue under the new version with recomputed keys and values",
         low=0,
     )
+
+    @property
+    def without_files(self) -> str | None:
+        return self.type if self.type != "filesystem" else None
 
 
 @dataclass

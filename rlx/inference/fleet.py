@@ -33,6 +33,7 @@ from rlx.inference.protocol import (
     StaleServer,
     TakenServer,
     UpdateRefused,
+    WeightsGone,
     error_of,
     failure_of,
 )
@@ -71,7 +72,9 @@ class Fleet:
         """
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
+        self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
+        self._patience = 600.0  # seconds for the latest update
         self._servers = [Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._drain_tokens = drain_tokens
@@ -111,10 +114,10 @@ class Fleet:
 
         A server that does not answer is skipped if another one has the version. It gets the version before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
-        Raises UpdateRefused if a server rejects the weights, ServerUnreachable or InferenceError if a server fails or does not finish in
-        `timeout` seconds (counted anew after time in which none answered), and ValueError for a kind of weights that servers cannot load.
+        Raises UpdateRefused if a server rejects the weights, WeightsGone if the trainer does not have them any more, and ServerUnreachable
+        or InferenceError if a server fails or does not finish in `timeout` seconds (counted anew after time in which none answered).
         """
-        servers = [server for server in self._servers if server.serves] or self._servers
+        servers, self._patience = [server for server in self._servers if server.serves] or self._servers, timeout
         try:
             async with asyncio.timeout(timeout) as limit:
                 self._limit = (limit, timeout)
@@ -129,7 +132,7 @@ class Fleet:
 
     async def _tell_all(self, servers: Sequence[Replica], weights: WeightVersion) -> None:
         """Load a version into these servers concurrently. Once one server has it, servers that do not answer are left out."""
-        telling = {asyncio.ensure_future(self._tell(server, weights)): server for server in servers}
+        telling = {asyncio.ensure_future(self._tell(server, weights, len(servers))): server for server in servers}
         waiting, loaded, missing = set(telling), 0, []
         try:
             while waiting:
@@ -183,13 +186,7 @@ class Fleet:
         for answer in answers:
             if isinstance(answer, BaseException) and (not states or not isinstance(answer, InferenceError)):
                 raise answer
-        return {
-            "perf/servers": len(states),
-            "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
-            "perf/running": sum(state.running for state in states),
-            "perf/waiting": sum(state.waiting for state in states),
-            "perf/preemptions": sum(state.preemptions for state in states),
-        }
+        return replica.totals(states)
 
     async def states(self) -> list[PolicyState]:
         """The state of each server, in the order of the endpoints."""
@@ -333,19 +330,20 @@ class Fleet:
                 raise StaleServer(f"{server.endpoint.name} has an older version than {self.version}, and the fleet has no weights for it")
             log.info("%s has version %d; updating it to version %d", server.endpoint.name, state.version, self.version)
             try:
-                await self._load(server, self._weights)
+                await self._load(server, self.look_up(self.version) or self._weights)
+            except WeightsGone as error:  # the next update brings a newer version
+                raise ServerUnreachable(str(error)) from error
             except UpdateRefused as error:
                 raise StaleServer(f"{server.endpoint.name} restarted and could not load version {self.version}: {error}") from error
 
-    async def _tell(self, server: Replica, weights: WeightVersion) -> None:
+    async def _tell(self, server: Replica, weights: WeightVersion, together: int) -> None:
         async with server.updating:
-            await self._load(server, weights)
+            await self._load(server, weights, together)
 
-    async def _load(self, server: Replica, weights: WeightVersion) -> None:
-        if weights.kind == "memory":
-            raise ValueError(f"version {weights.version} is of kind 'memory'; servers can load 'files' and 'adapter'")
+    async def _load(self, server: Replica, weights: WeightVersion, together: int = 1) -> None:
+        """`together`: servers that are told this now."""
         where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
-        request = where | {"drain_tokens": self._drain_tokens, "run": self._run}
+        request = where | {"drain_tokens": self._drain_tokens, "run": self._run, "together": together, "timeout": self._patience}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())

@@ -100,11 +100,14 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Body of `POST /update_weights`."""
 
-    weight_dir: str
+    weight_dir: str  # or for the kind `memory` the trainer's address
     version: Annotated[int, Meta(ge=0)]
-    kind: Literal["files", "adapter"] = "files"  # what the folder holds: a model, or adapters for the server's own
+    # What the folder holds: a model, or adapters for the server's own. `memory`: the trainer sends the model.
+    kind: Literal["files", "adapter", "memory"] = "files"
     drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
     run: str = ""  # `Claim.run`
+    together: Annotated[int, Meta(ge=1)] = 1  # servers that are told this at the same time; one transfer serves them
+    timeout: float = 600.0  # seconds for the trainer to begin, and for each part of the transfer
 
 
 class Failure(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -138,6 +141,10 @@ class UpdateRefused(RequestRefused):
     """A server rejected new weights before it changed anything. It still serves the old version."""
 
 
+class WeightsGone(InferenceError):
+    """A server could not get a version from the trainer's memory (410): that has a newer one, or the transfer broke. Ask again."""
+
+
 class StaleServer(InferenceError):
     """A server has an older version than the run and could not be updated."""
 
@@ -154,7 +161,7 @@ def error_of(server: str, status: int, answer: bytes | str) -> InferenceError:
             text = _failure.decode(answer).error
         except msgspec.MsgspecError:
             text = answer[:500].decode(errors="replace")
-    known = {409: TakenServer, 413: ContextTooLong}
+    known = {409: TakenServer, 410: WeightsGone, 413: ContextTooLong}
     kind = known.get(status, RequestRefused if 400 <= status < 500 else InferenceError)
     return kind(f"{server} ({status}): {text}")
 

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import PolicyState
 
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
+
+
+def totals(states: Sequence[PolicyState]) -> dict[str, float]:
+    """Metrics of servers by name: the mean of their cache usage, the sums of the others."""
+    return {
+        "perf/servers": len(states),
+        "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
+        "perf/running": sum(state.running for state in states),
+        "perf/waiting": sum(state.waiting for state in states),
+        "perf/preemptions": sum(state.preemptions for state in states),
+    }
 
 
 class Replica:

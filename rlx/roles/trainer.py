@@ -22,12 +22,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlx.checkpoints.best import not_evaluated
 from rlx.config.chat_format import template_path
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_training
-from rlx.config.schema import EvaluatedRun, TrainingRoot
+from rlx.config.schema import Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
@@ -38,9 +39,18 @@ from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
 
+if TYPE_CHECKING:
+    import torch
+
+    from rlx.weights.memory import Offers
+
 log = logging.getLogger("rlx.trainer")
 
 INITIAL_MODEL_TIMEOUT = 3600.0  # seconds to wait for the initial model (a warm start or a download)
+
+
+class Called(Preempted):
+    """Servers wait for weights, so the trainer stops waiting for a batch. Other ranks see a `Preempted` and ask rank 0 for the reason."""
 
 
 class Trainer:
@@ -82,6 +92,7 @@ class Trainer:
             lora=cfg.lora if cfg.lora.on else None,
         )
         watch.checks.append(self.publisher.check)
+        self.offers = self.offers_of(DTYPES[cfg.model.dtype])
         self.checkpoints = Checkpoints(
             *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, self.step_trainer),
             last=cfg.max_steps,
@@ -97,6 +108,21 @@ class Trainer:
         if begin is not None:
             with watch.working(f"reading checkpoint {begin.step}"):
                 self.resume(begin.checkpoint / TRAINER, begin.step)
+
+    def offers_of(self, dtype: torch.dtype) -> Offers | None:
+        """What sends weights to the servers without files; None: they read files. Raises ValueError if the servers' tensors are others."""
+        if self.cfg.transfer is None:
+            return None
+        if self.publisher.converts:
+            raise ValueError(
+                f"this model's checkpoints have other tensors than the trainer (fused experts), which weight_broadcast.type="
+                f"{self.cfg.transfer} does not convert; set weight_broadcast.type=filesystem"
+            )
+        from rlx.weights.memory import Offers, sender_of
+
+        assert isinstance(self.cfg, Config)
+        make = sender_of(self.cfg.transfer)
+        return Offers(self.model, self.mesh, self.paths, dtype, self.cfg.weight_broadcast.timeout, make)
 
     def initial_model(self) -> str:
         """Folder or hub name of the initial model. Waits until the model exists and is on this host's disk.
@@ -151,11 +177,25 @@ class Trainer:
 
     def receive(self, step: int) -> StepBatch:
         """The batch of this step, the same on every rank. Raises Preempted on all ranks after a preemption notice."""
-        self.watch.beat(f"waiting for batch {step}", step)
-        self.watch.give_way_with(self.mesh)
-        batch = self.source.receive(step, self.watch.tick)
+        while True:
+            self.watch.beat(f"waiting for batch {step}", step)
+            self.watch.give_way_with(self.mesh)
+            try:
+                batch = self.source.receive(step, self.tick)
+                break
+            except Preempted as why:
+                if self.offers is None or not self.mesh.any(isinstance(why, Called)):
+                    raise
+            with self.watch.working(f"sending version {step}", step):
+                self.offers.send()
         self.source.done(step)
         return batch
+
+    def tick(self) -> None:
+        """Called while waiting for a batch."""
+        self.watch.tick()
+        if self.offers is not None and self.offers.called():
+            raise Called
 
     def train(self, step_batch: StepBatch) -> dict[str, float]:
         """Run the optimizer steps of a batch and return the step's metrics. Raises Preempted on all ranks if the step is abandoned."""
@@ -194,16 +234,20 @@ class Trainer:
         if wanted:
             with self.watch.working(f"gathering version {version}", step):
                 self.publisher.gather(version)
-        if self.metrics is None:
-            return
-        ended = time.perf_counter()
-        share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)
-        times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
-        self.metrics.write(step, values | times | {"perf/compute_frac": share})
-        if wanted:
+        if self.metrics is not None:
+            ended = time.perf_counter()
+            share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)
+            times = {"time/broadcast": ended - began, "time/write_weights": self.publisher.seconds, "time/step": ended - started}
+            times["time/send_weights"] = self.offers.seconds if self.offers is not None else 0.0
+            self.metrics.write(step, values | times | {"perf/compute_frac": share})
+        if wanted and self.mesh.first:
             protect = {*self.checkpoints.protected(), *not_evaluated(self.cfg, self.paths, version)}
             self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=protect)
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
+        if self.offers is not None and version < self.cfg.max_steps:  # the last one has files, because nobody is here to send it
+            self.offers.offer(version)
+            with self.watch.working(f"sending version {version}", step):
+                self.offers.send_soon()
 
     def validate(self, version: int) -> None:
         """Measure the loss of a version on the validation rows, if that is due."""
@@ -228,12 +272,17 @@ class Trainer:
         """Wait for all background writes."""
         with self.watch.working(phase):
             self.publisher.close()
+            if self.offers is not None:
+                self.offers.close()
             self.checkpoints.close()
 
     def give_way(self, step: int) -> int:
         """Handle a preemption: save the state after `step` steps, record it in a file and return the exit code."""
         self.step_trainer.give_up()
         if step > self.first_step and not self.cfg.bench:
+            if self.offers is not None:
+                with self.watch.working(f"writing version {step}"):
+                    self.publisher.ensure(step)
             self.save(step, f"writing checkpoint {step} before leaving")
         self.finish(f"writing checkpoint {step} before leaving")
         log.info("preempted after %d steps", step)
@@ -246,6 +295,8 @@ class Trainer:
         self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
+            if self.offers is not None and not self.mesh.grouped and self.offers.called():  # gathering would disturb sharded layers here
+                self.offers.send()
 
 
 def wait_for_servers(cfg: EvaluatedRun, paths: RunPaths, watch: Watch) -> None:

@@ -32,6 +32,7 @@ from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.types import Rollout
 from rlx.weights.files import version_at
+from rlx.weights.publish import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ async def connect_servers(
         Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
     ):
         fleet.on_change = sampler.use
+        fleet.look_up = Subscriber(paths).at
         give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
         if config.inference.base_url:

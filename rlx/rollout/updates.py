@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from rlx.inference.protocol import WeightsGone
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.waiting import Pause
@@ -55,7 +57,7 @@ class WeightUpdates:
 
     async def reach(self, version: int) -> None:
         """Returns when the servers have `version` or a newer one. Raises the fleet's errors."""
-        pause = Pause(POLL)
+        pause, deadline = Pause(POLL), math.inf
         while self.version < version:
             newest = self.published.latest()
             if newest is None or newest.version < version:
@@ -64,8 +66,18 @@ class WeightUpdates:
             await self.stops.leave()
             newest = self.published.latest() or newest  # a newer one may have appeared meanwhile
             target = self.published.at(self.stops.next_stop(self.version, newest.version))
+            if target is None:  # not written yet, or the trainer has just offered another
+                await asyncio.sleep(pause.seconds())
+                continue
             began = time.monotonic()
-            await self.fleet.update(target, self.timeout)
+            try:
+                await self.fleet.update(target, self.timeout)
+            except WeightsGone:  # the trainer has a newer version now, or a transfer broke
+                deadline = min(deadline, began + self.timeout)
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(pause.seconds())
+                continue
             self.seconds = time.monotonic() - began
             self.version = target.version
             self.reached(target.version)

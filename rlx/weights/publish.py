@@ -17,11 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.paths import RunPaths
+from rlx.paths import COMPLETE, RunPaths
 from rlx.types import WeightVersion
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, Tensors
 from rlx.weights.hub import fetch
+from rlx.weights.offer import read_offer
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +156,15 @@ class Publisher:
         except OSError as error:
             raise _failed(version, error) from error
 
+    @property
+    def converts(self) -> bool:
+        """Whether published checkpoints have other tensors than the trainer."""
+        import torch
+
+        export, together = self._export
+        names = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.model.named_weights()}
+        return together or {name: tensor.shape for name, tensor in export(dict(names)).items()} != {n: t.shape for n, t in names.items()}
+
     @functools.cached_property
     def _export(self) -> tuple[Callable[[Tensors], Tensors], bool]:
         """The function that gives tensors the names and shapes of published checkpoints (transformers fuses some models' experts), and
@@ -178,12 +188,21 @@ class Subscriber:
 
     def latest(self) -> WeightVersion | None:
         """The newest version that appeared; None without one."""
-        version = files.latest_version(self.paths)
+        version, offer = files.latest_version(self.paths), read_offer(self.paths)
+        if offer is not None and (version is None or offer.version >= version):
+            return offer
         return None if version is None else self.at(version)
 
-    def at(self, version: int) -> WeightVersion:
-        """A version that appeared. The trainer keeps those after the servers' version."""
-        return files.version_at(self.paths.weights_of(version), version)
+    def at(self, version: int) -> WeightVersion | None:
+        """A version: as the trainer offers it, or from its files; None if there is neither at the moment.
+
+        Over files the trainer keeps all versions after the servers' version. In memory it has one; those that are evaluated have files.
+        """
+        offer = read_offer(self.paths)
+        if offer is not None and offer.version == version:
+            return offer
+        folder = self.paths.weights_of(version)
+        return files.version_at(folder, version) if (folder / COMPLETE).is_file() else None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "max_loras": "lora.rank",
     "lora_target_modules": "lora.target_modules",
     "lora_dtype": "model.dtype",
+    "weight_transfer_config": "weight_broadcast.type",
 }
 
 # trainer
@@ -51,10 +52,15 @@ def is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-@rule("model.name", "model.gguf", "model.warm_start")
+def is_elsewhere(cfg: Any) -> bool:
+    """Whether the run's files are on a volume of a Kubernetes cluster that is not mounted here, so that only the pods can check them."""
+    return cfg.launcher.name == "kubernetes" and not Path(cfg.kubernetes.mount).is_dir()
+
+
+@rule("model.name", "model.gguf", "model.warm_start", "launcher", "kubernetes")
 def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     name = cfg.model.name
-    if cfg.model.gguf is not None or not is_path(name):
+    if cfg.model.gguf is not None or not is_path(name) or is_elsewhere(cfg):
         return
     if cfg.model.warm_start is not None:
         yield (
@@ -83,9 +89,9 @@ def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.gguf", "model.name", "model.warm_start")
+@rule("model.gguf", "model.name", "model.warm_start", "launcher", "kubernetes")
 def gguf_file(cfg: Any, of: Show) -> Iterator[str]:
-    if cfg.model.gguf is None:
+    if cfg.model.gguf is None or is_elsewhere(cfg):
         return
     file, name = Path(cfg.model.gguf).expanduser(), cfg.model.name
     if cfg.model.warm_start is not None:
@@ -181,6 +187,35 @@ def server_urls(cfg: Config, of: Show) -> Iterator[str]:
     for url in cfg.inference.base_url:
         if not url.startswith(("http://", "https://")):
             yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."
+
+
+@rule("weight_broadcast.type", "hardware", "lora", "inference.base_url")
+def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
+    kind, hardware = cfg.weight_broadcast.type, cfg.hardware
+    if kind == "filesystem":
+        return
+    if cfg.lora.on:
+        yield (
+            f"adapters reach the servers as files: {of('weight_broadcast.type')} with {of('lora.rank')}. They are small.\n"
+            "Use weight_broadcast.type=filesystem."
+        )
+    if cfg.inference.base_url:
+        yield (
+            f"servers that the run did not start take weights only from files: {of('weight_broadcast.type')} with "
+            f"{of('inference.base_url')}.\nUse weight_broadcast.type=filesystem."
+        )
+    if kind in ("nccl", "ipc") and hardware.device == "cpu":
+        yield f"{kind} needs GPUs: {of('weight_broadcast.type')} with {of('hardware.device')}. Use weight_broadcast.type=gloo."
+    elif kind == "nccl" and hardware.shared:
+        yield (
+            f"NCCL has no two processes on one GPU: {of('weight_broadcast.type')} with {of('hardware.shared')}.\n"
+            "Use weight_broadcast.type=ipc."
+        )
+    elif kind == "ipc" and not (hardware.shared and hardware.nodes == 1):
+        yield (
+            f"ipc is for trainer and servers on the same GPUs of one host: {of('weight_broadcast.type')} with {of('hardware.shared')}, "
+            f"{of('hardware.nodes')}.\nUse weight_broadcast.type=nccl."
+        )
 
 
 # hardware

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlx.inference.protocol import Answer, Asked, Claim, Failure, GenerateRequest, UpdateRequest
 from rlx.inference.server.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
 from rlx.inference.server.holder import Holder
+from rlx.weights.mailbox import Gone
 
 log = logging.getLogger(__name__)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -106,9 +107,14 @@ class PolicyApp:
         except msgspec.MsgspecError as error:
             await _fail(send, 400, str(error))
             return
-        where = Path(request.weight_dir)
-        update = lambda: self.engine.update_weights(where, request.version, request.kind, request.drain_tokens)  # noqa: E731
-        await self._change(send, request.run, update)
+        await self._change(send, request.run, lambda: self._load(request))
+
+    async def _load(self, request: UpdateRequest) -> None:
+        where, version, drain = request.weight_dir, request.version, request.drain_tokens
+        if request.kind == "memory":
+            await self.engine.take_weights(where, version, drain, request.together, request.timeout)
+        else:
+            await self.engine.update_weights(Path(where), version, request.kind, drain)
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
         try:
@@ -138,6 +144,8 @@ class PolicyApp:
             await change()
         except BadWeights as error:
             await _fail(send, 422, str(error), self.engine.version)
+        except Gone as error:
+            await _fail(send, 410, str(error), self.engine.version)
         except Broken as error:
             await _fail(send, 500, f"{error}; the server ends", self.engine.version)
         else:

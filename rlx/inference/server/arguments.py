@@ -36,6 +36,8 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
             "OMP_NUM_THREADS": str(config.hardware.cpu_threads),
             "VLLM_CPU_ATTN_SPLIT_KV": "0",  # the same order of sums for any number of threads
         }
+    if config.transfer == "ipc":
+        wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory are pickled
     if runs_in_process(config):
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is called directly, too
     return {name: value for name, value in wanted.items() if name not in present}
@@ -87,6 +89,8 @@ def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, An
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
     if config.lora.on:
         arguments |= adapter_arguments(config.lora, Path(model))
+    if config.transfer is not None:
+        arguments["weight_transfer_config"] = {"backend": config.transfer}
     arguments |= inference.vllm
     if config.model.dtype != "float32":  # logits rounded to 16 bit are off by about 0.03 nats a token; the trainer's are float32
         arguments["hf_overrides"] = {"head_dtype": "float32"} | inference.vllm.get("hf_overrides", {})

@@ -8,10 +8,12 @@ in flight recompute theirs), and the engine resumes. If all requests in flight e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, Poli
 from rlx.inference.server.adapter import POLICY, multiply_plainly
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
-from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, tensor_shapes, twin_of_head
+from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.rendezvous import leave_no_files
 from rlx.weights.files import identity
+from rlx.weights.mailbox import Call, Gone, Interrupted
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ class PolicyEngine:
         self.llm = llm
         assert isinstance(llm.engine_core, SeparateCore | InProcessCore)
         self.core = llm.engine_core
-        self.model = self.weights = model
+        self.model = model
+        self.weights = str(model)  # where the served version came from
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
@@ -70,6 +74,9 @@ class PolicyEngine:
         self.attested = 0.0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
+        self._name = uuid.uuid4().hex  # in the trainer's mailbox
+        self._partly = False  # the model is partly old and partly new, and the engine is paused
+        self._limit: asyncio.TimerHandle | None = None  # how long it may stay so after a transfer that broke
         self._numbers = itertools.count()
         self._open = asyncio.Event()  # set while new requests are admitted
         self._open.set()
@@ -171,7 +178,7 @@ class PolicyEngine:
     @property
     def waited_for(self) -> int:
         """Requests that the engine has to answer; 0 while it is changed to another version."""
-        return 0 if self._updating.locked() else len(self.core.sinks)
+        return 0 if self._updating.locked() or self._partly else len(self.core.sinks)
 
     def state(self) -> PolicyState:
         core = self.core
@@ -184,7 +191,7 @@ class PolicyEngine:
             waiting=core.waiting,
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
-            weights=str(self.weights),
+            weights=self.weights,
         )
 
     async def update_weights(self, folder: Path, version: int, kind: str = "files", drain_tokens: int = 0) -> None:
@@ -212,6 +219,70 @@ class PolicyEngine:
             finally:
                 self._open.set()
 
+    async def take_weights(self, where: str, version: int, drain_tokens: int = 0, together: int = 1, timeout: float = 600.0) -> None:
+        """Serve `version` from the memory of the trainer at `where`. For the arguments see `protocol.UpdateRequest`.
+
+        The old version keeps generating until the trainer is ready to send. Raises BadWeights if nothing was changed, Gone if the trainer
+        does not have the version or the transfer broke, Broken if what is served is not what was trained. After a transfer that broke
+        midway nothing is generated until another version is loaded, for at most `timeout` seconds.
+        """
+        async with self._updating:
+            if version == self.version and not self._partly:
+                return
+            started = time.perf_counter()
+            try:
+                if self.llm.vllm_config.weight_transfer_config is None:
+                    raise ValueError("this server was started to read weights from files (weight_broadcast.type=filesystem)")
+                call = await asyncio.to_thread(Call, where, timeout)
+                announced = call.announced
+                given = {name: tuple(shape) for name, shape in zip(announced.names, announced.shapes, strict=True)}
+                check_shapes(f"the trainer's model at {where}", given, self.served, self._tied)
+            except ValueError as error:
+                raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
+            workers = self.llm.vllm_config.parallel_config.world_size
+            await asyncio.to_thread(call.ask, self._name, version, workers, together)
+            checked = time.perf_counter()
+            try:
+                sums = await self._receive(call, version, drain_tokens, timeout)
+                shares: list[float] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
+                await self._resume(version, where, min(shares))
+            except Gone:
+                raise
+            except Exception as error:
+                raise self._break(f"version {version} from {where}", error) from error
+            finally:
+                self._open.set()
+            self._report(started, checked)
+            with contextlib.suppress(Interrupted):  # the trainer need not wait for this
+                await asyncio.to_thread(call.done)
+
+    async def _receive(self, call: Call, version: int, drain_tokens: int, timeout: float) -> dict[str, Any]:
+        """Obey the trainer until it has sent everything. Returns the checksums of what it sent. Raises Gone if the transfer breaks."""
+        order = ""
+        try:
+            while True:
+                order, arguments = await asyncio.to_thread(call.next)
+                if order == "start_weight_update":
+                    await self._drain(drain_tokens)
+                    await self._pause()
+                    await self.core.collective_rpc_async("prepare_transfer", None, ())
+                    self._partly = True
+                sums = arguments.pop("sums", None)
+                await self.core.collective_rpc_async(order, None, (), arguments)
+                if sums is not None:
+                    return sums
+                await asyncio.to_thread(call.done)
+        except Exception as error:
+            text = f"version {version} did not arrive ({order or 'no order'}): {type(error).__name__}: {error}"
+            log.warning("%s", text)
+            if self._partly and self._limit is None:
+                why = f"{text}. No version came in the next {timeout:g} s (weight_broadcast.timeout)"
+                self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
+            with contextlib.suppress(Exception):
+                await self.core.collective_rpc_async("abandon_transfer", None, ())
+                await asyncio.to_thread(call.done, text)
+            raise Gone(text) from error
+
     async def reload_weights(self) -> None:
         """Return to version 0. Raises the same errors as `update_weights`."""
         async with self._updating:
@@ -237,25 +308,44 @@ class PolicyEngine:
             raise Broken(self.broken.result())
         checked = time.perf_counter()
         try:
-            await self.core.pause_scheduler_async("keep", True)  # True: drop all keys and values
-            await self.core.settle()
-            self.core.interrupt()
+            await self._pause()
             method, what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy", str(folder))
             shares: list[float] = await self.core.collective_rpc_async(method, None, (what,))  # of each worker
-            compared = min(shares)
-            self.core.version = version
-            self.attested, self.weights = compared, folder
-            await self.core.resume_scheduler_async()
+            await self._resume(version, str(folder), min(shares))
         except Exception as error:
-            message = f"loading version {version} from {folder} failed midway: {type(error).__name__}: {error}"
-            log.critical(message, exc_info=True)
-            if not self.broken.done():
-                self.broken.set_result(message)
-            raise Broken(message) from error
-        ended = time.perf_counter()
+            raise self._break(f"version {version} from {folder}", error) from error
+        self._report(started, checked)
+
+    async def _pause(self) -> None:
+        """Stop between two steps. All tokens of the old weights are stamped then, and their keys and values are dropped."""
+        await self.core.pause_scheduler_async("keep", True)
+        await self.core.settle()
+        self.core.interrupt()
+
+    async def _resume(self, version: int, where: str, compared: float) -> None:
+        self.core.version = version
+        self.attested, self.weights = compared, where
+        self._partly = False
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+        await self.core.resume_scheduler_async()
+
+    def _break(self, what: str, error: Exception) -> Broken:
+        message = f"loading {what} failed midway: {type(error).__name__}: {error}"
+        log.critical(message, exc_info=error)
+        self._fail(message)
+        return Broken(message)
+
+    def _fail(self, why: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(why)
+
+    def _report(self, started: float, checked: float) -> None:
         log.info(
-            "version %d: checked in %.0f ms, paused for %.0f ms; compared %.1f %% of the served %s with the trained ones",
-            version, 1e3 * (checked - started), 1e3 * (ended - checked), 100 * compared, "adapters" if self.rank else "weights",
+            "version %d: ready after %.0f ms, paused for %.0f ms; compared %.1f %% of the served %s with the trained ones",
+            self.version, 1e3 * (checked - started), 1e3 * (time.perf_counter() - checked), 100 * self.attested,
+            "adapters" if self.rank else "weights",
         )  # fmt: skip
 
 

@@ -76,7 +76,11 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     for path in folder.glob("*.safetensors"):
         if path.name not in manifest["files"]:
             raise ValueError(f"{path} is not in the manifest, so it is not part of version {version}")
-    given = tensor_shapes(folder)
+    check_shapes(str(folder), tensor_shapes(folder), served, tied)
+
+
+def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool) -> None:
+    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from."""
     allowed = {TIED_HEAD} if tied else set()
     missing = sorted(served.keys() - given.keys() - allowed)
     unknown = sorted(given.keys() - served.keys() - allowed)
@@ -87,7 +91,7 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     ]
     problems = [f"{what}: {_list(names)}" for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if names]
     if problems:
-        raise ValueError(f"{folder} is not this model; " + "; ".join(problems))
+        raise ValueError(f"{what} is not this model; " + "; ".join(problems))
 
 
 def linear_layers(shapes: Shapes) -> list[str]:

@@ -18,6 +18,7 @@ from rlx.inference.server import adapter
 from rlx.inference.server.kept import kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, twin_of_head
 from rlx.inference.server.served import compare, faithful
+from rlx.inference.server.transfer import GlooEngine, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.weights.files import weight_files
 from rlx.weights.hub import fetch
@@ -49,6 +50,8 @@ class PolicyWorker:
 
     vllm_config: Any
     model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
     comparable: frozenset[str] | None = None  # tensors that vLLM serves with the values of their file
     twin: str | None = None  # the tensor that equals the head, if vLLM untied the head because version 0 stores it twice
 
@@ -63,27 +66,45 @@ class PolicyWorker:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.model_runner.get_model()
             packed = kept_weights(model)
-            if self.comparable is None:  # the model still has the weights that vLLM loaded at its start
-                initial = fetch(self.vllm_config.model_config.model, None)
-                self.comparable = faithful(model, packed, tensor_shapes(initial), tensors(initial))
-                if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
-                    self.twin = twin_of_head(initial)
+            self._know_initial()
             entries = with_head(tensors(Path(folder)), self.twin)
             if packed:
-                for layer, weight in packed.items():
-                    layer.weight = weight
+                unpack(packed)
                 model.load_weights(entries)
-                for layer in packed:
-                    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
             else:
                 self.model_runner.reload_weights(weights_iterator=entries)
-            head = getattr(model, "lm_head", None)
-            if self.vllm_config.device_config.device_type == "cpu" and head is not None:
-                # The head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
-                head.quant_method.process_weights_after_loading(head)
+            pack(model, packed, self.vllm_config.device_config.device_type)
             manifest = Path(folder) / COMPLETE
-            written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
-            return compare(model, packed, written, self.comparable)
+            return self.attest_policy(json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {})
+
+    def attest_policy(self, trained: dict[str, Any]) -> float:
+        """Compare the served weights with what was trained (`compare`). Returns the share of the weights that were compared."""
+        model = self.model_runner.get_model()
+        assert self.comparable is not None
+        with torch.no_grad():
+            return compare(model, kept_weights(model), trained, self.comparable)
+
+    def prepare_transfer(self) -> None:
+        """Before the trainer sends the first tensors of a version."""
+        self._know_initial()
+        if isinstance(self.weight_transfer_engine, GlooEngine):
+            self.weight_transfer_engine.twin = self.twin
+
+    def abandon_transfer(self) -> None:
+        """After a transfer that broke: another one may begin."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+        self.weight_transfer_engine.shutdown()
+
+    def _know_initial(self) -> None:
+        """Find out what can be compared, as long as the model has the weights that vLLM loaded at its start."""
+        if self.comparable is not None:
+            return
+        model = self.model_runner.get_model()
+        initial = fetch(self.vllm_config.model_config.model, None)
+        self.comparable = faithful(model, kept_weights(model), tensor_shapes(initial), tensors(initial))
+        if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+            self.twin = twin_of_head(initial)
 
     def load_adapter(self, folder: str | None) -> float:
         """Replace the served adapter by the one in a PEFT folder, or by zeros: None, version 0. Then compare it with the folder's manifest.

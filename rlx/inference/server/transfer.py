@@ -1,0 +1,113 @@
+"""Weights that the trainer sends to an engine without files: the receiving end in vLLM's workers.
+
+`GlooEngine` is a weight transfer engine like vLLM's own `nccl` and `ipc`, but through host memory, on any device. Every worker has one.
+Tensors are loaded as they arrive. If the transfer breaks midway, the engine stays paused, because its model is partly old and partly new;
+the same or a newer version can be loaded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlx.inference.server.kept import kept_weights
+from rlx.inference.server.policy_files import TIED_HEAD
+from rlx.parallel.transfer import Announced, Group, reach_store
+
+
+def unpack(packed: dict[torch.nn.Module, torch.nn.Parameter]) -> None:
+    """Give layers whose weight was packed (`kept_weights`) their original weight, into which new values can be loaded."""
+    for layer, weight in packed.items():
+        layer.weight = weight
+
+
+def pack(model: torch.nn.Module, packed: dict[torch.nn.Module, torch.nn.Parameter], device: str) -> None:
+    """Pack them again, with their new values."""
+    for layer in packed:
+        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+    head = getattr(model, "lm_head", None)
+    if device == "cpu" and head is not None:
+        # The head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
+        head.quant_method.process_weights_after_loading(head)
+
+
+@dataclass
+class GlooInit(WeightTransferInitInfo):
+    """The group of one trainer and all workers of some engines."""
+
+    where: str  # the trainer's store
+    name: str  # of the group
+    rank_offset: int  # of this engine's first worker
+    world_size: int
+    timeout: float
+
+
+@dataclass
+class GlooUpdate(WeightTransferUpdateInfo):
+    """What the trainer sends: see `Announced`."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
+    """Receives whole tensors in the names of the model's files, and loads them as they arrive."""
+
+    init_info_cls = GlooInit
+    update_info_cls = GlooUpdate
+    supports_draft_weight_update = False
+    group: Group | None = None
+    twin: str | None = None  # the tensor that is also loaded as the head (`PolicyWorker.twin`)
+
+    def init_transfer_engine(self, init_info: GlooInit) -> None:
+        self.shutdown()
+        rank = init_info.rank_offset + self.parallel_config.rank
+        store = reach_store(init_info.where, init_info.timeout)
+        self.group = Group(store, init_info.name, rank, init_info.world_size, init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        self.packed = kept_weights(self.model)
+        if self.packed:
+            unpack(self.packed)
+        else:
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdate) -> None:
+        assert self.group is not None, "init_weight_transfer_engine comes first"
+        announced = Announced(update_info.names, update_info.dtypes, update_info.shapes)
+        twin = self.twin if TIED_HEAD not in announced.names else None
+        try:
+            with torch.no_grad(), disable_mtp_completeness_check():
+                load: Any = self.model.load_weights
+                for part in self.group.receive(announced):
+                    if not self.packed:  # vLLM keeps them until it has all of a layer
+                        part = [(name, tensor.clone()) for name, tensor in part]
+                    load(part + [(TIED_HEAD, tensor) for name, tensor in part if name == twin])
+        except BaseException:
+            self.shutdown()  # the trainer notices, too
+            raise
+
+    def finish_weight_update(self) -> None:
+        with torch.no_grad():
+            if not self.packed:
+                finalize_layerwise_reload(self.model, self.model_config)
+            pack(self.model, self.packed, self.device.type)
+
+    def shutdown(self) -> None:
+        if self.group is not None:
+            self.group.abort()
+            self.group = None
+
+
+if "gloo" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("gloo", GlooEngine)

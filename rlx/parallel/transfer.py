@@ -1,0 +1,184 @@
+"""Broadcasts tensors from one process to others with which it shares no other process group: from the trainer to inference engines.
+
+    both ends      Announced: name, dtype and shape of every tensor, in the order of sending
+    rank 0         Group.send(announced, (name, tensor), …)
+    other ranks    Group.receive(announced)  →  (name, tensor), …
+
+Both ends cut the stream of tensors in the same places. A large tensor is sent by itself from where it lies, without a copy; small
+neighbours travel together. The sender holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model.
+The group is gloo's. It is not torch's default group, so it may exist beside any other. A peer that dies ends the transfer with an error.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlx.process import host_name
+
+SMALL = 1 << 20  # bytes; a smaller tensor travels with its neighbours
+PIECE = 1 << 26  # bytes of one message
+AHEAD = 4  # messages that the sender has started and not finished
+ALIGNED = 16  # bytes: where a tensor may begin in a message
+JOIN = 60.0  # seconds for the members of a new group to connect
+CONNECT = 20.0  # seconds for a connection to a store
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What is sent: three sequences of equal length."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]  # as `float32`
+    shapes: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Announced:
+        names, dtypes, shapes = [], [], []
+        for name, dtype, shape in tensors:
+            names.append(name)
+            dtypes.append(str(dtype).removeprefix("torch."))
+            shapes.append(list(shape))
+        return cls(names, dtypes, shapes)
+
+    def check(self, number: int, name: str, tensor: Tensor) -> None:
+        """Raise ValueError unless this is what was announced as the tensor of this number: the other end would read wrong bytes."""
+        found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        expected = (self.names[number], self.dtypes[number], list(self.shapes[number]))
+        if found != expected:
+            raise ValueError(f"tensor {number} to send is {found}, but {expected} was announced")
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Neighbouring tensors that travel together: those of the numbers `begin` to `end`, at `places` of `size` bytes."""
+
+    begin: int
+    end: int
+    places: list[int]
+    size: int
+
+
+def parts(sizes: Sequence[int]) -> list[_Part]:
+    """How tensors of these sizes are divided."""
+    found: list[_Part] = []
+    begin, at = 0, 0
+    places: list[int] = []
+
+    def close(end: int) -> None:
+        nonlocal begin, places, at
+        if end > begin:
+            found.append(_Part(begin, end, places, at))
+        begin, places, at = end, [], 0
+
+    for number, size in enumerate(sizes):
+        if size >= SMALL or at + size > PIECE:
+            close(number)
+        places.append(at)
+        at += -(-size // ALIGNED) * ALIGNED if size < SMALL else size
+        if size >= SMALL:
+            close(number + 1)
+    close(len(sizes))
+    return found
+
+
+def serve_store(timeout: float) -> dist.TCPStore:
+    """A store in this process, at a free port. Each operation of others may wait for `timeout` seconds."""
+    return dist.TCPStore(host_name(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def reach_store(where: str, timeout: float) -> dist.TCPStore:
+    """The store at `host:port`. Raises OSError or torch's DistError, a RuntimeError, if it does not answer."""
+    host, _, port = where.rpartition(":")
+    socket.create_connection((host, int(port)), CONNECT).close()  # where nobody listens, torch would try for all of its time
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT))
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+class Group:
+    """One sender, rank 0, and its receivers. All members make it at the same time."""
+
+    def __init__(self, store: dist.Store, name: str, rank: int, size: int, timeout: float) -> None:
+        """`name`: of this group, unique in the store. A transfer without progress fails after `timeout` seconds. Raises RuntimeError if a
+        member does not come."""
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=min(JOIN, timeout)))
+        self._group._set_default_timeout(timedelta(seconds=timeout))
+
+    def send(self, announced: Announced, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send all announced tensors, in order. They must not change before this returns. Raises RuntimeError if a receiver is lost."""
+        walk = enumerate(tensors)
+        flying: deque[tuple[Any, Tensor]] = deque()
+        for part in parts(announced.sizes()):
+            flat = _flat(part, announced, islice(walk, part.end - part.begin))
+            for piece in flat.split(PIECE):
+                if len(piece):
+                    flying.append((self._group.broadcast(piece, 0), piece))
+                while len(flying) > AHEAD:
+                    flying.popleft()[0].wait()
+        while flying:
+            flying.popleft()[0].wait()
+        if (extra := next(walk, None)) is not None:
+            raise ValueError(f"{extra[1][0]} was not announced")
+
+    def receive(self, announced: Announced) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors, in parts. A part's tensors are valid until the next part is taken. Raises RuntimeError if the sender is lost."""
+        divided = parts(announced.sizes())
+        largest = max((part.size for part in divided), default=0)
+        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(2, len(divided)))]
+
+        def begin(number: int) -> list[Any]:
+            flat = buffers[number % 2][: divided[number].size]
+            return [self._group.broadcast(piece, 0) for piece in flat.split(PIECE) if len(piece)]
+
+        coming = begin(0) if divided else []
+        for number, part in enumerate(divided):
+            for work in coming:
+                work.wait()
+            coming = begin(number + 1) if number + 1 < len(divided) else []
+            yield list(_views(part, announced, buffers[number % 2]))
+
+    def abort(self) -> None:
+        """Close the connections: a transfer in progress fails at the other end as well."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None  # the connections close when nobody refers to it
+
+
+def _flat(part: _Part, announced: Announced, tensors: Iterable[tuple[int, tuple[str, Tensor]]]) -> Tensor:
+    """The bytes of a part's tensors, uint8 [part.size]: of a single one without a copy."""
+    flat = torch.empty(0, dtype=torch.uint8)
+    count = 0
+    for number, (name, tensor) in tensors:
+        announced.check(number, name, tensor)
+        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        if part.end - part.begin == 1 and len(content) == part.size:
+            return content
+        if not count:
+            flat = torch.zeros(part.size, dtype=torch.uint8)
+        flat[part.places[count] : part.places[count] + len(content)] = content
+        count += 1
+    if count < part.end - part.begin:
+        raise ValueError(f"{announced.names[part.begin + count]} was announced, but not sent")
+    return flat
+
+
+def _views(part: _Part, announced: Announced, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything in a part that was received."""
+    for number, place in zip(range(part.begin, part.end), part.places, strict=True):
+        shape, dtype = announced.shapes[number], getattr(torch, announced.dtypes[number])
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield announced.names[number], flat[place : place + size].view(dtype).view(shape)

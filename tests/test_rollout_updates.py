@@ -1,0 +1,89 @@
+"""Which version the servers are told to take, and from where, when the trainer offers versions from memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlx.inference.protocol import WeightsGone
+from rlx.paths import COMPLETE, RunPaths
+from rlx.rollout.updates import WeightUpdates
+from rlx.types import WeightVersion
+from rlx.weights.offer import write_offer
+
+
+class Stops:
+    """Evaluates some versions."""
+
+    def __init__(self, *stops: int) -> None:
+        self.stops = stops
+
+    def next_stop(self, version: int, newest: int) -> int:
+        return next((stop for stop in self.stops if version < stop < newest), newest)
+
+    async def leave(self) -> None:
+        pass
+
+    async def finish(self) -> None:
+        pass
+
+
+class Servers:
+    """Take what the trainer offers at that moment, and files."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths, self.told, self.trainer_has = paths, [], 0
+
+    async def update(self, weights: WeightVersion, timeout: float) -> None:
+        self.told.append((weights.version, weights.kind))
+        if weights.kind == "memory" and weights.version != self.trainer_has:
+            write_offer(self.paths, self.trainer_has, "host:1")
+            raise WeightsGone(f"the trainer has {self.trainer_has}")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path)
+    paths.endpoints.mkdir()
+    return paths
+
+
+def test_a_version_that_the_trainer_left_behind_is_skipped(paths: RunPaths) -> None:
+    servers = Servers(paths)
+    servers.trainer_has = 2
+    reached: list[int] = []
+    updates = WeightUpdates(paths, servers, 5.0, 2, reached.append, Stops())
+    write_offer(paths, 1, "host:1")
+    asyncio.run(updates.follow())
+    assert servers.told == [(1, "memory"), (2, "memory")]
+    assert reached == [2]
+
+
+def test_a_version_to_evaluate_is_waited_for_and_read_from_its_files(paths: RunPaths) -> None:
+    servers = Servers(paths)
+    servers.trainer_has = 3
+    updates = WeightUpdates(paths, servers, 5.0, 3, lambda version: None, Stops(2))
+    write_offer(paths, 3, "host:1")
+
+    async def scene() -> None:
+        following = asyncio.ensure_future(updates.follow())
+        await asyncio.sleep(0.1)
+        assert servers.told == []
+        paths.weights_of(2).mkdir(parents=True)
+        (paths.weights_of(2) / COMPLETE).write_text("{}")
+        await following
+
+    asyncio.run(scene())
+    assert servers.told == [(2, "files"), (3, "memory")]
+
+
+def test_a_trainer_that_never_has_what_it_offers_is_an_error_in_bounded_time(paths: RunPaths) -> None:
+    class Never(Servers):
+        async def update(self, weights: WeightVersion, timeout: float) -> None:
+            raise WeightsGone("no way there")
+
+    write_offer(paths, 1, "host:1")
+    with pytest.raises(WeightsGone, match="no way there"):
+        asyncio.run(WeightUpdates(paths, Never(paths), 0.3, 1, lambda version: None, Stops()).follow())

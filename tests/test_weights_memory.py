@@ -1,0 +1,250 @@
+"""Weights that travel without files: cut and joined exactly, agreed on by messages, and nothing hangs when one end is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from trainer_examples import make_model
+
+from rlx.models.load import load_policy
+from rlx.models.policy import PolicyModel
+from rlx.parallel import transfer
+from rlx.parallel.mesh import join, one_process
+from rlx.parallel.transfer import Announced, Group, parts, reach_store, serve_store
+from rlx.paths import RunPaths
+from rlx.types import WeightVersion
+from rlx.weights.attest import checksum
+from rlx.weights.mailbox import Call, Gone
+from rlx.weights.memory import Offers
+from rlx.weights.publish import Subscriber
+
+TIMEOUT = 20.0
+GROUPS: dict[str, Group | None] = {}  # of the servers, which keep them between two versions
+
+
+class Server(threading.Thread):
+    """The server's end, with one worker: asks once, and takes what the trainer sends. `tensors`: what arrived."""
+
+    def __init__(self, where: str, version: int, name: str = "a", together: int = 1, dies_after: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.where, self.version, self.server, self.together, self.dies_after = where, version, name, together, dies_after
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.sums: dict | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        group = GROUPS.pop(self.server, None)
+        try:
+            call = Call(self.where, TIMEOUT)
+            call.ask(self.server, self.version, 1, self.together)
+            while self.sums is None:
+                order, arguments = call.next()
+                if order == "init_weight_transfer_engine":
+                    info = arguments["init_info"]
+                    store = reach_store(info["where"], TIMEOUT)
+                    group = Group(store, info["name"], info["rank_offset"], info["world_size"], TIMEOUT)
+                if order == "update_weights":
+                    assert group is not None
+                    for count, part in enumerate(group.receive(Announced(**arguments["update_info"]))):
+                        if count == self.dies_after:
+                            group.abort()
+                            return
+                        self.tensors |= {name: tensor.clone() for name, tensor in part}
+                self.sums = arguments.get("sums")
+                call.done()
+            GROUPS[self.server] = group
+        except Exception as error:
+            self.error = error
+
+    def ended(self) -> Server:
+        self.join(TIMEOUT)
+        assert not self.is_alive()
+        return self
+
+
+@pytest.fixture
+def offers(tmp_path: Path) -> Iterator[Offers]:
+    paths = RunPaths(tmp_path / "run")
+    paths.endpoints.mkdir(parents=True)
+    made = Offers(PolicyModel(make_model()), one_process("cpu"), paths, torch.float32, TIMEOUT)
+    yield made
+    made.close()
+    GROUPS.clear()
+
+
+def where(offers: Offers) -> str:
+    found = Subscriber(offers.paths).latest()
+    assert found is not None
+    return found.where
+
+
+def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SMALL", 1000)
+    monkeypatch.setattr(transfer, "PIECE", 4096)
+    torch.manual_seed(0)
+    kinds = [(torch.float32, (3,)), (torch.bfloat16, (7, 5)), (torch.int64, ()), (torch.float32, (0,)), (torch.float32, (300, 11))]
+    sent = [(f"{i}", (torch.randn(shape) * 9).to(dtype)) for i, (dtype, shape) in enumerate(kinds * 30)]
+    sent.append(("turned", torch.randn(40, 50).T))
+    announced = Announced.of((name, tensor.dtype, tensor.shape) for name, tensor in sent)
+    assert len(parts(announced.sizes())) > 30
+    store = serve_store(TIMEOUT)
+    found: dict[str, torch.Tensor] = {}
+
+    def receive() -> None:
+        group = Group(reach_store(f"{store.host}:{store.port}", TIMEOUT), "x", 1, 2, TIMEOUT)
+        for part in group.receive(announced):
+            found.update({name: tensor.clone() for name, tensor in part})
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    group = Group(store, "x", 0, 2, TIMEOUT)
+    group.send(announced, sent)
+    receiver.join(TIMEOUT)
+    assert list(found) == [name for name, _ in sent]
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in sent)
+    with pytest.raises(ValueError, match=r"tensor 0 to send is \('0', 'float64', \[3\]\), but \('0', 'float32', \[3\]\) was announced"):
+        group.send(announced, [("0", sent[0][1].double())])
+    with pytest.raises(ValueError, match="was announced, but not sent"):
+        group.send(Announced.of([("a", torch.float32, (2,)), ("b", torch.float32, (2,))]), [("a", torch.zeros(2))])
+
+
+def test_servers_that_call_together_get_the_version_in_one_transfer_and_again_in_the_next(offers: Offers) -> None:
+    weights = dict(offers.source.model.named_weights())
+    for version in (1, 2):
+        for tensor in weights.values():
+            tensor.add_(1)
+        offers.offer(version)
+        servers = [Server(where(offers), version, name, together=2) for name in "ab"]
+        offers.send_soon()
+        group = offers._sender
+        for server in servers:
+            server.ended()
+            assert server.error is None
+            assert server.tensors.keys() == weights.keys()
+            assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.items())
+            assert {name: fact["sum"] for name, fact in server.sums.items()} == {n: checksum(t) for n, t in weights.items()}
+        assert offers.seconds > 0
+    assert offers._sender is group
+
+
+def test_only_the_offered_version_can_be_had(offers: Offers) -> None:
+    subscriber = Subscriber(offers.paths)
+    assert subscriber.latest() is None
+    offers.offer(4)
+    assert subscriber.latest() == WeightVersion(version=4, kind="memory", where=where(offers))
+    assert subscriber.at(4) == subscriber.latest()
+    assert subscriber.at(3) is None
+    address = where(offers)
+    old = Server(address, 3)
+    offers.send_soon()
+    assert isinstance(old.ended().error, Gone)
+    assert "the trainer has version 4, not version 3" in str(old.error)
+    offers.close()
+    assert subscriber.latest() is None
+
+
+def test_the_offer_of_an_earlier_attempt_is_ignored(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
+    offers.offer(4)
+    monkeypatch.setenv("RLX_RUN_TOKEN", "the next attempt")
+    assert Subscriber(offers.paths).latest() is None
+
+
+def test_a_server_that_is_lost_midway_does_not_keep_the_others_from_the_version(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SMALL", 16)
+    monkeypatch.setattr("rlx.weights.memory.TOGETHER", 1.0)
+    offers.offer(1)
+    lost, left = Server(where(offers), 1, "a", together=2, dies_after=1), Server(where(offers), 1, "b", together=2)
+    offers.send_soon()
+    lost.ended()
+    left.ended()
+    again = Server(where(offers), 1, "b", together=2)
+    while again.is_alive():
+        offers.send()
+    assert again.error is None
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in offers.source.model.named_weights())
+
+
+def test_a_server_that_called_and_died_is_not_waited_for_long(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.weights.mailbox.READY", 0.5)
+    offers.offer(1)
+    call = Call(where(offers), TIMEOUT)
+    monkeypatch.setattr(Call, "done", lambda self, error="": None)  # it never says that it is there
+
+    def ask() -> None:
+        with contextlib.suppress(Gone):
+            call.ask("a", 1, 1, 1)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    offers.send_soon()
+    assert offers._sender is None
+    asking.join(TIMEOUT)
+    assert not asking.is_alive()
+
+
+TRAINER = """
+import time
+from rlx.parallel.transfer import Announced, serve_store
+from rlx.weights.mailbox import Mailbox
+mailbox = Mailbox(serve_store(60.0), Announced([], [], []))
+print(mailbox.where, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_trainer_that_dies_is_noticed_at_once() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    address = trainer.stdout.readline().strip()
+    waiting = Server(address, 1)
+    store = reach_store(address, TIMEOUT)
+    while not store.queue_len("calls"):
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+    began = time.monotonic()
+    assert isinstance(waiting.ended().error, Gone)
+    with pytest.raises(Gone, match="does not answer"):
+        Call(address, TIMEOUT)
+    assert time.monotonic() - began < 5
+
+
+def rank(number: int, folder: str) -> None:
+    """One of two ranks that shard a model over themselves and send it, the first time to a server that dies midway."""
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=dist.FileStore(f"{folder}/store", 2))
+    model = load_policy(f"{folder}/model", mesh, dtype="bfloat16")
+    offers = Offers(model, mesh, RunPaths(Path(folder)), torch.bfloat16, TIMEOUT)
+    offers.offer(1)
+    for dies_after in (0, None):
+        server = Server(where(offers), 1, f"server {dies_after}", dies_after=dies_after) if mesh.first else None
+        while mesh.any(server is not None and server.is_alive()):
+            offers.send()
+    if server is not None:
+        assert server.error is None
+        expected = load_file(f"{folder}/model/model.safetensors")
+        assert server.tensors.keys() == expected.keys()
+        assert all(torch.equal(server.tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
+        Path(folder, "sent").touch()
+    mesh.barrier()
+    offers.close()
+    mesh.close()
+
+
+@pytest.mark.slow
+def test_ranks_that_shard_the_model_send_it_whole_also_after_a_server_died(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "endpoints").mkdir()
+    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+    assert (tmp_path / "sent").exists()
