@@ -60,6 +60,11 @@ def test_a_key_is_not_shown(
     assert "sesame" not in shown
 
 
+def test_a_dry_run_refuses_values_that_only_the_optimizer_itself_can_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "optim.foreach=true", "optim.fused=true", "dry_run=true"]) == 2
+    assert "cannot build `optim`: RuntimeError: `fused` and `foreach` cannot be `True` together" in capsys.readouterr().err
+
+
 def test_a_reader_of_the_output_that_leaves_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -15,7 +15,7 @@ from triton_worker import CASES, compare
 
 from rlx.kernels.logprob import choose_backend, logprob
 from rlx.kernels.reference import logprob_reference
-from rlx.kernels.toolchain import check_triton
+from rlx.kernels.toolchain import OF_SERVER, check_triton
 
 pytest.importorskip("triton")
 WORKER = Path(__file__).parent / "triton_worker.py"
@@ -147,6 +147,8 @@ def test_a_missing_compiler_and_missing_headers_are_named_with_what_to_do(tmp_pa
         refused(f"it needs Python's headers, but there is no {tmp_path}/Python.h; install them")
     with pytest.raises(ValueError, match="RuntimeError: the driver is too old"):
         check_triton(fails_by_the_driver)
+    with pytest.raises(ValueError, match=r"the driver is too old; vLLM needs it$"):
+        check_triton(fails_by_the_driver, OF_SERVER)
 
 
 def fails_by_the_driver() -> None:

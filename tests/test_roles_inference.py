@@ -41,3 +41,27 @@ def test_a_server_whose_model_takes_long_to_load_gives_signs_of_life(tmp_path: P
         asyncio.run(inference.serve(config("cpu"), 0, tmp_path / "model", sock, paths, Heartbeat(paths, "inference_0")))
     assert {beat["phase"] for beat in beats} == {f"loading {tmp_path / 'model'}"}
     assert beats[0]["time"] < beats[1]["time"] < beats[2]["time"]
+
+
+@pytest.mark.parametrize(("layout", "code"), [("gpu2", 1), ("cpu", None)])
+def test_a_server_on_a_gpu_ends_at_its_start_where_triton_cannot_compile(
+    layout: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    for name in ("die_with_parent", "answer"):  # the test's own process goes on
+        monkeypatch.setattr(inference, name, lambda *_: None)
+    monkeypatch.setattr(inference, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15, SIGINT=2))
+    monkeypatch.setattr(inference, "os", SimpleNamespace(register_at_fork=lambda **_: None, environ={}))
+    monkeypatch.setattr(inference, "load_play", lambda _: config(layout))
+    monkeypatch.setattr(inference, "listen", lambda *_: None)
+    monkeypatch.setattr(inference, "wait_for", wait)
+    monkeypatch.setattr(inference, "CHECK", (sys.executable, "-c", "raise SystemExit('Triton cannot compile')"))
+    monkeypatch.setitem(sys.modules, "rlx.inference.server.app", SimpleNamespace())
+    monkeypatch.setattr(sys, "argv", ["inference", "--run-dir", str(tmp_path)])
+    if code is None:
+        with pytest.raises(Stop):  # it goes on
+            inference.main()
+    else:
+        assert inference.main() == code

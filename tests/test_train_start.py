@@ -13,7 +13,7 @@ from launch_configs import config
 from trainer_examples import make_model
 
 from rlx.heartbeat import read_heartbeats
-from rlx.models.load import check_packed_forward
+from rlx.models.load import check_packed_forward, load_policy
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.parallel.rendezvous import Place
@@ -97,3 +97,30 @@ def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_nu
     model.logit_scale = 1.5
     with pytest.raises(ValueError, match=r"on cpu its packed forward differs from its own by [\d.]+ nats, while .* spread by [\d.]+\."):
         check_packed_forward(model, "cpu")
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise Stop
+
+
+def test_the_packed_forward_is_checked_when_a_model_is_read_and_when_a_checkpoint_is(tmp_path: Path, monkeypatch) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    trainer = make_trainer(str(tmp_path / "model"))
+    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver.save(tmp_path / "saved", Progress(1, 1))
+    saver.close()
+    monkeypatch.setattr("rlx.models.load.check_packed_forward", stop)
+    with pytest.raises(Stop):
+        make_trainer(str(tmp_path / "model"))
+    resumes = make_trainer(str(tmp_path / "model"), read=False)
+    monkeypatch.setattr(checkpoint, "check_packed_forward", stop)
+    with pytest.raises(Stop):
+        checkpoint.load(tmp_path / "saved", resumes)
+
+
+@pytest.mark.parametrize(("backend", "liger"), [("triton", "false"), ("torch", "true")])
+def test_triton_is_checked_before_a_model_is_read(backend: str, liger: str, tmp_path: Path, monkeypatch) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("rlx.models.load.check_triton", stop)
+    with pytest.raises(Stop):
+        load_policy(str(tmp_path / "model"), Mesh(device=torch.device("cuda")), dtype="float32", logprob_backend=backend, liger=liger)

@@ -36,10 +36,13 @@ def label_of(composed: Composed, command: Command) -> str:
 
 
 def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
-    """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built."""
+    """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built.
+
+    A dry run does so too: it refuses what the start would. Before a run that waits in a queue they are always built.
+    """
     from rlx.config.targets import must_be_built, nodes_of
 
-    if nodes_of(cfg) and not cfg.dry_run and (cfg.launcher.name != "local" or must_be_built(cfg, composed.origins)):
+    if nodes_of(cfg) and ((cfg.launcher.name != "local" and not cfg.dry_run) or must_be_built(cfg, composed.origins)):
         from rlx.train.nodes import check_built
 
         check_built(cfg)

@@ -1,28 +1,35 @@
 """Check whether Triton can compile and launch a kernel here. A role checks once at its start, not after minutes of loading and rollouts.
 
 When Triton launches its first kernel, it builds its driver bindings with a C compiler and Python's headers.
+
+`python -m rlx.kernels.toolchain` checks for an inference server, in a process of its own: the server's process holds no memory of a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+from rlx.process import die_with_parent
 
-def check_triton(start: Callable[[], None] | None = None) -> None:
+OF_TRAINER = "; or do without Triton: model.logprob_backend=torch model.liger=false"
+OF_SERVER = "; vLLM needs it"
+
+
+def check_triton(start: Callable[[], None] | None = None, remedy: str = OF_TRAINER) -> None:
     """Raise ValueError, naming the missing part, unless a small kernel compiles and launches on the current CUDA device.
 
-    `start` compiles and launches it; None means `launch`.
+    `start` compiles and launches it; None means `launch`. `remedy` ends the message.
     """
     try:
         (start or launch)()
     except Exception as error:  # Triton, its compiler, the C compiler, the loader and the driver each raise their own types
         raise ValueError(
-            f"Triton cannot compile a kernel on this machine: {missing_part() or f'{type(error).__name__}: {error}'}; "
-            "or do without Triton: model.logprob_backend=torch model.liger=false"
+            f"Triton cannot compile a kernel on this machine: {missing_part() or f'{type(error).__name__}: {error}'}{remedy}"
         ) from error
 
 
@@ -53,3 +60,17 @@ def missing_part() -> str | None:
             f"dnf install python{version}-devel), or use a Python that has them, such as uv's"
         )
     return None
+
+
+def main() -> int:
+    die_with_parent()
+    try:
+        check_triton(remedy=OF_SERVER)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 2.0  # seconds between two heartbeats while serving
+CHECK = (sys.executable, "-m", "rlx.kernels.toolchain")  # whether Triton can compile here, before minutes of loading
 WARM_UP = 30  # steps of an engine in which kernels may still be compiled
 
 
@@ -64,10 +66,14 @@ def main() -> int:
 
     heartbeat.beat("importing vLLM")
     os.environ |= environment(config, os.environ)
+    checking = subprocess.Popen(CHECK) if config.hardware.device == "cuda" else None  # takes as long as importing vLLM
     import uvloop
 
     import rlx.inference.server.app  # noqa: F401  (the heavy imports)
 
+    with heartbeat.during("compiling a kernel with Triton"):
+        if checking is not None and checking.wait(config.inference.startup_timeout) != 0:
+            return 1  # it has said why
     heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
         lambda: listed(paths.initial_model),

@@ -190,8 +190,11 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
             raise ConfigError(
                 f"{paths.root} belongs to `rlx train`; a role started separately cannot join it.\n  fix: give another run.dir="
             )
-        if not paths.lock.exists():
+        try:
             _refuse_taken(paths, clean=False)
+        except ConfigError:
+            if not listed(paths.lock):  # not a run; with a lock, another role fills the directory at this moment, or has filled it
+                raise
         lock = RunLock(paths)
 
         # If several roles start at once, one fills the directory and the others wait for it.
