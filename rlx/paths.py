@@ -39,6 +39,7 @@ class RunPaths:
     # The run's last SLURM job: `{"id": "12_3", "submitted": seconds, "output": file}`, and `progress` when a requeue last found new steps.
     job = _At("job.json")
     sbatch = _At("sbatch.sh")
+    kubernetes = _At("kubernetes.json")  # the Kubernetes Job that the run belongs to: `{"job": name, "uid": …}`
     explained = _At("plan.txt")  # a dry run's explanation of the plan: processes, a step's arithmetic, memory
     report = _At("report.html")  # the page that `rlx report` makes, of this run or of the sweep in this directory
     lock = _At(".lock")

@@ -31,8 +31,9 @@ from rlx.weights.publish import Publisher
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
     divided = {axis: math.gcd(size, mesh.world_size) for axis, size in settings.get("divided", {}).items()}
-    if len(divided) > 1 and math.prod(divided.values()) > mesh.world_size and "tensor" in divided:
-        divided.pop("tensor")
+    for axis, other in (("tensor", "context"), ("tensor", "copies"), ("expert", "copies")):
+        if mesh.world_size % (divided.get(axis, 1) * divided.get(other, 1)):
+            divided.pop(axis)
     if max(divided.values(), default=1) > 1:
         mesh = divide(mesh, timeout=300, **divided)
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None

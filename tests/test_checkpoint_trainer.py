@@ -17,6 +17,7 @@ from checkpoint_worker import UPDATES, Job, make_trainer, run
 from torch.distributed.checkpoint import FileSystemReader
 from trainer_examples import make_model
 from transformers.models.llama import LlamaConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.parallel.mesh import one_process
 from rlx.train.checkpoint import Progress, Saver, load
@@ -115,9 +116,12 @@ def test_adapters_of_another_model_are_refused(model: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("rank", [0, 4], ids=["all", "adapters"])
 def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path, rank: int) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:
-        return Job(model=model, out=str(tmp_path / name), first=first, last=last, rank=rank, **keys)
+        return Job(**{"model": model, "out": str(tmp_path / name), "first": first, "last": last, "rank": rank} | keys)
 
+    experts = str(tmp_path / "experts")
+    make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16).save_pretrained(experts)
     run(job("one", 0, HALF, save=str(tmp_path / "from_one")), one_process("cpu"))
+    run(job("experts_one", 0, HALF, model=experts, save=str(tmp_path / "from_experts")), one_process("cpu"))
     two_ranks(
         tmp_path,
         job("two", 0, HALF, save=str(tmp_path / "from_two")),
@@ -132,6 +136,15 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
         job("pieces_to_parts", HALF, HALF, load=str(tmp_path / "from_pieces"), save=str(tmp_path / "from_parts"), divided={"tensor": 2}),
         job("parts_rest", HALF, UPDATES, load=str(tmp_path / "from_parts"), divided={"tensor": 2}),
         job("parts_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_parts")),
+        job(
+            "experts_two",
+            HALF,
+            HALF,
+            model=experts,
+            load=str(tmp_path / "from_experts"),
+            save=str(tmp_path / "of_experts"),
+            divided={"expert": 2},
+        ),
         job("two_to_pieces", HALF, HALF, load=str(tmp_path / "from_two"), divided={"context": 2}),
     )
     # one → two: the weights arrive bit for bit, and so does the optimizer's state, which went to two ranks and back to one
@@ -160,6 +173,9 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     for divided in ("pieces_rest", "parts_rest"):
         for a, b in zip(result(tmp_path / divided)["records"], result(tmp_path / "one_rest")["records"], strict=True):
             assert a == pytest.approx(b, rel=1e-3, abs=1e-5), divided
+    for name, start in (("experts_rest", "from_experts"), ("experts_again_rest", "of_experts")):
+        run(job(name, HALF, UPDATES, model=experts, load=str(tmp_path / start)), one_process("cpu"))
+    assert result(tmp_path / "experts_again_rest")["records"] == result(tmp_path / "experts_rest")["records"]
     # one and two ranks differ only by the order of sums
     for a, b in zip(result(tmp_path / "one_to_two_rest")["records"], result(tmp_path / "one_rest")["records"], strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)

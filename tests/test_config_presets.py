@@ -19,7 +19,21 @@ from rlx.config.targets import must_be_built
 from rlx.plan.make import make_plan
 from rlx.train.nodes import check_built
 
-GROUPS = ("model", "env", "loss", "advantage", "optim", "hardware", "launcher", "slurm", "logger", "data", "sweeps", "experiment")
+GROUPS = (
+    "model",
+    "env",
+    "loss",
+    "advantage",
+    "optim",
+    "hardware",
+    "launcher",
+    "slurm",
+    "kubernetes",
+    "logger",
+    "data",
+    "sweeps",
+    "experiment",
+)
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
 NEEDED = {
     ("env", "custom"): ["env.id=rlx_sums"],
@@ -28,6 +42,7 @@ NEEDED = {
     ("model", "endpoint"): ["model.name=x"],
     ("model", "tiny_trained"): ["model.name=x"],
     ("data", "rows"): ["data.name=a/b"],
+    ("launcher", "kubernetes"): ["hardware=cpu"],
     ("launcher", "slurm"): ["hardware=cpu"],  # without the file of a cluster nothing is known of its nodes
 }
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]

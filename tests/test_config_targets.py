@@ -197,7 +197,8 @@ def test_no_value_of_any_key_ends_in_a_traceback(value):
         *above, last = key.split(".")
         section = changed.data
         for part in above:
-            section = section.setdefault(part, {})
+            section[part] = section.get(part) or {}  # a section may be null: slurm.container
+            section = section[part]
         section[last] = value
         with contextlib.suppress(ConfigError):
             checked(changed)

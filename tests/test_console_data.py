@@ -24,6 +24,20 @@ def test_the_environments_of_synthesized_data_are_suggested_for_training(tmp_pat
     assert f" {said} model=" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "model=tiny_trained"),
+        (["model=smollm2_135m"], "model=smollm2_135m"),
+        (["experiment=sums_smollm2", "eval.interval=5"], "model=…"),
+    ],
+)
+def test_training_goes_on_with_the_model_that_was_trained(tmp_path: Path, argv: list[str], said: str) -> None:
+    cfg = compose(["data=fake", f"run.dir={tmp_path / 'run'}", *argv], {}, SFT).cfg
+    lines = SftConsole(tmp_path / "run", cfg, argv=argv)._next(0)
+    assert f" {said} model.name={tmp_path / 'run'}" in lines[0]
+
+
 def test_the_model_that_wrote_the_data_is_suggested_for_training_on_it(tmp_path: Path) -> None:
     cfg = compose(["env=sums"], {}, SYNTHESIZE).cfg
     (tmp_path / "initial_model.txt").write_text("/cache/tiny\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -334,3 +335,32 @@ def test_ranks_reduce_and_a_failure_of_one_is_the_answer():
     assert reduce_over(2, "gloo")["bytes_per_second"] > 2**20
     if visible_gpus() < 2:
         assert "error" in reduce_over(2, "nccl")
+
+
+SBATCH = """#!/bin/sh
+for script; do :; done
+out=$(sed -n 's/^#SBATCH --output=//p' "$script" | sed 's/%j/7/; s/%t/0/')
+export SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=node9
+setsid bash "$script" >"$out" 2>&1 </dev/null &
+echo "Submitted batch job 7"
+"""
+COMMANDS = {"sbatch": SBATCH, "srun": "#!/bin/sh\n", "scontrol": "#!/bin/sh\necho node9\n", "squeue": "#!/bin/sh\necho '7|RUNNING'\n"}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_node_is_examined_by_a_job(tmp_path, monkeypatch, capsys):
+    """submitit and the job's script are real, sbatch is a stand-in that runs the script here."""
+    for name, script in {**COMMANDS, "sinfo": SINFO}.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+    monkeypatch.chdir(tmp_path)
+    setup = "slurm.setup=[shopt -s expand_aliases]"
+    code = main(["doctor", "--node", "hardware=cpu", "slurm.partition=gpu", setup])
+    shown, said = capsys.readouterr()
+    assert shown.startswith("node9, for the configuration that was given\n"), said
+    assert [name for name, _ in CHECKS if f" {name} " not in shown] == []
+    assert code == (1 if "FAILED" in shown else 0)
+    assert "run is elsewhere" not in shown, "on the node, memory and processors count"

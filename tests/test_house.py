@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
-    **dict.fromkeys(("types", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "process", "stacks", "tracking"), 1),
+    **dict.fromkeys(("types", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "process", "stacks", "tracking", "lock"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints"), 2),
     "roles": 3,
@@ -49,6 +49,7 @@ HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch",),
+    "kubernetes": ("launch",),
     "hydra": ("config", "cli"),
     "omegaconf": ("config", "cli"),
     "textual": ("view",),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chat_templates import HERMES, PLAIN, small_tokenizer
 from test_policy_chat import model_config
 
+from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.envs.probe import Probed
@@ -66,6 +68,8 @@ def test_a_template_that_ships_is_used_by_its_name(folder: Path) -> None:
     assert "\ncalc(x): Calculate.\nTo call one" in shown
     assert '<|im_start|>assistant\n[calc(x="7+2")]<|im_end|>\n<|im_start|>user\nResult: 9<|im_end|>\n' in shown
     compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tools"], {})
+    assert with_absolute_files(replace(model, gguf="a.gguf")).chat_template == "chatml_tools"
+    assert with_absolute_files(replace(model, chat_template="a.jinja")).chat_template == str(Path.cwd() / "a.jinja")
     with pytest.raises(ConfigError, match=r"no such file: model.chat_template=chatml_tool .*a template of rlx by its name: chatml_tools"):
         compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tool"], {})
 

@@ -1,8 +1,9 @@
-"""Which models tensor parallelism divides. `test_train_ranks.py` trains divided ones."""
+"""Which models tensor and expert parallelism divide. `test_train_ranks.py` trains divided ones."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trainer_examples import make_model
@@ -10,6 +11,7 @@ from transformers.models.gpt2 import GPT2Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.olmoe import OlmoeConfig
 
+from rlx.models.experts import split_experts
 from rlx.models.split import split_layers
 from rlx.parallel.row import Axis, Row
 
@@ -31,3 +33,11 @@ def test_a_model_that_cannot_be_divided_by_heads_is_refused(config, keys, why):
     hf, group = make_model(config, **keys), Axis(None, 0, 2)
     with pytest.raises(ValueError, match=why):
         split_layers(hf, Row(group, tensor=group), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+
+
+def test_a_model_without_experts_or_with_an_odd_number_of_them_is_refused():
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match=r"trainer\.ep=2: transformers has no plan that divides experts of LlamaForCausalLM"):
+        split_experts(make_model(LlamaConfig), group, group)
+    with pytest.raises(ValueError, match=r"trainer\.ep=2 does not divide 3 experts of OlmoeForCausalLM"):
+        split_experts(make_model(OlmoeConfig, num_experts=3, num_experts_per_tok=2), group, group)

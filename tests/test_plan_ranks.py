@@ -42,3 +42,13 @@ def test_a_tensor_group_shares_rows_and_gathered_layers() -> None:
     )
     text = explain(divided, make_plan(divided, Path("/run")), {}, [], "/run")
     assert "FSDP2 over 4 ranks; each row on 2 of them, matrices divided over 2" in text
+
+
+def test_an_expert_group_shares_gathered_layers_of_experts() -> None:
+    model = {"num_experts": 128}
+    whole, divided = (config("node8", model=model, trainer={"micro_batch_tokens": 8192, "ep": ep}) for ep in (1, 4))
+    before, after = trainer_memory(whole), trainer_memory(divided)
+    assert (after.states, after.activations) == (before.states, before.activations)
+    assert after.layers == before.layers / 4
+    assert divided.data_ranks == 4, "each rank has samples of its own"
+    assert "FSDP2 over 4 ranks; experts divided over 4" in explain(divided, make_plan(divided, Path("/run")), {}, [], "/run")

@@ -24,8 +24,8 @@ def test_trajectories_of_all_kinds_are_trained_as_they_were_sampled(start):
         *(f"+envs.{name}.id=rlx-test-{name}" for name in NAMES),
         "max_async_level=0",
         "max_steps=3",
-        "model.warm_start.steps=5",  # for each environment; nothing here depends on what the model has learned
-        "model.warm_start.batch_size=16",
+        "model.warm_start.steps=20",
+        "model.warm_start.batch_size=16",  # it learns when to stop, and nothing here needs more
         "orchestrator.batch_size=64",
         "seq_len=256",
         env={"PYTHONPATH": OUTSIDE},

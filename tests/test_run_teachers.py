@@ -105,11 +105,11 @@ def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Calla
     job = start(
         "run",
         *("experiment=tool_math_tiny", "loss=grpo", "loss.ce_coef=1", "envs.tool_math.learn.tool=1"),
-        *("max_steps=16", "ckpt.interval=null", "model.warm_start.steps=150", "optim.lr=2e-3"),
+        *("max_steps=8", "ckpt.interval=null", "model.warm_start.steps=150"),
     )
     assert job.wait() == 0, job.text()
     answers, advantages = 0, 0
-    for step in range(16):
+    for step in range(8):
         played = {(rollout["group"], rollout["member"]): rollout for rollout in job.rollouts(step)}
         for sample in samples(job, step):
             tokens, texts = said_by("tool", sample.token_ids)
@@ -123,8 +123,8 @@ def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Calla
     assert advantages > 100, "GRPO has something to learn, too"
     records = job.metrics("trainer")
     nll = [record["ce/nll"] for record in records]
-    assert np.mean(nll[-3:]) < 0.7 * np.mean(nll[:3]), nll
-    assert all(record["loss/ce"] > 0 for record in records)
+    assert all(record["ce/tokens"] > 0 and record["loss/ce"] > 0 for record in records), [record["ce/tokens"] for record in records]
+    assert np.mean(nll[-3:]) < 0.9 * np.mean(nll[:3]), nll
 
 
 @pytest.mark.timeout(900)

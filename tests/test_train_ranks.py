@@ -85,6 +85,10 @@ CASES = {
     "divided_attention_of_experts": ("qwen3_moe", {"groups": 1, "tokens": 1000, "divided": {"tensor": 2}}),
     "divided_into_pieces": ("gpt_oss", {"divided": {"context": 2, "tensor": 2}}),
     "divided_copies": ("qwen3_tied", {"divided": {"copies": 2, "tensor": 2}}),
+    "experts_beside_adapters": ("qwen3_moe", {"lora": {"rank": 4}, "divided": {"expert": 2}}),
+    "experts": ("qwen3_moe", {"tokens": 60, "muon": True, "ac": {"freq": 1}, "divided": {"expert": 2}}),
+    "experts_of_little_work_and_copies": ("qwen3_moe", {"groups": 1, "tokens": 1000, "divided": {"copies": 2, "expert": 2}}),
+    "experts_of_pieces_and_parts": ("gpt_oss", {"divided": {"expert": 4, "context": 2, "tensor": 2}}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
     "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "ac": {"freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),
@@ -133,11 +137,11 @@ def same(ours: dict, theirs: dict, tolerance: float) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "bfloat16" not in case])
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
-    same(outcome(folder, ranks), outcome(folder, 1), 1e-5 if case.startswith(("pieces", "divided")) else 1e-4)
+    same(outcome(folder, ranks), outcome(folder, 1), 1e-5 if case.startswith(("pieces", "divided", "experts")) else 1e-4)
     versions = [RunPaths(folder / f"out_{n}").weights_of(1) for n in (1, ranks)]
     for version in versions:
         verify(version)
-    if case.startswith("adapters"):
+    if "adapters" in case:
         trained = [load_file(version / ADAPTER) for version in versions]
     else:
         trained = [AutoModelForCausalLM.from_pretrained(version).state_dict() for version in versions]

@@ -21,6 +21,7 @@ COMMANDS = {  # in the order of the help text
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
     "doctor": "rlx.cli.doctor",
+    "pods": "rlx.cli.pods",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
@@ -31,6 +32,7 @@ COMMANDS = {  # in the order of the help text
     "inference": "rlx.cli.role:INFERENCE",
     "orchestrator": "rlx.cli.role:ORCHESTRATOR",
     "trainer": "rlx.cli.role:TRAINER",
+    "pod": "rlx.cli.pod",
 }
 
 READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env"}  # start nothing

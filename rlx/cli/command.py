@@ -39,7 +39,7 @@ def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
     """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built."""
     from rlx.config.targets import must_be_built, nodes_of
 
-    if nodes_of(cfg) and not cfg.dry_run and (cfg.launcher.name == "slurm" or must_be_built(cfg, composed.origins)):
+    if nodes_of(cfg) and not cfg.dry_run and (cfg.launcher.name != "local" or must_be_built(cfg, composed.origins)):
         from rlx.train.nodes import check_built
 
         check_built(cfg)

@@ -81,15 +81,20 @@ class SftConsole(Console):
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
         sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
-        choice = next((part for part in kept if part.startswith("model=")), "model=tiny")
-        choice = "model=tiny_trained" if choice == "model=tiny" else choice  # its weights come from a folder
-        learn = (f"{train} {self._env()} {shlex.quote(choice)} {weights}", "reinforcement learning from the result")
+        learn = (f"{train} {self._env()} {self._model(kept)} {weights}", "reinforcement learning from the result")
         suggestions = [
             *([] if self.cfg.lora.on else [learn]),  # adapters are no model to start from
             (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
+
+    def _model(self, given: list[str]) -> str:
+        """The option of a model whose weights come from a folder; a gap to fill if an experiment has chosen the model."""
+        choice = next((part for part in given if part.startswith("model=")), None)
+        if self.cfg.model.warm_start is not None:
+            return "model=tiny_trained"
+        return "model=…" if choice is None else shlex.quote(choice)
 
     def _env(self) -> str:
         """The environments that the run evaluates on, or that `rlx synthesize` played for the data, if they are shipped options; otherwise

@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+from rlx.cli import pods
 from rlx.cli.command import Command, check_nodes, failure, label_of
 
 
@@ -30,10 +31,14 @@ def run(argv: list[str], command: Command) -> int:
     composed = compose(argv, None, command.root)
     if not composed.cfg.dry_run:  # it may be made where the cluster's cache is not
         use_cache(variables_of(composed.cfg))
-    cfg = settle(command.resolve(composed.cfg), label_of(composed, command))
+    cfg, label = command.resolve(composed.cfg), label_of(composed, command)
+    in_pods = cfg.launcher.name == "kubernetes"
+    cfg = pods.settled(cfg, label) if in_pods else settle(cfg, label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))
-    if cfg.launcher.name == "local":
+    if in_pods:
+        pods.check_client(cfg)
+    elif cfg.launcher.name == "local":
         require_one_host(plan)
     else:
         from rlx.launch.slurm import check_directory
@@ -51,6 +56,10 @@ def run(argv: list[str], command: Command) -> int:
         print(to_yaml(cfg), end="\n")
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
+        if in_pods:
+            print("\nmanifests\n" + pods.text_of(pods.objects_of(cfg)), end="")
+            print("\ndry run: nothing was started")
+            return 0
         if changed := changes(cfg):
             print("\n" + change_note(Path(cfg.run.dir), changed))
         script = None
@@ -70,6 +79,8 @@ def run(argv: list[str], command: Command) -> int:
         return 0
     for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
+    if in_pods:
+        return pods.start(cfg)
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.runs.status import read_status

@@ -44,21 +44,20 @@ def run(argv: list[str], command: Command) -> int:
     if made_from is not None and _nothing_left(sweep, directory, made_from):
         return 0
     elements = checked(sweep.elements, directory, command)
+    if elements[0].cfg.launcher.name == "kubernetes":
+        raise ConfigError("a sweep is no Job yet: launcher=kubernetes starts one run.\n  fix: one command for each run, or launcher=slurm")
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
-    code = start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
-    if made_from is not None and not any(element.cfg.clean for element in elements):
-        known.remember(elements, directory, made_from)
-    return code
+    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait, made_from=made_from)
 
 
 def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
     """Whether all runs of a sweep are done, queued or running. If so, prints what `start` would print."""
-    from rlx.launch.known import nothing_left
+    from rlx.launch.known import FILE, nothing_left
     from rlx.launch.sweep import alone, summary
 
-    if not directory.is_dir():
+    if not (directory / FILE).is_file():
         return False
     with alone(directory):
         found = nothing_left(sweep.elements, directory, made_from)
@@ -124,15 +123,17 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     return elements
 
 
-def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
-    """Start the elements that are not done or alive; return the exit code."""
-    from rlx.launch import sweep
+def start(elements: list[Element], name: str, directory: Path, *, wait: bool, made_from: str | None = None) -> int:
+    """Start the elements that are not done or alive; return the exit code. `made_from`: their `known.digest`, if there is one."""
+    from rlx.launch import known, sweep
     from rlx.runs.provenance import source_state
 
     source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
+        if made_from is not None and not any(element.cfg.clean for element in elements):
+            known.remember(elements, directory, made_from)  # before anything is printed: its reader may leave
     if launcher.name == "local":
         return code
     if wait:

@@ -73,7 +73,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     """
     tree = _compose(argv, environ, root, ())
     layout = None
-    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
+    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] in ("slurm", "kubernetes"):
         layout = _layout_of_cluster(tree)
         tree = _compose(argv, environ, root, (), layout)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
@@ -94,17 +94,18 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
 
 
 def _layout_of_cluster(tree: Tree) -> tuple[str, str]:
-    """The layout that hardware=auto chooses for a SLURM cluster, and why. Raises ConfigError if nothing is known of its nodes."""
-    named, gpus = tree.data["slurm"]["layout"], tree.data["slurm"]["gpus_per_node"]
+    """The layout that hardware=auto chooses for a cluster, and why. Raises ConfigError if nothing is known of its nodes."""
+    cluster = tree.data["launcher"]["name"]  # also the name of its section and of its group
+    named, gpus = tree.data[cluster].get("layout"), tree.data[cluster]["gpus_per_node"]
     if named is not None:
         return str(named), f"slurm.layout={named}"
     if gpus is None:
         raise ConfigError(
-            f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', gpus)}. "
+            f"hardware=auto does not know the nodes of the cluster: {tree.origins.show(f'{cluster}.gpus_per_node', gpus)}. "
             "The GPUs of this machine say nothing about them.\n"
-            "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
+            f"Set {cluster}.gpus_per_node in the file of {cluster}=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
         )
-    return choose_layout(int(gpus) if str(gpus).isdecimal() else 0)  # else its type is wrong, which is reported with all other problems
+    return choose_layout(int(gpus) if str(gpus).isdecimal() else 0, cluster)  # else its type is wrong, which is reported with the rest
 
 
 def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:

@@ -30,7 +30,7 @@ from rlx.config.shipped import shipped_groups
 from rlx.config.tree import closest, near_keys, show
 
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
-MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
+MAY_BE_ABSENT = ("experiment", "kubernetes", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 OPEN = ("loss", "advantage", "optim", "envs", "eval.envs", "inference.vllm")  # nodes whose keys may be deleted
 

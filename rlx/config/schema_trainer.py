@@ -55,6 +55,12 @@ class TrainerConfig:
         "row; for models whose gathered layers do not fit. Divides the heads and key heads; with `cp`, their product divides the ranks",
         low=1,
     )
+    ep: int = key(
+        1,
+        "expert parallelism: this many neighbours in rank divide the experts of each layer, and exchange tokens; for mixture-of-experts "
+        "models. Divides the trainer processes and `model.num_experts`",
+        low=1,
+    )
     compile: bool = key(False, "torch.compile each layer (GPU)")
     batch_timeout: float = key(1800.0, "seconds that the trainer waits for a batch before it gives up", above=0)
 

@@ -25,7 +25,7 @@ from rlx.config.tree import secret_keys
 
 LONGEST = 120  # maximum characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep; its runs are in its folder
-NOT_PART = ("launcher", "slurm", "dry_run", "clean")  # keys that do not make it a different sweep
+NOT_PART = ("launcher", "slurm", "kubernetes", "dry_run", "clean")  # keys that do not make it a different sweep
 
 
 @dataclass(frozen=True)

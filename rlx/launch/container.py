@@ -135,9 +135,6 @@ def home_variables(cfg: CommandConfig) -> dict[str, str]:
 
 BESIDE = r"""
 # rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
-export RLX_OUTSIDE
-RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
-mkfifo "$RLX_OUTSIDE/asked"
 rlx_answer() {
   local folder word words
   trap : TERM # SLURM signals the script's processes too; these must say how a command ended
@@ -163,6 +160,9 @@ rlx_tell() {
 }
 rlx_supervise() {
   local step answers code
+  export RLX_OUTSIDE
+  RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
+  mkfifo "$RLX_OUTSIDE/asked"
   set +e
   (
     trap - EXIT

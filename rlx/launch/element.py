@@ -12,7 +12,7 @@ from rlx.config.load import load_command
 from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
-from rlx.runs.claim import RunLock
+from rlx.runs.lock import RunLock
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import read_status
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.claim import RunLock
 from rlx.runs.jobs import ENDED, GONE, find_jobs, job_of, output_of, queue, waits
+from rlx.runs.lock import RunLock
 from rlx.runs.run import STALE, WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 

@@ -18,7 +18,8 @@ from rlx.launch.processes import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
 from rlx.process import disk_is_full, full_disk
-from rlx.runs.claim import RunLock, new_attempt
+from rlx.runs.claim import new_attempt
+from rlx.runs.lock import RunLock
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 POLL = 0.1  # seconds between two checks of the job

@@ -32,9 +32,10 @@ from rlx.paths import RunPaths, write_text
 from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs import outside
-from rlx.runs.claim import RunLock, new_attempt
+from rlx.runs.claim import new_attempt
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, output_of, restarts_of
+from rlx.runs.lock import RunLock
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import take_snapshot

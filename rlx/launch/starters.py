@@ -1,14 +1,17 @@
-"""Command lines that start a process of the plan: as a process group on this machine, or as a step of a SLURM job.
+"""Command lines that start a process of the plan: as a process group on this machine, as a step of a SLURM job, or in another pod.
 
 The supervisor always starts, watches and stops a local child process. With `LocalStarter` the child is the role itself; with
-`SrunStarter` it is the `srun` that runs the role.
+`SrunStarter` it is the `srun` that runs the role; with `AgentStarter` a child that an agent in the role's pod serves.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rlx.launch.container import KEPT, Container
@@ -151,3 +154,30 @@ class SrunStarter:
 
     def __repr__(self) -> str:
         return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {self.container.cfg.image}" if self.container else "")
+
+
+class AgentStarter:
+    """Starts processes in the pods of a Kubernetes Job, through the agent in each (`rlx.launch.agents`)."""
+
+    remote = True
+
+    def __init__(self, hosts: Sequence[tuple[str, int]], token: Path, run_dir: Path) -> None:
+        """`hosts`: name and port of each host's agent, in the plan's order. `token`: the file with the run's token."""
+        self.hosts, self.token, self.run_dir = tuple(hosts), token, run_dir
+
+    def host(self, spec: ProcessSpec) -> str:
+        return self.hosts[spec.node][0]
+
+    def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        start = {"name": spec.name, "argv": list(spec.argv), "gpus": list(spec.gpus), "env": spec.env | {HOST: self.host(spec)}}
+        order = {"at": self.hosts[spec.node], "token": str(self.token), "run": str(self.run_dir), "start": start}
+        return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment)
+
+    def returncode(self, code: int) -> int:
+        return 128 - code if code > 128 else code
+
+    def terminate(self) -> bool:
+        return False  # the children pass the supervisor's signal on
+
+    def kill(self, names: Sequence[str]) -> None:
+        """The supervisor kills the children, and their agents then kill the roles."""

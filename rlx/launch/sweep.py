@@ -30,9 +30,10 @@ from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
-from rlx.runs.claim import RunLock, create, differences, looks_like_run, writing
+from rlx.runs.claim import create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
+from rlx.runs.lock import RunLock
 from rlx.runs.run import Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec

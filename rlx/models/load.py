@@ -18,6 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
+from rlx.models.experts import split_experts
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
@@ -92,6 +93,9 @@ def load_policy(
         if mesh.tensor is not None:
             assert mesh.row is not None
             split_layers(hf, mesh.row, mesh.tensor)
+        if mesh.expert is not None:
+            assert mesh.alone is not None
+            split_experts(hf, mesh.expert, mesh.alone)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
         if compile:

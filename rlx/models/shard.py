@@ -7,7 +7,7 @@ only one implementation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def shard(
     if own:
         _score_within(head)
         model.scores_within_head = True
-    placed = None if mesh.split is None else _placement_of_divided(mesh.split)
+    placed = _placement_of_divided(mesh.shards) if mesh.shards else None
     for module in (*model.layers, *own):
         fully_shard(module, reshard_after_forward=reshard_after_forward, shard_placement_fn=placed, **how)
     fully_shard(model, **how)
@@ -100,29 +100,36 @@ def shard(
             module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use
 
 
-def _placement_of_divided(mesh: DeviceMesh) -> Callable[[torch.nn.Parameter], Any]:
-    """Where FSDP shards a parameter: one that is divided over a tensor group over `mesh` only."""
+def _placement_of_divided(shards: Mapping[str, DeviceMesh]) -> Callable[[torch.nn.Parameter], Any]:
+    """Where FSDP shards a parameter: one that is divided over the ranks of an axis only over the mesh of that axis in `shards`."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import DTensor, Shard
 
-    info = FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    ranks = mesh.size(-1)
+    def info_of(mesh: DeviceMesh) -> FSDPMeshInfo:
+        several = mesh.ndim > 1
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if several else FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+    infos = {axis: info_of(mesh) for axis, mesh in shards.items()}
 
     def placed(parameter: torch.nn.Parameter) -> Any:
         if not isinstance(parameter, DTensor):
             return None
         (divided,) = parameter.placements
         assert isinstance(divided, Shard)
-        # Rather the other dimension, so that a shard is one block of the whole. Only the first dimension may be divided unevenly, and not
-        # if it is divided twice.
-        other, part = 1 - divided.dim, list(parameter.to_local().shape)
-        dimension = other if parameter.ndim == 2 and (other == 0 or part[other] % ranks == 0) else 0
-        if dimension == divided.dim and part[0] % ranks:
+        assert parameter.device_mesh.mesh_dim_names
+        (axis,) = parameter.device_mesh.mesh_dim_names
+        ranks, part = shards[axis].size(-1), list(parameter.to_local().shape)
+        # Rather another dimension of a matrix, so that a shard is one block of the whole; of experts rather the first, because a checkpoint
+        # may have each in a tensor of its own. Only the first dimension may be divided unevenly, and not if it is divided twice.
+        other = 1 - divided.dim if parameter.ndim == 2 else parameter.ndim - 1
+        wanted = [other, 0] if parameter.ndim == 2 else [0, other]
+        even = [dim for dim in wanted if part[dim : dim + 1] and (part[dim] % ranks == 0 or (dim == 0 and divided.dim != 0))]
+        if not even:
             raise ValueError(
-                f"trainer.tp: a part {part} of a parameter {list(parameter.shape)} would be shared unevenly by {ranks} ranks; set "
-                "trainer.tp=1, or a number of trainer processes that gives even shares"
+                f"a part {part} of a parameter {list(parameter.shape)}, divided over the {axis} axis, would be shared unevenly by {ranks} "
+                f"ranks; set trainer.{'tp' if axis == 'tensor' else 'ep'}=1, or a number of trainer processes that gives even shares"
             )
-        return ShardPlacementResult(Shard(dimension), info)
+        return ShardPlacementResult(Shard(even[0]), infos[axis])
 
     return placed
 

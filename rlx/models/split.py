@@ -99,8 +99,3 @@ def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row | 
         return summed if bias is None else summed + bias
 
     return of_parts
-
-
-def is_divided(parameter: Tensor) -> bool:
-    """Whether a parameter that FSDP has not sharded yet is divided over a tensor group."""
-    return isinstance(parameter, DTensor)

@@ -8,7 +8,8 @@
     fsdp      the shards of parameters, gradients and optimizer state, gathered layer by layer, over data and rows; with
               `trainer.dp_replicate` there are several copies of the shards, each on neighbouring ranks, and gradients are also summed
               over the axis `replicate`
-    split     the shards of parameters that are already divided over `tensor`: the ranks of a copy with the same place in tensor groups
+    expert    the neighbours in rank that divide the experts of a layer (`trainer.ep`); they have different samples, or pieces of rows
+    shards    of parameters that are already divided over `tensor` or `expert`: the ranks of a copy with the same place in these groups
 
 Four ranks with trainer.cp=2: `data_rank` 0 0 1 1, `row.everyone.rank` 0 1 0 1; loss groups (0 2) and (1 3); shards over all four.
 
@@ -20,9 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,10 @@ class Mesh:
     loss_group: dist.ProcessGroup | None = None  # None: no other rank to reduce with
     fsdp: DeviceMesh | None = None  # None: parameters are whole, and there is no process group
     row: Row | None = None  # None: this rank computes whole rows
-    tensor: DeviceMesh | None = None  # None: no parameter is divided
-    split: DeviceMesh | None = None  # with `tensor` only
+    tensor: DeviceMesh | None = None  # None: matrices are not divided
+    expert: DeviceMesh | None = None  # None: experts are not divided
+    alone: DeviceMesh | None = None  # this rank, with `expert` only
+    shards: Mapping[str, DeviceMesh] = field(default_factory=dict)  # for `tensor` and `expert`, where parameters are divided
     alive: Callable[[], AbstractContextManager[None]] = nullcontext  # sends heartbeats while this process waits for rank 0
 
     @property
@@ -217,7 +220,7 @@ def build_mesh(
     if place.world_size > 1 and not place.under_torchrun:
         store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
-    divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp}
+    divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp, "expert": cfg.trainer.ep}
     return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
 
 
@@ -237,6 +240,7 @@ def join(
     copies: int = 1,
     context: int = 1,
     tensor: int = 1,
+    expert: int = 1,
 ) -> Mesh:
     """Start the process group and return this rank's mesh, divided as `divide` says.
 
@@ -248,20 +252,20 @@ def join(
     store = dist.HashStore() if world_size == 1 else store
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive)
-    return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor)
+    return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor, expert=expert)
 
 
-def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """The mesh with all axes, for ranks that are already in one process group. Every rank calls this.
 
     Parameters are sharded over all ranks, or over each of `copies` groups of neighbours. `context` · `tensor` neighbours compute each row
-    together.
+    together; `expert` neighbours divide experts.
     """
     kind, world_size, together = mesh.device.type, mesh.world_size, context * tensor
     shape, names = ((world_size,), ("fsdp",)) if copies == 1 else ((copies, world_size // copies), ("replicate", "fsdp"))
     parts = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
     meshes = [parts]
-    loss_group, row, own, split = dist.group.WORLD if world_size > 1 else None, None, None, None
+    loss_group, row = dist.group.WORLD if world_size > 1 else None, None
     if together > 1:
         rows = dist.init_device_mesh(kind, (world_size // together, together), mesh_dim_names=("data", "row"))
         grid = dist.init_device_mesh(kind, (world_size // together, context, tensor), mesh_dim_names=("data", "context", "tensor"))
@@ -272,11 +276,19 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
             context=_axis(grid, "context") if context > 1 else ALONE,
             tensor=_axis(grid, "tensor") if tensor > 1 else ALONE,
         )
-    if tensor > 1:
-        sizes = (copies, world_size // copies // tensor, tensor)
-        all_axes = dist.init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
-        meshes.append(all_axes)
-        own, split = all_axes["tensor"], all_axes["shard"] if copies == 1 else all_axes["replicate", "shard"]
+    own: dict[str, DeviceMesh] = {}
+    shards: dict[str, DeviceMesh] = {}
+    alone = None
+    for name, size in (("tensor", tensor), ("expert", expert)):
+        if size > 1:
+            sizes = (copies, world_size // copies // size, size)
+            all_axes = dist.init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard", name))
+            meshes.append(all_axes)
+            own[name], shards[name] = all_axes[name], all_axes["shard"] if copies == 1 else all_axes["replicate", "shard"]
+    if expert > 1:
+        each = dist.init_device_mesh(kind, (world_size, 1), mesh_dim_names=("all", "alone"))
+        meshes.append(each)
+        alone = each["alone"]
     for group in (group for each in meshes for group in each.get_all_groups()):  # groups of some ranks would have torch's own limit
         _set_pg_timeout(timedelta(seconds=timeout), group)
     return replace(
@@ -286,8 +298,10 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
         loss_group=loss_group,
         fsdp=parts,
         row=row,
-        tensor=own,
-        split=split,
+        tensor=own.get("tensor"),
+        expert=own.get("expert"),
+        alone=alone,
+        shards=shards,
     )
 
 

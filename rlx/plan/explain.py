@@ -82,6 +82,7 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         together = cfg.trainer.ranks_of_a_row
         over += f"; each row on {together} of them" if together > 1 else ""
         over += f", matrices divided over {cfg.trainer.tp}" if cfg.trainer.tp > 1 else ""
+        over += f"; experts divided over {cfg.trainer.ep}" if cfg.trainer.ep > 1 else ""
         return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)

@@ -109,7 +109,8 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
-    divided = cfg.trainer.tp  # ranks over which a layer's matrices are divided; experts are not, but the configuration does not tell them
+    # Ranks over which a layer is divided. In a mixture of experts nearly all of it is experts, which only `ep` divides.
+    divided = cfg.trainer.tp if model.num_experts is None else cfg.trainer.ep
     scored = row / cfg.trainer.ranks_of_a_row  # by the head of one rank
     return TrainerMemory(
         parameters=shard * master + frozen * compute,

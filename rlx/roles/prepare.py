@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -26,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from rlx.config.chat_format import template_path
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.heartbeat import Heartbeat
+from rlx.lock import try_lock
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
 from rlx.process import die_with_parent, keep_freed_memory, say_full_disk
 from rlx.stacks import answer
@@ -142,16 +143,9 @@ def digest(files: Sequence[Path]) -> str:
 def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
     """Hold the lock of a model folder. The kernel releases it if the holder dies."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-
-        def take() -> bool:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
+    with (path := folder.with_name(f".{folder.name}.lock")).open("w") as file:
         waiting = "waiting for another run that makes the same model"
+        take = partial(try_lock, file.fileno(), path)
         wait_for(take, f"another run that makes {folder}", LOCK_TIMEOUT, poll=0.1, tick=lambda: heartbeat.beat(waiting))
         yield
 

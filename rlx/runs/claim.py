@@ -6,12 +6,10 @@ moment, so two runs never share one directory.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -34,6 +32,7 @@ from rlx.plan.record import write_plan
 from rlx.process import full_disk
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
 from rlx.runs.jobs import is_alive, job_of
+from rlx.runs.lock import RunLock
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
@@ -43,54 +42,10 @@ from rlx.waiting import wait_for
 
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
-MAY_CHANGE = (*NOT_COMPARED, "max_steps", "ckpt", "launcher", "slurm", "logger", "hardware", "inference", "weight_broadcast", "steps")
-
+WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
+MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
 C = TypeVar("C", bound=CommandConfig)
-
-
-class RunLock:
-    """A lock on a run directory. It is held while this object, or a process that inherited its file descriptor, is alive."""
-
-    def __init__(self, paths: RunPaths | Path) -> None:
-        """`paths`: the run's paths, or the path of another lock file."""
-        self.fd = os.open(paths if isinstance(paths, Path) else paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def exclusive(self) -> bool:
-        """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
-        return self._try(fcntl.LOCK_EX)
-
-    def take(self, timeout: float) -> bool:
-        """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
-        deadline = time.monotonic() + timeout
-        while not (alone := self.exclusive()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return alone
-
-    def share(self, timeout: float = 5.0) -> bool:
-        """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
-        deadline = time.monotonic() + timeout
-        while not self._try(fcntl.LOCK_SH):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-    def wait_until_alone(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until no other process holds the lock; then hold it shared again."""
-        alone = self.take(timeout)
-        self.share()
-        return alone
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def _try(self, mode: int) -> bool:
-        try:
-            fcntl.flock(self.fd, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def settle(cfg: C, label: str) -> C:

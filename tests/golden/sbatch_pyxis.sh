@@ -70,9 +70,6 @@ export TRITON_CACHE_DIR=/home/me/.cache/triton
 export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
 export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
 # rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
-export RLX_OUTSIDE
-RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
-mkfifo "$RLX_OUTSIDE/asked"
 rlx_answer() {
   local folder word words
   trap : TERM # SLURM signals the script's processes too; these must say how a command ended
@@ -98,6 +95,9 @@ rlx_tell() {
 }
 rlx_supervise() {
   local step answers code
+  export RLX_OUTSIDE
+  RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
+  mkfifo "$RLX_OUTSIDE/asked"
   set +e
   (
     trap - EXIT

@@ -14,17 +14,20 @@ def _divisors(*numbers: int) -> str:
 
 @rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, copies, tp = cfg.trainer_ranks, cfg.trainer.dp_replicate, cfg.trainer.tp
+    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
     if ranks % copies:
         yield (
             f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
             f"Set trainer.dp_replicate to one of {_divisors(ranks)}, or change {of('hardware.trainer_processes')}."
         )
-    elif ranks // copies % tp and not ranks % cfg.trainer.ranks_of_a_row:
-        yield (
-            f"a copy of the model has {ranks // copies} ranks, which {of('trainer.tp')} does not divide: {of('trainer.dp_replicate')}.\n"
-            f"Set trainer.dp_replicate to one of {_divisors(ranks // tp)}."
-        )
+        return
+    for name, size in (("trainer.tp", cfg.trainer.tp), ("trainer.ep", cfg.trainer.ep)):
+        if ranks // copies % size and not ranks % size:
+            yield (
+                f"a copy of the model has {ranks // copies} of {ranks} ranks, which {of(name)} does not divide: "
+                f"{of('trainer.dp_replicate')}.\n"
+                f"Set trainer.dp_replicate to one of {_divisors(ranks // size)}."
+            )
 
 
 @rule("trainer", "hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
@@ -51,11 +54,30 @@ def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
         )
 
 
+@rule("trainer", "hardware", "inference.base_url", "model.num_experts")
+def ranks_of_experts(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    ranks, experts, ep = cfg.trainer_ranks, cfg.model.num_experts, cfg.trainer.ep
+    if ep == 1:
+        return
+    if experts is None:
+        yield (
+            f"expert parallelism needs a mixture of experts: {of('trainer.ep')} with {of('model.num_experts')}.\n"
+            "Set trainer.ep=1, or model.num_experts to the number of experts in the model's config.json."
+        )
+    elif experts % ep:
+        yield f"{of('model.num_experts')} is not a multiple of {of('trainer.ep')}. Set trainer.ep to one of {_divisors(ranks, experts)}."
+    elif ranks % ep:
+        yield (
+            f"{ranks} trainer processes cannot be divided into groups of {of('trainer.ep')}. "
+            f"Set trainer.ep to one of {_divisors(ranks, experts)}, or change {of('hardware.trainer_processes')}."
+        )
+
+
 @rule("trainer", "model.attention")
 def pieces_of_rows(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    axes = {"trainer.cp": cfg.trainer.cp, "trainer.tp": cfg.trainer.tp}
+    axes = {"trainer.cp": cfg.trainer.cp, "trainer.tp": cfg.trainer.tp, "trainer.ep": cfg.trainer.ep}
     for name in (name for name, size in axes.items() if size > 1):
-        if cfg.model.attention == "rows":
+        if cfg.model.attention == "rows" and name != "trainer.ep":
             yield (
                 f"packed rows are cut into pieces, but this computes every sequence whole: {of(name)} with {of('model.attention')}.\n"
                 f"Set {name}=1, or model.attention=auto."

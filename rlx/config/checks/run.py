@@ -52,10 +52,15 @@ def is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-@rule("model.name", "model.gguf", "model.warm_start")
+def is_elsewhere(cfg: Any) -> bool:
+    """Whether the run's files are on a volume of a Kubernetes cluster that is not mounted here, so that only the pods can check them."""
+    return cfg.launcher.name == "kubernetes" and not Path(cfg.kubernetes.mount).is_dir()
+
+
+@rule("model.name", "model.gguf", "model.warm_start", "launcher", "kubernetes")
 def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     name = cfg.model.name
-    if cfg.model.gguf is not None or not is_path(name):
+    if cfg.model.gguf is not None or not is_path(name) or is_elsewhere(cfg):
         return
     if cfg.model.warm_start is not None:
         yield (
@@ -84,9 +89,9 @@ def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.gguf", "model.name", "model.warm_start")
+@rule("model.gguf", "model.name", "model.warm_start", "launcher", "kubernetes")
 def gguf_file(cfg: Any, of: Show) -> Iterator[str]:
-    if cfg.model.gguf is None:
+    if cfg.model.gguf is None or is_elsewhere(cfg):
         return
     file, name = Path(cfg.model.gguf).expanduser(), cfg.model.name
     if cfg.model.warm_start is not None:

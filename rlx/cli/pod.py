@@ -1,0 +1,185 @@
+"""`rlx pod`: one host of a run on Kubernetes; the command of the containers that `launcher=kubernetes` and the chart start.
+
+pod i   agent (`rlx.launch.agents`), which starts processes for the first host
+pod 0   also the supervisor: compose, claim or rewind the run directory, wait for the other hosts' agents, run one attempt
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.launch.agents import Agent
+
+SUMMARY = "one host of a run on Kubernetes (the command of its containers)"
+LOOK = 5.0  # seconds between two looks of a waiting host at the token
+SHOWN = 20.0  # seconds that the display has to end after the run
+
+
+def help_text() -> str:
+    return f"""\
+rlx pod: {SUMMARY}.
+
+usage: rlx pod --job NAME --nodes N --volume DIR COMMAND [key=value …]
+
+Containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md).
+COMMAND is train, sft, eval or synthesize. JOB_COMPLETION_INDEX says which host this is. Host 0 runs the command, in DIR/<run.name>;
+the others serve it until it ends. After a restart the run resumes from its newest checkpoint.
+
+exit codes: those of the run; 75: preempted, to be started again"""
+
+
+def run(argv: list[str]) -> int:
+    parser = ArgumentParser(prog="rlx pod")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--volume", type=Path, required=True)
+    parser.add_argument("--start-timeout", type=float, default=1800.0)
+    parser.add_argument("--hosts", default="")  # NAME:PORT of each host's agent, in order; default: the names of the Job's pods
+    parser.add_argument("command", choices=("train", "sft", "eval", "synthesize"))
+    given, overrides = parser.parse_known_args(argv)
+    if os.getpid() == 1:
+        return _as_init(lambda: _host(given, overrides))
+    return _host(given, overrides)
+
+
+def _as_init(work: Callable[[], int]) -> int:
+    """Do the work in a child and be the container's first process: pass signals on, and reap whatever is left without a parent."""
+    child = os.fork()
+    if child == 0:
+        os._exit(_code_of(work))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _code_of(work: Callable[[], int]) -> int:
+    from rlx.cli import format_problems
+    from rlx.config.errors import ConfigError
+
+    try:
+        code = work()
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
+    except ConfigError as error:
+        print(format_problems(error.problems), file=sys.stderr)
+        code = 2
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    return int(code)
+
+
+def _host(given: Namespace, overrides: list[str]) -> int:
+    from rlx.launch.agents import Agent, ask
+    from rlx.launch.manifests import PORT
+    from rlx.waiting import LEFT
+
+    index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
+    file = given.volume / ".nodes" / f"{given.job}-{os.environ.get('JOB_UID', '')}"
+    pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
+    places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
+    hosts = [(name, int(port)) for name, _, port in places]
+    agent = Agent(lambda: _read(file), hosts[index][1])
+    if index == 0:
+        code = _first(given, overrides, hosts, file)
+        if code != LEFT:  # then the Job ends; else the other hosts serve the next attempt
+            for host in hosts[1:]:
+                try:
+                    ask(host, _read(file) or "", end=code)
+                except (OSError, ValueError) as error:
+                    print(f"{host[0]} was not told of the end: {error}", flush=True)
+        return code
+    return _serve(agent, index)
+
+
+def _serve(agent: Agent, index: int) -> int:
+    """Serve until the first host ends the run, or until this host is taken away."""
+    from rlx.waiting import LEFT
+
+    taken = threading.Event()
+
+    def leave(*_: object) -> None:
+        taken.set()
+
+    signal.signal(signal.SIGTERM, leave)
+    print(f"host {index} serves", flush=True)
+    while not agent.over.wait(0.2):
+        if taken.is_set():
+            agent.give_notice()
+            while agent.is_busy:  # the kubelet ends this after the pod's grace time
+                time.sleep(0.1)
+            return LEFT
+    return int(agent.ended or 0)
+
+
+def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]], file: Path) -> int:
+    """Run one attempt of the run. Returns its exit code."""
+    import importlib
+
+    from rlx.cli.command import label_of
+    from rlx.config.load import compose
+    from rlx.launch.agents import wait_for_agents
+    from rlx.launch.pods import attempt, make_token
+    from rlx.plan.make import make_plan
+    from rlx.runs.claim import settle
+    from rlx.waiting import LEFT
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
+    command = importlib.import_module(f"rlx.cli.{given.command}").command()
+    if not any(part.startswith("--config-dir") for part in overrides):  # else its file has all of this
+        overrides = [*overrides, "launcher=kubernetes", f"kubernetes.mount={given.volume}", "kubernetes.image=this"]
+        if not any(part.startswith(("run.dir=", "run.name=")) for part in overrides):
+            overrides.append(f"run.name={given.job}")
+    composed = compose(overrides, None, command.root)
+    cfg = command.resolve(composed.cfg)
+    if cfg.run.dir is None:
+        cfg = replace(cfg, run=replace(cfg.run, dir=str(given.volume / str(cfg.run.name))))
+    cfg = settle(cfg, label_of(composed, command))
+    plan = make_plan(cfg, Path(str(cfg.run.dir)))
+    needed = max(spec.node for spec in plan) + 1
+    if needed > given.nodes:
+        print(f"the layout needs {needed} hosts, but the Job has {given.nodes}: correct `nodes` of the chart", file=sys.stderr)
+        return 2
+    token = make_token(file)
+    if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
+        print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
+        return 1
+    shown = []
+
+    def show(root: Path) -> None:
+        shown.append(subprocess.Popen([sys.executable, "-m", "rlx.cli", "watch", str(root)]))
+
+    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show)
+    sys.stdout.flush()
+    for each in shown:
+        try:
+            each.wait(SHOWN)
+        except subprocess.TimeoutExpired:
+            each.kill()
+    return code
+
+
+def _read(file: Path) -> str | None:
+    try:
+        os.listdir(file.parent)  # a network file system may cache that the file does not exist
+        return file.read_text().strip() or None
+    except OSError:
+        return None

@@ -1,0 +1,234 @@
+"""Talks to a Kubernetes cluster through its official Python client: creates a run's objects, follows its Job, deletes them.
+
+The client is an optional package; every function raises ConfigError with a remedy where it is missing, and where the cluster refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.schema_launch import KubernetesConfig
+from rlx.config.signatures import is_installed
+from rlx.launch.manifests import Object
+
+ASK = 3.0  # seconds between two looks at a Job
+MANAGED = "app.kubernetes.io/name=rlx"
+LEAST = ("Scheduled", "Pulling", "Pulled", "Created", "Started", "SuccessfulCreate", "Completed")  # events of a pod that gets on
+DELETE = {"propagationPolicy": "Foreground"}
+
+
+@dataclass
+class Cluster:
+    """A namespace of a cluster, and the client's interfaces to it."""
+
+    namespace: str
+    core: Any
+    batch: Any
+
+    @classmethod
+    def of(cls, kube: KubernetesConfig) -> Cluster:
+        """The cluster of the kubeconfig or, inside a pod, its own. Raises ConfigError if there is none, or no client."""
+        require_client()
+        from kubernetes import client, config
+        from kubernetes.config.config_exception import ConfigException
+
+        try:
+            contexts, active = config.list_kube_config_contexts()
+            config.load_kube_config(context=kube.context)
+            chosen = next((each for each in contexts if each["name"] == kube.context), active)
+            default = chosen["context"].get("namespace", "default")
+        except ConfigException as error:
+            try:
+                config.load_incluster_config()
+                with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
+                    default = file.read().strip()
+            except (ConfigException, OSError):
+                wanted = f"kubernetes.context={kube.context}" if kube.context else "a kubeconfig (KUBECONFIG, ~/.kube/config)"
+                raise ConfigError(f"no Kubernetes cluster: {error}.\n  fix: {wanted} must name one") from error
+        return cls(kube.namespace or default, client.CoreV1Api(), client.BatchV1Api())
+
+
+def require_client() -> None:
+    """Raise ConfigError if the client is not installed."""
+    if not is_installed("kubernetes"):
+        raise ConfigError("launcher=kubernetes needs the package kubernetes.\n  fix: pip install 'rlx[kubernetes]', or dry_run=true")
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn an error of the cluster into a ConfigError with its message and a remedy."""
+    from kubernetes.client.exceptions import ApiException
+
+    try:
+        yield
+    except ApiException as error:
+        remedy = {
+            401: "log in again (the kubeconfig's token has expired)",
+            403: "ask for these rights in the namespace: create, get, list, delete of jobs, services, configmaps; get, list of pods, "
+            "pods/log, events",
+            404: "correct kubernetes.namespace, or the name",
+            422: "correct the kubernetes section: the cluster refuses the manifest (dry_run=true shows it)",
+        }.get(error.status, "see the message of the cluster")
+        raise ConfigError(f"{doing}: {error.status} {message_of(error)}.\n  fix: {remedy}") from error
+    except Exception as error:  # of the client's HTTP library
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
+            raise
+        raise ConfigError(
+            f"{doing}: the cluster cannot be reached: {error}.\n  fix: kubectl cluster-info shows where it should be"
+        ) from error
+
+
+def message_of(error: Any) -> str:
+    """The message in the answer of a refused request."""
+    import json
+
+    try:
+        return str(json.loads(error.body)["message"]).rstrip(".")
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
+
+
+def apply(cluster: Cluster, objects: Sequence[Object]) -> str:
+    """Create a run's objects and return the uid of its Job. A claim that exists is used as it is.
+
+    The Job owns the Service and the ConfigMap, so they go with it. Raises ConfigError if one cannot be created; what was created for the
+    run is then deleted, except a claim.
+    """
+    from kubernetes.client.exceptions import ApiException
+
+    job = next(each for each in objects if each["kind"] == "Job")
+    name, space = job["metadata"]["name"], cluster.namespace
+    for claim in (each for each in objects if each["kind"] == "PersistentVolumeClaim"):
+        with explained(f"the claim {claim['metadata']['name']}"):
+            try:
+                cluster.core.create_namespaced_persistent_volume_claim(space, claim)
+            except ApiException as error:
+                if error.status != 409:
+                    raise
+    with explained(f"the Job {name}"):
+        try:
+            made = cluster.batch.create_namespaced_job(space, job)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            raise ConfigError(
+                f"there is a Job {name} in {space} already.\n  fix: rlx pods delete {name}, or give another run.name="
+            ) from error
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made.metadata.uid}
+    create = {"Service": cluster.core.create_namespaced_service, "ConfigMap": cluster.core.create_namespaced_config_map}
+    try:
+        for each in (each for each in objects if each["kind"] in create):
+            with explained(f"the {each['kind']} {name}"):
+                create[each["kind"]](space, {**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}})
+    except ConfigError:
+        delete(cluster, name)
+        raise
+    return str(made.metadata.uid)
+
+
+def delete(cluster: Cluster, name: str) -> None:
+    """Delete a run's Job, and with it its pods, Service and ConfigMap. The pods get their grace time for a checkpoint."""
+    with explained(f"the Job {name}"):
+        cluster.batch.delete_namespaced_job(name, cluster.namespace, body=DELETE)
+
+
+def jobs(cluster: Cluster) -> list[tuple[str, str, str]]:
+    """Name, state and age of every run's Job in the namespace."""
+    with explained("the Jobs"):
+        found = cluster.batch.list_namespaced_job(cluster.namespace, label_selector=MANAGED).items
+    return [(each.metadata.name, _state(each), str(each.metadata.creation_timestamp or "-")) for each in found]
+
+
+def _state(job: Any) -> str:
+    for condition in job.status.conditions or ():
+        if condition.status == "True" and condition.type in ("Complete", "Failed"):
+            return "completed" if condition.type == "Complete" else f"failed ({condition.reason})"
+    return f"{job.status.active or 0} of {job.spec.completions} pods active"
+
+
+# following
+
+
+@dataclass
+class Follower:
+    """Says what happens to a Job, and prints the output of its first host."""
+
+    cluster: Cluster
+    name: str
+    say: Callable[[str], None]
+    told: dict[str, str] = field(default_factory=dict)  # the last line about each pod
+    read: set[str] = field(default_factory=set)  # pods whose output is printed
+
+    def run(self) -> int:
+        """Wait for the Job's end and return the run's exit code. Raises ConfigError if the Job is gone or may not be read."""
+        while True:
+            with explained(f"the Job {self.name}"):
+                job = self.cluster.batch.read_namespaced_job(self.name, self.cluster.namespace)
+                pods = self._pods()
+            for pod in pods:
+                self._tell(pod)
+            if (state := _state(job)) == "completed" or state.startswith("failed"):
+                self.say(f"Job {self.name}: {state}" + "".join(f": {c.message}" for c in job.status.conditions or () if c.type == "Failed"))
+                return 0 if state == "completed" else self._exit_code(pods)
+            time.sleep(ASK)
+
+    def _pods(self) -> list[Any]:
+        label = f"job-name={self.name}"
+        found = self.cluster.core.list_namespaced_pod(self.cluster.namespace, label_selector=label).items
+        return sorted(found, key=lambda pod: (_index(pod), str(pod.metadata.creation_timestamp)))
+
+    def _tell(self, pod: Any) -> None:
+        name, phase, why = pod.metadata.name, pod.status.phase, self.why(pod)
+        line = f"host {_index(pod)} ({name}): {phase.lower()}" + (f" on {pod.spec.node_name}" if pod.spec.node_name and not why else "")
+        line += f": {why}" if why else ""
+        if self.told.get(name) != line:
+            self.told[name] = line
+            self.say(line)
+        if _index(pod) == 0 and phase != "Pending" and name not in self.read:
+            self.read.add(name)
+            threading.Thread(target=self._print_log, args=(name, phase != "Running"), daemon=True).start()
+            if phase != "Running":
+                time.sleep(0.5)
+
+    def why(self, pod: Any) -> str:
+        """Why a pod waits or has failed: its container's state, its scheduling, or the newest warning about it."""
+        for status in pod.status.container_statuses or ():
+            if (waiting := status.state.waiting) is not None and waiting.reason not in (None, "ContainerCreating", "PodInitializing"):
+                return f"{waiting.reason}: {waiting.message}" if waiting.message else waiting.reason
+            if (ended := status.state.terminated) is not None and ended.exit_code:
+                return f"exit code {ended.exit_code}" + (f" ({ended.reason})" if ended.reason not in (None, "Error") else "")
+        for condition in pod.status.conditions or ():
+            if condition.type == "PodScheduled" and condition.status == "False":
+                return f"{condition.reason}: {condition.message}"
+        if pod.status.phase != "Pending":
+            return ""
+        events = self.cluster.core.list_namespaced_event(self.cluster.namespace, field_selector=f"involvedObject.name={pod.metadata.name}")
+        warnings = [each for each in events.items if each.type == "Warning" and each.reason not in LEAST]
+        return f"{warnings[-1].reason}: {warnings[-1].message}" if warnings else ""
+
+    def _print_log(self, pod: str, ended: bool) -> None:
+        with contextlib.suppress(Exception):  # the pod may be gone; the Job's state is what counts
+            stream = self.cluster.core.read_namespaced_pod_log(pod, self.cluster.namespace, follow=not ended, _preload_content=False)
+            for line in stream:
+                self.say(line.decode(errors="replace").rstrip("\n"))
+
+    def _exit_code(self, pods: Sequence[Any]) -> int:
+        codes = [
+            status.state.terminated.exit_code
+            for pod in pods
+            if _index(pod) == 0
+            for status in pod.status.container_statuses or ()
+            if status.state.terminated is not None
+        ]
+        return next((code for code in reversed(codes) if code), 1)
+
+
+def _index(pod: Any) -> int:
+    marks = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
+    return int(marks.get("batch.kubernetes.io/job-completion-index", 0))

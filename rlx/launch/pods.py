@@ -1,0 +1,154 @@
+"""One attempt of a run on Kubernetes, in the pod of its first host. `rlx.launch.slurm.Attempt` does the same in a SLURM job.
+
+The Job starts the pod again after a preemption or a lost host; the run then resumes in its directory from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlx.checkpoints.folders import steps
+from rlx.config.errors import ConfigError
+from rlx.config.schema import CommandConfig
+from rlx.launch.starters import AgentStarter
+from rlx.launch.supervisor import Limits, Supervisor
+from rlx.paths import RunPaths, write_text
+from rlx.runs.claim import RunLock, create, new_attempt
+from rlx.runs.jobs import note_progress
+from rlx.runs.rewind import has_begun, rewind
+from rlx.runs.status import Cause, Status, read_status
+from rlx.types import ProcessSpec
+
+OLD_ATTEMPT = 120.0  # seconds to wait for the processes of an earlier attempt, whose pod may still end
+
+
+def make_token(file: Path) -> str:
+    """The token of a Job's hosts, which only the owner of the volume can read. The first attempt makes it."""
+    try:
+        if kept := file.read_text().strip():
+            return kept
+    except FileNotFoundError:
+        pass
+    file.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(32)
+    write_text(file, token, 0o600)
+    return token
+
+
+def attempt(
+    cfg: CommandConfig,
+    overrides: Sequence[str],
+    plan: Sequence[ProcessSpec],
+    hosts: Sequence[tuple[str, int]],
+    token: Path,
+    job: str,
+    show: Callable[[Path], None] = lambda root: None,
+) -> int:
+    """Run the attempt and return the run's exit code. `show`: called with the run directory once the attempt begins.
+
+    Raises ConfigError if the directory belongs to another run.
+    """
+    paths = RunPaths(Path(str(cfg.run.dir)))
+    mine = {"job": job, "uid": os.environ.get("JOB_UID", "")}
+    if _owner(paths) == mine:  # a Job's arguments do not change, so it is the same configuration
+        before = read_status(paths)
+        if before is not None and before.state == "completed":
+            print(f"{paths.root} is completed", flush=True)
+            return 0
+        lock = RunLock(paths)
+        if not lock.take(OLD_ATTEMPT):
+            print(f"{paths.root} is in use by another run", file=sys.stderr)
+            return 1
+        step = before.step if before else 0
+    else:
+        paths, lock = create(cfg, overrides, plan)
+        lock.take(OLD_ATTEMPT)
+        write_text(paths.kubernetes, json.dumps(mine) + "\n")
+        step = 0
+    status = Status(attempt=new_attempt(paths), step=step, max_steps=cfg.total_steps)
+    status.write(paths)
+    lock.share()
+    show(paths.root)  # before `_tee`: what it prints is not for the log
+    end_tee = _tee(paths.log(status.attempt, "launcher"))
+    try:
+        return _supervise(cfg, paths, lock, status, hosts, token, job)
+    finally:
+        sys.stdout.flush()
+        end_tee()
+
+
+def _supervise(
+    cfg: CommandConfig, paths: RunPaths, lock: RunLock, status: Status, hosts: Sequence[tuple[str, int]], token: Path, job: str
+) -> int:
+    print(f"Job {job}, attempt {status.attempt}, on {', '.join(host for host, _ in hosts)}", flush=True)
+    if has_begun(paths) and status.attempt:
+        try:
+            start = rewind(paths)
+        except ConfigError as error:
+            return _fail(paths, status, str(error))
+        status.step = start.step if start else 0
+        status.write(paths)
+    saved = max(steps(paths), default=0) if cfg.has_checkpoints else paths.finished.stat().st_size if paths.finished.exists() else 0
+    barren = note_progress(paths, status.attempt, saved)
+    if barren > cfg.launcher.max_requeues:
+        most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+        return _fail(paths, status, f"the Job was started {barren} times without a new step, more than {most}")
+    supervisor = Supervisor(
+        paths,
+        Limits.of(cfg),
+        token=secrets.token_hex(16),
+        lock_fd=lock.fd,
+        attempt=status.attempt,
+        watched={},
+        starter=AgentStarter(hosts, token, paths.root),
+        meaning_of_sigterm=lambda: "preempted",  # the pod is evicted, drained or deleted: it does not say which
+    )
+    return supervisor.run()
+
+
+def _owner(paths: RunPaths) -> dict[str, str] | None:
+    try:
+        return dict(json.loads(paths.kubernetes.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _fail(paths: RunPaths, status: Status, reason: str) -> int:
+    log = os.path.relpath(paths.log(status.attempt, "launcher"), paths.root)
+    status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=log))
+    status.write(paths)
+    print(reason, file=sys.stderr, flush=True)
+    return 1
+
+
+def _tee(log: Path) -> Callable[[], None]:
+    """Copy this process's output into a log file as well. Returns a function that ends this."""
+    shown, (read, written) = os.dup(1), os.pipe()
+    for number in (1, 2):
+        os.dup2(written, number)
+    os.close(written)
+
+    def copy() -> None:
+        with log.open("ab", buffering=0) as file:
+            while text := os.read(read, 65536):
+                os.write(shown, text)
+                try:
+                    file.write(text)
+                except OSError:  # a full disk: the container's own output has it
+                    continue
+
+    thread = threading.Thread(target=copy, name="tee", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        for number in (1, 2):
+            os.dup2(shown, number)
+        thread.join(2.0)  # a process that was left behind may hold the pipe open
+
+    return end

@@ -1,0 +1,43 @@
+"""Takes the lock of an open file, on a shared file system without locks that of a file on this host instead.
+
+Lustre mounted without `flock` and NFS without its lock daemon have no locks. A lock on this host keeps its processes apart; processes of
+other hosts are not seen. The kernel releases a lock when the last process that has the file open ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
+
+
+def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
+    """Take the lock of the file `path`, which is open as `fd`. Returns False if another process holds it.
+
+    Without locks there, `fd` becomes a file on this host: its number stays, because others may have been told it.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        local = _on_this_host(path)
+        os.dup2(local, fd, inheritable=os.get_inheritable(fd))
+        os.close(local)
+        return try_lock(fd, path, shared=shared)
+    return True
+
+
+def _on_this_host(path: Path) -> int:
+    """A descriptor of the file that stands for a lock file of a file system without locks."""
+    folder = Path(tempfile.gettempdir()) / f"rlx-locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    name = hashlib.blake2b(str(path.parent.resolve() / path.name).encode(), digest_size=16).hexdigest()
+    return os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)

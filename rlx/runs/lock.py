@@ -1,0 +1,51 @@
+"""The lock of a run directory, which says that processes of a run live there.
+
+On a file system without locks (`rlx.lock`) those of other hosts are known by the run's SLURM job and its status only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rlx.lock import try_lock
+from rlx.paths import RunPaths
+
+
+class RunLock:
+    """A lock on a run directory. It is held while this object, or a process that inherited its file descriptor, is alive."""
+
+    def __init__(self, paths: RunPaths | Path) -> None:
+        """`paths`: the run's paths, or the path of another lock file."""
+        self.path = paths if isinstance(paths, Path) else paths.lock
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def exclusive(self) -> bool:
+        """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
+        return try_lock(self.fd, self.path)
+
+    def take(self, timeout: float) -> bool:
+        """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
+        deadline = time.monotonic() + timeout
+        while not (alone := self.exclusive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return alone
+
+    def share(self, timeout: float = 5.0) -> bool:
+        """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
+        deadline = time.monotonic() + timeout
+        while not try_lock(self.fd, self.path, shared=True):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def wait_until_alone(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until no other process holds the lock; then hold it shared again."""
+        alone = self.take(timeout)
+        self.share()
+        return alone
+
+    def close(self) -> None:
+        os.close(self.fd)

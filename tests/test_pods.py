@@ -1,0 +1,241 @@
+"""Runs whose hosts are pods: agents that start processes for the first host, and attempts that resume in one directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from toy_run import FOREVER, toy
+
+from rlx.launch.agents import Agent, ask, connect, wait_for_agents
+from rlx.launch.pods import make_token
+from rlx.launch.processes import start_time
+from rlx.launch.starters import AgentStarter
+from rlx.launch.verdict import Process, View, decide
+from rlx.paths import RunPaths
+from rlx.plan.record import write_plan
+from rlx.types import ProcessSpec
+from rlx.waiting import LEFT
+
+TOKEN = "of this run"
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    served = Agent(lambda: TOKEN, 0, "127.0.0.1")
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path, agent: Agent) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`client(code)` starts a Python process on the agent's host, as the supervisor does."""
+    (tmp_path / "token").write_text(TOKEN)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, gpus: tuple[int, ...] = (), **env: str) -> subprocess.Popen[str]:
+        starter = AgentStarter([("elsewhere", 1), ("127.0.0.1", agent.port)], tmp_path / "token", tmp_path)
+        spec = ProcessSpec(role="trainer", replica=0, node=1, gpus=gpus, env=env, argv=(sys.executable, "-c", code))
+        argv, environment = starter.command(spec, os.environ)
+        started.append(subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def test_a_process_elsewhere_prints_here_and_has_the_plans_environment(client, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    code = "import os, sys; print(os.environ['RLX_HOST'], os.environ['MINE'], os.environ['CUDA_VISIBLE_DEVICES'], 'é'); sys.exit(7)"
+    process = client(code, gpus=(1, 3), MINE="yes")
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("127.0.0.1 yes 5,7 é\n", 7)
+
+
+def test_all_of_a_long_output_arrives_before_the_exit_code(client):
+    process = client("print('x' * 2_000_000 + 'end')")
+    out, _ = process.communicate(timeout=60)
+    assert (len(out), out[-4:], process.returncode) == (2_000_004, "end\n", 0)
+
+
+def test_a_signal_reaches_the_role_and_a_killed_client_ends_it(client, agent):
+    polite = "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(3))\nprint('ready', flush=True)\nsignal.pause()"
+    first, second = client(polite), client(f"import os\nprint(os.getpid(), flush=True)\n{FOREVER}")
+    assert first.stdout.readline() == "ready\n"
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 3
+    pid = int(second.stdout.readline())
+    second.kill()
+    deadline = time.monotonic() + 60
+    while start_time(pid) is not None or agent.is_busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_signal_that_killed_a_role_is_known(client, tmp_path):
+    process = client("import os; os.kill(os.getpid(), 9)")
+    assert process.wait(60) == 137
+    assert AgentStarter([], tmp_path, tmp_path).returncode(137) == -9
+
+
+@pytest.mark.parametrize("ending", ["notice", "gone"])
+def test_a_host_that_is_taken_away_is_no_failure_of_a_role(client, agent, tmp_path, monkeypatch, ending):
+    process = client(FOREVER)
+    assert process.stdout.readline() == "working\n"
+    assert not RunPaths(tmp_path).preempt.exists()
+    if ending == "notice":
+        agent.give_notice()
+    else:
+        for line in list(agent._lines):
+            line.connection.shutdown(socket.SHUT_RDWR)
+        assert process.wait(60) == LEFT
+    deadline = time.monotonic() + 60
+    while not RunPaths(tmp_path).preempt.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lost = Process(name="trainer", service=False, code=LEFT, look=1)
+    other = Process(name="orchestrator", service=False)
+    assert decide(View(processes=(lost, other), remote=True, asked=True)).settle
+    assert decide(View(processes=(lost, other), remote=True, asked=True, waited=9.0)).give_way
+    assert decide(View(processes=(lost, other), remote=True, asked=True, told=True, overdue=60.0)).state == "preempted"
+
+
+def test_a_role_that_cannot_start_says_why(client, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    process = client("pass", gpus=(3,))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the plan gives trainer GPU 3 (counted from 0), and CUDA_VISIBLE_DEVICES=0 names 1" in out
+
+
+def test_only_who_knows_the_runs_token_is_served(agent):
+    ask(("127.0.0.1", agent.port), TOKEN)
+    with pytest.raises(ConnectionRefusedError, match="this agent belongs to another run"):
+        ask(("127.0.0.1", agent.port), "of another run")
+    line, _ = connect(("127.0.0.1", agent.port), TOKEN)
+    line.send(start={"name": "trainer", "argv": ["touch", "/nowhere"], "gpus": [], "env": {}})
+    assert line.receive() == {"error": "this agent belongs to another run"}
+    line.connection.close()
+
+
+def test_the_first_host_waits_for_all_agents_and_names_the_one_that_is_missing(agent):
+    there = ("127.0.0.1", agent.port)
+    assert wait_for_agents([there, there], TOKEN, 5.0, print) is None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        absent = ("127.0.0.1", free.getsockname()[1])
+        said: list[str] = []
+        missing = wait_for_agents([there, absent], TOKEN, 0.5, said.append)
+    assert missing is not None
+    assert "127.0.0.1 did not answer in 0.5 s (1 of 2 hosts did)" in missing
+    assert said
+
+
+def test_the_end_of_the_run_ends_the_other_hosts(agent):
+    ask(("127.0.0.1", agent.port), TOKEN, end=0)
+    assert agent.over.wait(5)
+    assert agent.ended == 0
+
+
+def test_a_token_is_made_once_and_readable_by_its_owner_alone(tmp_path):
+    file = tmp_path / ".nodes" / "mine"
+    token = make_token(file)
+    assert (make_token(file), file.stat().st_mode & 0o777) == (token, 0o600)
+
+
+# whole attempts
+
+
+HEAD = """
+import sys
+from pathlib import Path
+from rlx.config.load import compose
+from rlx.launch.pods import attempt
+from rlx.plan.record import read_plan
+volume, root, plan, *hosts = sys.argv[1:]
+cfg = compose(["launcher=kubernetes", f"kubernetes.mount={volume}", "kubernetes.image=this", "hardware=cpu", f"run.dir={root}",
+               "launcher.preempt_grace=20", "launcher.grace=5"], {}).cfg
+places = [(each.rpartition(":")[0], int(each.rpartition(":")[2])) for each in hosts]
+sys.exit(attempt(cfg, [], read_plan(Path(plan)), places, Path(volume) / "token", "mine"))
+"""
+STEP = """
+    import sys
+    from pathlib import Path
+    from rlx.metrics import MetricsWriter
+    MetricsWriter(Path(sys.argv[1]) / "metrics.jsonl", "orchestrator").write(0, {})
+    print("working", flush=True)
+"""
+LEAVES = f"""{STEP}
+    import time
+    while not (Path(sys.argv[1]) / "preempt").exists(): time.sleep(0.02)
+    sys.exit(75)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_over_two_hosts_is_preempted_with_one_of_them_and_completed_by_the_next_attempt(tmp_path: Path, agent: Agent):
+    here = Agent(lambda: TOKEN, 0, "127.0.0.1")
+    (tmp_path / "token").write_text(TOKEN)
+    root, plan = tmp_path / "mine", tmp_path / "plan.yaml"
+    paths = RunPaths(root)
+    hosts = [f"127.0.0.1:{each.port}" for each in (here, agent)]
+    command = [sys.executable, "-c", HEAD, str(tmp_path), str(root), str(plan), *hosts]
+
+    def begin(code: str) -> subprocess.Popen[bytes]:
+        specs = [toy("orchestrator", code, arguments=(str(root),)), toy("trainer", code, arguments=(str(root),))]
+        write_plan(plan, [specs[0], ProcessSpec(role="trainer", replica=0, node=1, gpus=(), argv=specs[1].argv)])
+        if paths.plan.exists():
+            write_plan(paths.plan, [specs[0], ProcessSpec(role="trainer", replica=0, node=1, gpus=(), argv=specs[1].argv)])
+        return subprocess.Popen(command, env=os.environ | {"JOB_UID": "7"})
+
+    first = begin(LEAVES)
+    until(lambda: "working" in text(paths.log(0, "trainer")) and "working" in text(paths.log(0, "orchestrator")))
+    until(lambda: json.loads(paths.status.read_text())["state"] == "running")
+    agent.give_notice()
+    assert first.wait(120) == LEFT
+    assert json.loads(paths.status.read_text())["state"] == "preempted"
+    assert json.loads(paths.kubernetes.read_text()) == {"job": "mine", "uid": "7"}
+    assert begin(STEP).wait(120) == 0
+    status = json.loads(paths.status.read_text())
+    assert (status["state"], status["attempt"]) == ("completed", 1)
+    assert "attempt 1, on 127.0.0.1, 127.0.0.1" in text(paths.log(1, "launcher"))
+    assert begin(STEP).wait(120) == 0, "a completed run has nothing left to do"
+    failing = subprocess.run(command, env=os.environ | {"JOB_UID": "8"}, capture_output=True, text=True, check=False)
+    assert "already holds a run" in failing.stderr
+    here.close()
+
+
+@pytest.mark.slow
+def test_a_role_that_fails_elsewhere_is_blamed_with_its_log(tmp_path: Path, agent: Agent):
+    (tmp_path / "token").write_text(TOKEN)
+    write_plan(tmp_path / "plan.yaml", [toy("trainer", "print('boom'); raise SystemExit(9)")])
+    command = [sys.executable, "-c", HEAD, str(tmp_path), str(tmp_path / "mine"), str(tmp_path / "plan.yaml"), f"127.0.0.1:{agent.port}"]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 1
+    cause = json.loads((tmp_path / "mine" / "status.json").read_text())["cause"]
+    assert (cause["role"], cause["returncode"], cause["last_lines"]) == ("trainer", 9, ["boom"])
+
+
+def until(probe: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            if probe():
+                return
+        except FileNotFoundError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

@@ -1,0 +1,58 @@
+"""The lock of a run directory on a file system that has none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rlx.paths import RunPaths
+from rlx.runs.lock import RunLock
+
+FLOCK = fcntl.flock
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on which `flock` answers what Lustre answers without its option for it."""
+    folder, local = tmp_path / "shared", tmp_path / "tmp"
+    folder.mkdir()
+    local.mkdir()
+
+    def flock(fd: int, mode: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{folder}/"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        FLOCK(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    return folder
+
+
+def test_without_locks_on_the_file_system_processes_of_one_host_still_keep_apart(shared: Path) -> None:
+    (shared / "other").mkdir()
+    one, two, other = RunLock(RunPaths(shared)), RunLock(RunPaths(shared)), RunLock(RunPaths(shared / "other"))
+    assert one.share(timeout=0)
+    assert two.share(timeout=0), "shared by both"
+    assert not two.exclusive()
+    assert other.exclusive(), "another run's lock"
+    inherited = os.dup(one.fd)  # as a child has it
+    one.close()
+    assert not two.exclusive(), "held as long as a process has its descriptor"
+    os.close(inherited)
+    assert two.exclusive()
+    for lock in (two, other):
+        lock.close()
+
+
+def test_another_error_of_the_file_system_is_not_taken_for_a_missing_lock(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int, mode: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        RunLock(RunPaths(shared)).exclusive()
