@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
 
 LOOK = 2.0  # seconds between two looks for a question
@@ -94,7 +94,7 @@ def _answer_on(folder: Path, name: str) -> None:
 def question(folder: Path) -> str | None:
     """The number of the newest question; None if there is none."""
     try:
-        return (folder / "ask").read_text().strip() or None
+        return (listed(folder / "ask") and (folder / "ask").read_text().strip()) or None
     except OSError:
         return None
 

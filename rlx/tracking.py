@@ -1,26 +1,27 @@
 """Forwards `metrics.jsonl`, distributions and sample rollouts to Weights & Biases and TensorBoard.
 
-It reads the records of all roles, so one process tracks the whole run. `tracking.json` in the run directory stores how far each service
-has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event loop.
-It is thread-safe.
+It reads the records of all roles, so one process tracks the whole run (`tracks`). `tracking.json` in the run directory stores how far each
+service has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event
+loop. It is thread-safe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib
 import json
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.config.schema import Config, TensorboardConfig, WandbConfig
+from rlx.config.schema import CommandConfig, EvaluatedRun, TensorboardConfig, TrainingRoot, WandbConfig
 from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, write_text
@@ -32,6 +33,7 @@ DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts th
     "num_tokens": "distribution/completion_length",
 }
 BINS = 30
+INTERVAL = 1.0  # seconds between two looks for new records
 
 
 class Sink(Protocol):
@@ -123,7 +125,7 @@ class Tracker:
                 sink.close()
 
 
-def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
+def open_tracker(config: TrainingRoot, paths: RunPaths) -> Tracker | None:
     """The tracker for the services in `logger`; `None` if there are none. Raises ValueError if a package is missing."""
     sinks: list[Sink] = []
     if config.logger.wandb is not None:
@@ -131,6 +133,39 @@ def open_tracker(config: Config, paths: RunPaths) -> Tracker | None:
     if config.logger.tensorboard is not None:
         sinks.append(Tensorboard(config.logger.tensorboard, paths))
     return Tracker(paths, sinks) if sinks else None
+
+
+def tracks(config: TrainingRoot, role: str) -> bool:
+    """Whether `role` is the one that forwards the metrics of all roles: the last of the run to end that writes metrics."""
+    plays = isinstance(config, EvaluatedRun) and config.plays
+    return role == ("orchestrator" if config.has_orchestrator else "evaluator" if plays else "trainer")
+
+
+@contextlib.contextmanager
+def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]:
+    """Forward the metrics from a thread while the block runs, and what is left at its end, if `role` is the one that does.
+
+    Raises ValueError if a package is missing.
+    """
+    tracker = open_tracker(config, paths) if isinstance(config, TrainingRoot) and tracks(config, role) else None
+    if tracker is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def forward_on() -> None:
+        while not ended.wait(INTERVAL):
+            with contextlib.suppress(OSError):  # writers of important files report a full disk; the next round forwards the same records
+                tracker.forward()
+
+    thread = threading.Thread(target=forward_on, name="tracker", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        tracker.close()
 
 
 class Wandb:
@@ -141,7 +176,7 @@ class Wandb:
 
     name = "wandb"
 
-    def __init__(self, options: WandbConfig, config: Config, paths: RunPaths) -> None:
+    def __init__(self, options: WandbConfig, config: TrainingRoot, paths: RunPaths) -> None:
         wandb = _import("wandb", "wandb")
         self.samples, self.interval = options.samples, options.interval
         self._table, self._histogram, self._teardown = wandb.Table, wandb.Histogram, wandb.teardown

@@ -37,6 +37,29 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "environ"),
+    [
+        (["dry_run=true", "inference.api_key=sesame"], {}),
+        (["dry_run=true", "loss=opd", "teacher={base_url: ['http://t:1'], api_key: sesame}"], {}),
+        (["inference={api_key: sesame"], {}),
+        (["inference={'api_key':sesame"], {}),
+        (["infrence.api_key='sesame"], {}),
+        ([], {"RLX_INFERENCE": "{api_key: sesame"}),
+    ],
+)
+def test_a_key_is_not_shown(
+    given: list[str], environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *given]) == (0 if given[:1] == ["dry_run=true"] else 2)
+    shown = "".join(capsys.readouterr())
+    assert "api_key" in shown
+    assert "<secret>" in shown
+    assert "sesame" not in shown
+
+
 def test_a_reader_of_the_output_that_leaves_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

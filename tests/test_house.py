@@ -197,6 +197,48 @@ def test_the_outer_floors_load_without_torch(module: str):
     assert found.stdout.strip() == "[]"
 
 
+def polls(tree: ast.AST) -> list[ast.AST]:
+    """What is done again and again: `while` loops, and the probes of `wait_for` with the functions of the file that they name."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "wait_for" and call.args:
+            found += [call.args[0], *([functions[call.args[0].id]] if ast.unparse(call.args[0]) in functions else [])]
+    return found
+
+
+def looks(tree: ast.AST) -> set[int]:
+    """Lines of a file that poll whether a path exists, but look the path up. `listed` does not."""
+    asked = [
+        node
+        for poll in polls(tree)
+        for node in ast.walk(poll)
+        if isinstance(node, ast.Attribute) and node.attr in ("exists", "is_file", "is_dir")
+    ]
+    asked += [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.search(r"preempt(ed)?\.exists$", ast.unparse(node))]
+    return {node.lineno for node in asked}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "wait_for(path.exists, 'it', 1)",
+        "wait_for(lambda: path.is_file(), 'it', 1)",
+        "def ready():\n    return path.exists()\nwait_for(ready, 'it', 1)",
+        "while True:\n    if path.is_dir(): break",
+        "View(asked=self.paths.preempt.exists())",
+    ],
+)
+def test_polls_that_look_a_path_up_are_found(line: str):
+    assert looks(ast.parse(line))
+    assert not looks(ast.parse(re.sub(r"([\w.]+)\.(exists|is_file|is_dir)", r"listed(\1)", line)))
+
+
+def test_no_poll_looks_up_a_name_that_may_be_absent():
+    """A network file system may cache for a minute that a name does not exist; whoever polls must list the folder (`rlx.paths.listed`)."""
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in sorted(looks(parsed(path)))] == []
+
+
 def test_no_file_is_too_long_to_read():
     folders = ("rlx", "tests", "environments", "benchmarks", "tools")
     long = {}

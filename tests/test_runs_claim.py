@@ -61,6 +61,7 @@ def test_a_run_directory_holds_everything_that_is_needed_to_do_it_again(tmp_path
 
 def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_API_KEY", KEY)
+    monkeypatch.setenv("RLX_INFERENCE", f"{{api_key: {KEY}}}")
     given = [f"inference={{api_key: '{KEY}'}}", f"+inference.api_key='{KEY}'", f"inference.api_key={KEY}", "seed=3"]
     reference = "inference.api_key=${oc.env:RLX_API_KEY}"
     monkeypatch.setattr(sys, "argv", ["train.py", *given])

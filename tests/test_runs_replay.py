@@ -31,7 +31,7 @@ RECORDED = ("env=reverse_text", "hardware=cpu", "loss=grpo")
         ["trainer.micro_batch_tokens=4096", "trainer.num_minibatches=4", "trainer.num_iterations=2"],
         ["hardware.trainer_processes=2", "ckpt.interval=3", "max_steps=7", "scheduler.warmup_steps=1"],
         ["envs.reverse_text.loss=gspo", "envs.reverse_text.loss.eps_high=0.1"],
-        ["inference.max_num_seqs=8", "logger=tensorboard", "run.name=x"],
+        ["logger=tensorboard", "run.name=x", "weight_broadcast.keep_last=5", "inference.api_key=k", "inference.gpu_memory_utilization=0.4"],
     ],
 )
 def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
@@ -47,6 +47,9 @@ def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
         ("reward.soft_overlong=true", "reward.soft_overlong is True, and the run was recorded with False"),
         ("loss.mask_overlong=true", "loss.mask_overlong is True, and the run was recorded with False"),
         ("envs.reverse_text.loss.mask_overlong=true", "envs.reverse_text.loss.mask_overlong is True, and the run was recorded without it"),
+        ("inference.max_num_seqs=8", "inference.max_num_seqs is 8, and the run was recorded with 256"),
+        ("weight_broadcast.drain_tokens=0", "weight_broadcast.drain_tokens is 0, and the run was recorded with 16"),
+        ("eval.rollouts_per_example=3", "eval.rollouts_per_example is 3, and the run was recorded with 1"),
         ("max_async_level=3", "max_async_level is 3, and the run was recorded with 1"),
         ("envs.reverse_text.weight=2", "envs.reverse_text.weight is 2.0, and the run was recorded with 1.0"),
         (

@@ -125,18 +125,34 @@ def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
             status(run, state="running", supervisor={"host": socket.gethostname(), "pid": os.getpid()})
             run.paths.lock.chmod(0o600)
             run.paths.status.chmod(mode)
-        (folder / "private").mkdir(mode=0o700)
+        made(folder / "private")
+        status(Run(folder / "private"), state="running")
+        (folder / "private").chmod(0o700)
         folder.chmod(0o755)
         # Another user may not be able to read this Python, so the process changes its user after all imports.
         code = f"""
 import os, sys
-import rlx.cli.runs, rlx.plan.explain, rlx.runs.run
+import rlx.cli.report, rlx.cli.runs, rlx.cli.show, rlx.cli.view, rlx.plan.explain, rlx.report.gather, rlx.runs.rollouts, rlx.runs.run
+import rlx.view.app, rlx.view.chosen
+from rlx.config.errors import ConfigError
+from rlx.config.inherited import find_weights
 os.setgroups([]), os.setegid(65534), os.seteuid(65534)
+private = {str(folder / "private")!r}
+looks = dict(show=rlx.cli.show.run, view=rlx.cli.view.run, report=rlx.cli.report.run, weights=lambda argv: find_weights(*argv))
+for name, look in looks.items():
+    for place in (private, private + "/inside"):
+        try:
+            print(name, look([place]), file=sys.stderr)
+        except ConfigError as error:
+            assert f"you may not read {{private}}" in str(error), (name, error)
+            print("refused:", name, file=sys.stderr)
 sys.exit(rlx.cli.runs.run([{str(folder)!r}]))"""
         listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert listed.returncode == 0, listed.stderr
         rows = {Path(line.split()[0]).name: line.split()[2] for line in listed.stdout.splitlines()[1:]}
-        assert rows == {"open": "running", "closed": "unreadable"}
+        assert rows == {"open": "running", "closed": "unreadable", "private": "unreadable"}
+        refused = [line.split()[1] for line in listed.stderr.splitlines() if line.startswith("refused:")]
+        assert refused == [name for name in ("show", "view", "report", "weights") for _ in range(2)]
         assert "you may not read" in listed.stderr
         assert "Traceback" not in listed.stderr
     finally:

@@ -59,16 +59,27 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k != "time" and not k.startswith(("time/", "perf/"))} for record in found]
 
 
+def scalars(run: Path, name: str) -> list[Any]:
+    """One metric in the run's TensorBoard files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return events.Scalars(name)
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
     steps = ("max_steps=8", "ckpt.interval=4")
-    whole = sft(data, "whole", *steps)
+    whole = sft(data, "whole", *steps, "logger=tensorboard")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "loss " in whole.stdout
     assert "samples longer than seq_len" in whole.stdout
     lines = records(data / "whole")
     assert [line["step"] for line in lines if line["source"] == "trainer"] == list(range(8))
     assert [line["step"] for line in lines if line["source"] == "val"] == [0, 2, 4, 6, 8]
+    assert [event.step for event in scalars(data / "whole", "loss/total")] == list(range(8))
+    assert [event.step for event in scalars(data / "whole", "val/loss")] == [0, 2, 4, 6, 8]
     assert sum(line.get("data/overlong", 0) for line in lines) > 0
     assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
 
@@ -123,7 +134,7 @@ def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_ag
 
 @pytest.mark.slow
 def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> None:
-    keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true")
+    keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true", "logger=tensorboard")
     done = sft(data, "bench", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "forward and backward" in done.stdout
@@ -131,6 +142,7 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
     assert found["steps"] == 2
     assert found["tokens_per_second"] > 0
     assert found["tflops"] > 0
+    assert [event.step for event in scalars(data / "bench", "loss/total")] == list(range(5))
     assert not list((data / "bench").glob("weights/step_*"))
     assert not list((data / "bench").glob("checkpoints/step_*"))
 

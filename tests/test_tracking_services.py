@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from rlx.config.load import compose
+from rlx.config.roots import SFT, TRAIN, Root
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
-from rlx.tracking import Progress, Tracker, open_tracker
+from rlx.tracking import Progress, Tracker, open_tracker, tracked, tracks
+from rlx.waiting import wait_for
 
 RECORD = {
     "env": "e",
@@ -142,6 +145,41 @@ def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: P
     end.join(60)
     assert len(sink.seen) == 4
     assert sink.closed
+
+
+def test_a_role_without_an_event_loop_forwards_while_it_works_and_the_rest_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, sink = RunPaths(tmp_path), Recorder()
+    monkeypatch.setattr("rlx.tracking.open_tracker", lambda *_: Tracker(paths, [sink]))
+    monkeypatch.setattr("rlx.tracking.INTERVAL", 0.01)
+    replay = compose(["replay=x", "dry_run=true"], {}).cfg
+    for role in ("trainer_1", "evaluator", "orchestrator", ""):
+        with tracked(replay, paths, role):
+            pass
+    assert not sink.closed
+    write_metrics(paths)
+    with tracked(replay, paths, "trainer"):
+        wait_for(lambda: len(sink.seen) == 4, "what is there", 60)
+        MetricsWriter(paths.metrics, "val").write(2, {"val/loss": 1.0})
+    assert len(sink.seen) == 5
+    assert sink.closed
+
+
+@pytest.mark.parametrize(
+    ("root", "keys", "role"),
+    [
+        (TRAIN, [], "orchestrator"),
+        (TRAIN, ["replay=x"], "trainer"),
+        (TRAIN, ["bench=true"], "trainer"),
+        (SFT, ["data=fake"], "trainer"),
+        (SFT, ["data=fake", "bench=true"], "trainer"),
+        (SFT, ["data=fake", "env=reverse_text", "eval.interval=5"], "evaluator"),
+    ],
+)
+def test_one_role_forwards_the_metrics_of_all(root: Root, keys: list[str], role: str) -> None:
+    cfg = compose([*keys, "dry_run=true"], {}, root).cfg
+    assert [name for name in ("orchestrator", "evaluator", "trainer", "trainer_1") if tracks(cfg, name)] == [role]
 
 
 def test_the_next_attempt_forwards_what_the_one_before_it_could_not(tmp_path: Path) -> None:

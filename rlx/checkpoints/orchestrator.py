@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rlx import codec
 from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
-from rlx.paths import RunPaths, atomic
+from rlx.paths import RunPaths, atomic, listed
 from rlx.waiting import Preempted
 
 STATE = "state.rlx"
@@ -38,7 +38,7 @@ class Snapshots:
 
         `recorded` returns the last step whose records are written, because a checkpoint must follow the records of the steps before it.
         """
-        while not self.paths.preempted.exists():
+        while not listed(self.paths.preempted):
             if any(being_written(self.paths)):
                 last = await recorded()
                 self._answered.update(await asyncio.to_thread(self.answer, last + 1))

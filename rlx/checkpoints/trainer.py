@@ -18,7 +18,7 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.best import kept
 from rlx.checkpoints.orchestrator import STATE
 from rlx.config.schema import CkptConfig
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.train.checkpoint import Progress, Saver, Saving
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
@@ -123,7 +123,7 @@ class Checkpoints:
         if self.with_orchestrator:
             name = f"{folders.ORCHESTRATOR}/{STATE}"
             path = folders.writing(self.paths, step) / name
-            wait_for(path.exists, f"the orchestrator's part of checkpoint {step} ({path})", ORCHESTRATOR_TIMEOUT, tick=self.tick)
+            wait_for(lambda: listed(path), f"the orchestrator's part of checkpoint {step} ({path})", ORCHESTRATOR_TIMEOUT, tick=self.tick)
             content = path.read_bytes()
             files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
         if self.paths.metrics.exists():

@@ -26,12 +26,13 @@ SLURM is asked once for all runs. If a run's job ended before it could write its
 
 
 def run(argv: list[str]) -> int:
-    from rlx.config.errors import ConfigError
+    from rlx.config.errors import ConfigError, may_read
     from rlx.plan.explain import table
     from rlx.runs.run import find
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
-    absent = [str(root) for root in roots if not root.is_dir()]
+    with may_read(roots[0]):
+        absent = [str(root) for root in roots if not root.is_dir()]
     if absent:
         print(f"rlx: there is no directory {', '.join(absent)}. Usage: rlx runs [DIRECTORY …]", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_read
 
 OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
 """What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen."""
@@ -52,6 +52,11 @@ def find_weights(given: str) -> tuple[Path, Path | None]:
     Raises ConfigError if the folder does not exist or has no weights.
     """
     path = Path(given).expanduser().absolute()
+    with may_read(path):
+        return _find_weights(given, path)
+
+
+def _find_weights(given: str, path: Path) -> tuple[Path, Path | None]:
     if not path.is_dir():
         raise ConfigError(f"weights_dir={given} is no directory; the current directory is {Path.cwd()}.\n  fix: name a run or its weights/")
     if (path / "config.yaml").is_file():

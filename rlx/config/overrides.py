@@ -137,7 +137,9 @@ def read_variable(variable: Variable) -> Any:
     try:
         return value_of(OverridesParser.create().parse_override(f"{variable.key}={variable.text}"))
     except HydraException:
-        raise ConfigError(f"the value of {variable.name} cannot be parsed: {variable.text!r}. Write it as on the command line.") from None
+        raise ConfigError(
+            f"the value of {variable.name} cannot be parsed: {conceal(variable.text)!r}. Write it as on the command line."
+        ) from None
 
 
 class Groups:

@@ -5,6 +5,7 @@ Everything that is shown, written or sent elsewhere passes through `hidden` or `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -41,9 +42,16 @@ def _hide(section: Any, keys: list[str]) -> Any:
 
 
 def conceal(line: str) -> str:
-    """A command-line argument for display, with `<secret>` in place of the value of a secret key."""
+    """A command-line argument for display, with `<secret>` in place of the value of a secret key.
+
+    The argument may be one that cannot be parsed, such as `inference={api_key: …`: all that follows the name of a secret is hidden.
+    """
     name = line.partition("=")[0].strip().lstrip("+")
-    return f"{name}={HIDDEN}" if any(name in secret_keys(root.schema) for root in ROOTS) else line
+    keys = {key for root in ROOTS for key in secret_keys(root.schema)}
+    if name in keys:
+        return f"{name}={HIDDEN}"
+    last = "|".join(sorted({re.escape(key.rpartition(".")[2]) for key in keys}))
+    return re.sub(rf"\b({last})\b(\W*)\w.*", rf"\1\2{HIDDEN}", line, flags=re.DOTALL)
 
 
 def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:

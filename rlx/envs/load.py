@@ -16,6 +16,7 @@ from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
+from rlx.paths import listed
 
 if TYPE_CHECKING:
     from rlx.paths import RunPaths
@@ -156,7 +157,7 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     from rlx.waiting import wait_for
 
     wait_for(
-        paths.initial_model.exists,
+        lambda: listed(paths.initial_model),
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
         tick=lambda: beat(WAITING_FOR_MODEL),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlx.config.schema import PlayRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
-from rlx.paths import RunPaths, atomic
+from rlx.paths import RunPaths, atomic, listed
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
@@ -106,7 +106,7 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
         file = endpoint_file(paths, replica)
 
         def probe(file: Path = file) -> Endpoint | None:
-            return read_endpoint(file)
+            return read_endpoint(file) if listed(file) else None
 
         without_model = AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
         found.append(wait_for(probe, f"inference server {replica} ({file})", timeout, tick=tick, excused=without_model))

@@ -24,7 +24,7 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.doctor import Examined, Finding, examine, existing
 from rlx.launch.doctor_services import CHECKS
 from rlx.launch.sbatch import python_of, sbatch_options
-from rlx.paths import write_text
+from rlx.paths import listed, write_text
 from rlx.runs.jobs import ENDED, GONE, ask, queue, waits
 from rlx.runs.status import last_lines
 
@@ -88,7 +88,7 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
 
 def _wait(job: str, report: Path, output: Path) -> dict[str, Any]:
     gone, asked, told = 0, 0.0, ""
-    while not report.exists():
+    while not listed(report):
         if time.monotonic() - asked >= ASK:
             asked = time.monotonic()
             state = _state(job)

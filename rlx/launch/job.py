@@ -15,12 +15,13 @@ from submitit.core.submission import submitit_main
 from submitit.core.utils import JobPaths
 
 from rlx.launch.processes import start_time
+from rlx.paths import listed
 
 
 def main(arguments: list[str]) -> int:
     launcher, since, folder = int(arguments[0]), int(arguments[1]), arguments[-1]
     pickle: Path = JobPaths(folder, job_id=os.environ["SUBMITIT_LOCAL_JOB_ID"]).submitted_pickle
-    while not pickle.exists():
+    while not listed(pickle):
         if start_time(launcher) != since:
             print(f"the launcher (process {launcher}) is gone; leaving", file=sys.stderr)
             return 1

@@ -30,7 +30,7 @@ from rlx.launch.stall import StallDoctor
 from rlx.launch.starters import LocalStarter, Starter
 from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
@@ -259,10 +259,10 @@ class Supervisor:
             begun=self.status.state != "starting",
             sigterm=self.meaning_of_sigterm() if self.interrupted else None,
             notice=self.notice,
-            asked=self.paths.preempt.exists(),
+            asked=listed(self.paths.preempt),
             told=self.told,
             overdue=self.limits.preempt_grace if time.monotonic() > self.leave_by else None,
-            left=self.paths.preempted.exists(),
+            left=listed(self.paths.preempted),
             comes_back=self.comes_back,
             gone=self._gone(),
             hung=hung,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
@@ -63,8 +63,8 @@ def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Call
 
     def address() -> dict | None:
         try:
-            found = json.loads(file.read_text())
-        except (FileNotFoundError, OSError):
+            found = json.loads(file.read_text()) if listed(file) else {"token": None}
+        except OSError:
             return None
         return found if found["token"] == token else None
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_read
 from rlx.config.roots import root_of
 from rlx.config.schema import TrainingRoot
 from rlx.config.secret import hidden
@@ -216,9 +216,11 @@ def defaults() -> dict[str, Any] | None:
 
 def open_all(directory: Path) -> tuple[list[Run], bool]:
     """The runs to report on, and whether they are a sweep. Raises ConfigError if there is no run."""
+    with may_read(directory):
+        is_run = directory.is_dir() and _is_run(directory)
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}.\n  fix: name a run's or a sweep's directory; rlx runs lists runs")
-    if _is_run(directory):
+    if is_run:
         return [Run.open(directory)], False
     found = list(_below(directory, DEPTH))
     if not found:
@@ -236,7 +238,11 @@ def _below(directory: Path, depth: int) -> Iterator[Run]:
     except PermissionError:
         return
     for folder in folders:
-        if _is_run(folder):
+        try:
+            is_run = _is_run(folder)
+        except PermissionError:
+            continue
+        if is_run:
             yield Run(folder)
         elif depth > 1:
             yield from _below(folder, depth - 1)
@@ -244,7 +250,4 @@ def _below(directory: Path, depth: int) -> Iterator[Run]:
 
 def _is_run(directory: Path) -> bool:
     paths = Run(directory).paths
-    try:
-        return paths.config.is_file() or paths.status.is_file()
-    except PermissionError:
-        return False
+    return paths.config.is_file() or paths.status.is_file()

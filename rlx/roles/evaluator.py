@@ -18,16 +18,18 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping
 
 from rlx.config.evaluated import PREFIX
 from rlx.config.load import load_play
 from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_launch import LoggerConfig
 from rlx.envs.base import Local
-from rlx.heartbeat import EVALUATING, INTERVAL, Heartbeat
+from rlx.heartbeat import EVALUATING, INTERVAL, AtWork, Heartbeat
 from rlx.metrics import MetricsWriter, read_metrics
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.rollout.beside import evaluate_beside
@@ -39,9 +41,11 @@ from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
 from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
+from rlx.tracking import tracked
 from rlx.waiting import Preempted, first_failure
 
 log = logging.getLogger("rlx.evaluator")
+LAST = 600.0  # seconds to wait for the last metrics of the trainer, which may be writing its last checkpoint
 
 
 class Evaluator:
@@ -104,7 +108,7 @@ class Evaluator:
                 self.heartbeat.progress = self.now.tokens
                 write_text(self.paths.progress, json.dumps(self.now.progress()))
             self.heartbeat.beat(self.phase, step=self.now.version if self.now is not None else None)
-            if self.paths.preempt.exists():
+            if listed(self.paths.preempt):
                 raise Preempted
             await asyncio.sleep(INTERVAL)
 
@@ -114,9 +118,20 @@ async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[st
     if isinstance(config, SftRoot):
         assert chat is not None
         await evaluate_beside(config, paths, envs, chat, heartbeat)
+        await last_metrics(config, paths, heartbeat)
         return
     async with connected(config, paths, envs, chat, heartbeat.beat) as model:
         await Evaluator(config, paths, {name.removeprefix(PREFIX): env for name, env in envs.items()}, model, heartbeat).run()
+
+
+async def last_metrics(config: SftRoot, paths: RunPaths, heartbeat: Heartbeat) -> None:
+    """Wait until the trainer has written its last metrics, if this role forwards them somewhere. Gives up after `LAST` seconds."""
+    if config.logger == LoggerConfig():
+        return
+    done, deadline = AtWork(paths, "trainer", ("done",)), time.monotonic() + LAST
+    while not done() and time.monotonic() < deadline and not listed(paths.preempt):
+        heartbeat.beat("waiting for the trainer's last metrics")
+        await asyncio.sleep(INTERVAL / 2)
 
 
 def has_finished(paths: RunPaths) -> bool:
@@ -140,7 +155,8 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    return run_until_stopped(evaluate(config, paths, envs, chat, heartbeat), paths)
+    with tracked(config, paths, "evaluator"):
+        return run_until_stopped(evaluate(config, paths, envs, chat, heartbeat), paths)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.process import die_with_parent, end_at_once
 from rlx.stacks import answer
 from rlx.waiting import UNFIT, wait_for
@@ -70,7 +70,7 @@ def main() -> int:
 
     heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
-        paths.initial_model.exists,
+        lambda: listed(paths.initial_model),
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
         tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
@@ -96,9 +96,9 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine
 
-    heartbeat.beat(f"loading {model}")
     arguments = engine_arguments(config, str(model), replica)
-    engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
+    with heartbeat.during(f"loading {model}"):  # may take longer than launcher.heartbeat_timeout; startup_timeout bounds it
+        engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(number: int) -> None:

@@ -29,7 +29,7 @@ from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
 from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
@@ -135,7 +135,7 @@ class Orchestrator:
         try:
             await self._work()
         except Exception:
-            if not self.paths.preempt.exists():
+            if not listed(self.paths.preempt):
                 raise
             log.warning("work ended by this error during a preemption", exc_info=True)
             await asyncio.Event().wait()

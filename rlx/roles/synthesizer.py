@@ -19,7 +19,7 @@ from rlx.config.roots import SYNTHESIZE
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.envs.base import Local
 from rlx.heartbeat import INTERVAL, Heartbeat
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.transcript import TranscribedPolicy
@@ -83,7 +83,7 @@ class Synthesizer:
         """Report the current phase and the progress."""
         while True:
             self._report()
-            if self.paths.preempt.exists():
+            if listed(self.paths.preempt):
                 raise Preempted
             await asyncio.sleep(INTERVAL)
 

@@ -34,6 +34,7 @@ from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
 from rlx.process import die_with_parent, keep_freed_memory, say_full_disk, set_cpu_threads, sigterm_is_a_notice
 from rlx.stacks import answer
+from rlx.tracking import tracked
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
 from rlx.waiting import LEFT, Preempted, wait_for
@@ -343,7 +344,8 @@ def main() -> int:
         trainer = Trainer(cfg, paths, place, watch)
     except Preempted:  # there is no state to save yet
         return LEFT
-    code = trainer.run()
+    with tracked(cfg, paths, place.name or ""):
+        code = trainer.run()
     trainer.mesh.close()
     return code
 

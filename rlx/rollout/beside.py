@@ -19,7 +19,7 @@ from rlx.envs.base import Local
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import Sampler
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.models import connect_servers
@@ -68,7 +68,7 @@ class Beside:
 
     async def _beat(self) -> None:
         """Report the phase; leave when the run is preempted."""
-        while not self.paths.preempt.exists():
+        while not listed(self.paths.preempt):
             wanted = self.evaluations.next_stop(self.updates.version, self.config.max_steps)
             self.heartbeat.progress = self.evaluations.played
             self.heartbeat.beat(self.evaluations.instead_of(f"waiting for weights {wanted}"), step=self.updates.version)

@@ -33,7 +33,7 @@ from rlx.config.schema import EvaluatedRun, PlayRoot, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import COMPLETE, RunPaths, listed
 from rlx.rollout.batch import means
 from rlx.rollout.models import check_version
 from rlx.rollout.play import GLANCE, Job, Player, jobs_of
@@ -141,7 +141,7 @@ class Evaluations:
         """`leave` the last version. During a preemption its evaluation is given up, because there would be nothing left to resume."""
         leaving = asyncio.ensure_future(self.leave())
         try:
-            while not leaving.done() and not self.paths.preempt.exists():
+            while not leaving.done() and not listed(self.paths.preempt):
                 await asyncio.wait({leaving}, timeout=GLANCE)
             if leaving.done() or self._now is None:
                 await leaving

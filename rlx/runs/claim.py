@@ -27,7 +27,7 @@ from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hidden, hide_lines, secrets_of
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import write_plan
 from rlx.process import full_disk
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
@@ -196,9 +196,9 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
 
         # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
-            if not paths.config.exists() and lock.exclusive() and not paths.config.exists():
+            if not listed(paths.config) and lock.exclusive() and not listed(paths.config):
                 _fill(paths, cfg, overrides, plan)
-            return paths.config.exists()
+            return listed(paths.config)
 
         wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
         lock.share()
@@ -246,7 +246,7 @@ def writing(directory: Path) -> Iterator[None]:
 def new_attempt(paths: RunPaths) -> int:
     """Create the next folder of log files, point `logs/latest` to it, and return its number."""
     number = 0
-    while paths.logs(number).exists():
+    while listed(paths.logs(number)):
         number += 1
     paths.logs(number).mkdir(parents=True)
     link = paths.latest_logs.with_name(".latest")

@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 import rlx
+from rlx.config.keys import HIDDEN
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import hide_lines, secrets_of
@@ -42,6 +43,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     """
     source = source_state()
     api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
+    secrets = secrets_of(cfg).values()  # a variable may set a whole section: RLX_INFERENCE={api_key: …}
     diff = DIFF
     earlier = json.loads(paths.provenance.read_text()) if again else {}
     if again:
@@ -60,7 +62,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
-            name: value
+            name: HIDDEN if any(str(secret) in value for secret in secrets) else value
             for name, value in sorted(os.environ.items())
             if name != api_key_var
             and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")

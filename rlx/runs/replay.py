@@ -30,8 +30,18 @@ WITHOUT_EFFECT = (
     "reward",
     "advantage",
     "loss.mask_overlong",  # masked rollouts have no recorded samples
+    "inference",  # a replay has no servers
+    "weight_broadcast",
+    "eval",
 )
-"""Keys and sections that took effect when the batches were made, so a replay cannot change them."""
+"""Keys and sections that took effect when the batches were made, or are for what a replay has not, so a replay cannot change them."""
+
+MAY_DIFFER = (
+    "inference.api_key",  # secret: it would be shown
+    "inference.gpu_memory_utilization",  # a layout sets it, and a replay may have another layout
+    "weight_broadcast.keep_last",  # old versions of checkpoints stay on the disk
+)
+"""Exceptions in those sections."""
 
 OWN_LOSS = re.compile(r"envs\.[^.]+\.loss(\.(?!mask_overlong$).*)?")  # an environment's own objective is the trainer's, like the run's
 
@@ -80,7 +90,7 @@ def without_effect(cfg: Config, recorded: Config) -> Iterator[str]:
 
 def _used_up(cfg: Config, without: set[str]) -> dict[str, Any]:
     leaves = {"loss.mask_overlong": False, **flat(asdict(cfg))}
-    used = {name: value for name, value in leaves.items() if _under(name, WITHOUT_EFFECT) and not _under(name, without)}
+    used = {name: value for name, value in leaves.items() if _under(name, WITHOUT_EFFECT) and not _under(name, without | {*MAY_DIFFER})}
     same = {f"envs.{name}.advantage" for name, env in cfg.envs.items() if env.advantage in ({}, cfg.advantage)}  # the run's, if it has none
     return {name: value for name, value in used.items() if not OWN_LOSS.fullmatch(name) and not _under(name, same)}
 

@@ -20,7 +20,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_read
 from rlx.paths import RunPaths
 from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
@@ -55,6 +55,11 @@ def sources_of(root: Path) -> list[Source]:
     Raises ConfigError if there are none.
     """
     root = root.expanduser()
+    with may_read(root):
+        return _sources_in(root)
+
+
+def _sources_in(root: Path) -> list[Source]:
     if root.is_file():
         return [_single(root)]
     if not root.is_dir():
@@ -127,7 +132,9 @@ def index_source(source: Source) -> Iterator[RolloutIndex]:
     Raises ConfigError for a file that holds no rollouts.
     """
     try:
-        if _is_compressed(source.path) and (index := read_index(source.path)) is not None:
+        with may_read(source.path):
+            packed = _is_compressed(source.path)
+        if packed and (index := read_index(source.path)) is not None:
             yield index
             return
         indexer, shown = Indexer(), time.monotonic()
@@ -137,8 +144,6 @@ def index_source(source: Source) -> Iterator[RolloutIndex]:
                 yield indexer.done()
                 shown = time.monotonic()
         yield indexer.done()
-    except PermissionError as error:
-        raise ConfigError(f"you may not read {source.path} ({error.strerror}).\n  fix: ask its owner") from error
     except FileNotFoundError:
         raise
     except (ValueError, OSError, zstandard.ZstdError) as error:

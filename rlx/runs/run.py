@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from rlx.checkpoints import folders
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_read
 from rlx.config.load import load_command
 from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
@@ -44,9 +44,11 @@ class Run:
     def open(cls, root: Path) -> Run:
         """The run in a directory. Raises ConfigError if there is none."""
         run = cls(root)
-        if not run.root.is_dir():
-            raise ConfigError(f"there is no directory {run.root}.\n  fix: name a run directory; rlx runs lists them")
-        if not (run._exists(run.paths.config) or run._exists(run.paths.status)):
+        with may_read(run.root):
+            if not run.root.is_dir():
+                raise ConfigError(f"there is no directory {run.root}.\n  fix: name a run directory; rlx runs lists them")
+            there = run.paths.config.is_file() or run.paths.status.is_file()
+        if not there:
             raise ConfigError(
                 f"{run.root} is no run directory: it has neither {run.paths.config.name} nor {run.paths.status.name}.\n"
                 "  fix: name a run directory; rlx runs lists them"
@@ -170,32 +172,30 @@ class Run:
     def _file(self, path: Path, read: Any) -> Any:
         """`read(path)`; `None` if the file does not exist. Raises ConfigError if it cannot be read or parsed."""
         try:
-            return read(path) if path.exists() else None
+            with may_read(path):
+                return read(path) if path.exists() else None
         except FileNotFoundError:
             return None
-        except PermissionError as error:
-            raise ConfigError(f"you may not read {path} ({error.strerror}).\n  fix: ask its owner") from error
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"this version of rlx cannot read {path} ({type(error).__name__}: {error})") from error
 
-    def _exists(self, path: Path) -> bool:
-        try:
-            return path.is_file()
-        except PermissionError as error:
-            raise ConfigError(f"you may not read {path} ({error.strerror}).\n  fix: ask its owner") from error
-
 
 def find(root: Path, depth: int = 3) -> Iterator[Run]:
     """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. Does not search inside a run directory.
 
-    Skips folders that may not be read.
+    A folder in which nothing may be read counts as a run: its properties raise ConfigError. One that may only not be listed is skipped.
     """
     try:
-        if RunPaths(root).status.is_file():
-            yield Run(root)
-        elif depth:
+        is_run = RunPaths(root).status.is_file()
+    except PermissionError:
+        is_run = True
+    if is_run:
+        yield Run(root)
+        return
+    try:
+        if depth:
             for folder in sorted(root.iterdir()):
                 if folder.is_dir() and not folder.is_symlink() and not folder.name.startswith("."):
                     yield from find(folder, depth - 1)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from rlx import codec
 from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
+from rlx.paths import listed
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
 
@@ -329,7 +331,7 @@ class _Writer(dcp.FileSystemWriter):
         for rank in range(1, self.mesh.world_size):
             path = self.folder / DIGESTS.format(rank)
             # All ranks have written, but a network file system may show another host's file late.
-            wait_for(path.exists, f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
+            wait_for(partial(listed, path), f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
             found |= json.loads(path.read_text())
             path.unlink()
         assert METADATA in found, sorted(found)
