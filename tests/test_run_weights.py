@@ -1,9 +1,12 @@
-"""Whole runs whose weights reach the servers without files: the same as over files."""
+"""Whole runs whose weights reach the servers without files: the same as over files, and whole when one end of a transfer is killed."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from main_job import MainJob
@@ -13,6 +16,39 @@ from rlx.paths import COMPLETE
 pytestmark = [pytest.mark.slow]
 ON_POLICY = ("max_async_level=0", "orchestrator.batch_size=64", "model.dtype=float32")
 GLOO = "weight_broadcast.type=gloo"
+
+STOPS_MIDWAY = """
+import sys
+if "rlx.roles.trainer" in sys.orig_argv:
+    import time
+    from pathlib import Path
+    from rlx.parallel.transfer import Group
+    send, here, go = Group.send, Path(__file__).with_name("here"), Path(__file__).with_name("go")
+
+    def stops(group, announced, tensors):
+        def stopping():
+            for number, pair in enumerate(tensors):
+                if number == 10 and not here.exists() and Path(__file__).with_name("stop").exists():
+                    here.touch()
+                    while not go.exists():
+                        time.sleep(0.02)
+                yield pair
+
+        send(group, announced, stopping())
+
+    Group.send = stops
+"""
+
+
+def stopped_midway(start: Callable[..., MainJob], folder: Path, *keys: str) -> MainJob:
+    """A run in the middle of a transfer, which goes on when the folder has the file `go`."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STOPS_MIDWAY)
+    job = start("run", *ON_POLICY, GLOO, *keys, env={"PYTHONPATH": str(folder)})
+    job.until_step(1)
+    (folder / "stop").touch()
+    job.until((folder / "here").exists, "transfer")
+    return job
 
 
 def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[..., MainJob]) -> None:
@@ -28,3 +64,28 @@ def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[.
     assert {record["time/send_weights"] for record in files.metrics("trainer")} == {0.0}
     log = (gloo.run_dir / "logs/attempt_0/inference_0.log").read_text()
     assert log.count("compared 100.0 % of the served weights") == 4, log[-3000:]
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_in_mid_transfer_comes_back_and_gets_the_version(start: Callable[..., MainJob], tmp_path: Path) -> None:
+    job = stopped_midway(start, tmp_path / "hook", "max_steps=5")
+    server = job.pids()["inference"]
+    os.kill(server, signal.SIGKILL)
+    (tmp_path / "hook" / "go").touch()
+    assert job.wait() == 0, job.text()
+    assert "restarted inference_0 1 ×" in job.text()
+    trained = job.metrics("trainer")
+    assert [record["step"] for record in trained] == list(range(5))
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6
+    for step in range(5):
+        assert {version for rollout in job.rollouts(step) for version in rollout["versions"]} == {step}
+    job.wait_until_nothing_is_left()
+
+
+@pytest.mark.long
+def test_a_trainer_that_is_killed_in_mid_transfer_ends_the_run_as_its_cause(start: Callable[..., MainJob], tmp_path: Path) -> None:
+    job = stopped_midway(start, tmp_path / "hook", "max_steps=5")
+    os.kill(job.pids()["trainer"], signal.SIGKILL)
+    assert job.wait(120) == 1, job.text()
+    assert job.status()["cause"]["role"] == "trainer"
+    job.wait_until_nothing_is_left()

@@ -1,0 +1,143 @@
+"""An engine that takes weights from a trainer's memory, on real vLLM on CPU: exact, attested, and whole after a transfer that broke."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from inference_server import EXACT, Run, prompts, under_load
+from run_servers import Servers
+
+from rlx.config.load import load_run, to_yaml
+from rlx.inference.protocol import InferenceError, WeightsGone
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
+from rlx.parallel.transfer import Announced, Group
+from rlx.types import Turn
+from rlx.waiting import UNFIT
+from rlx.weights.memory import Offers
+from rlx.weights.publish import Subscriber
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("run"), tied=True)
+    config = load_run(run.paths.root)
+    config.weight_broadcast.type = "gloo"
+    run.paths.config.write_text(to_yaml(config))
+    run.paths.endpoints.mkdir(parents=True, exist_ok=True)
+    run.start()
+    run.ready()
+    yield run
+    run.stop()
+
+
+class Trainer:
+    """The trainer's end. It sends the weights of `run.version`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 30.0)
+
+    def model(self, version: int) -> PolicyModel:
+        self.run.version(version)
+        return PolicyModel(copy.deepcopy(self.run.models[version]))  # it changes how the model computes
+
+    def offer(self, version: int) -> None:
+        self.offers.source.model = self.model(version)
+        self.offers.offer(version)
+
+    async def update(self, client: Servers) -> None:
+        found = Subscriber(self.run.paths).latest()
+        assert found is not None
+        telling = asyncio.create_task(client.fleet.update(found, 30.0))
+        while not telling.done():
+            await asyncio.to_thread(self.offers.send)
+            await asyncio.sleep(0.002)
+        await telling
+        client.sampler.version = found.version
+
+
+def test_weights_from_memory_are_exact_in_flight_and_survive_a_broken_transfer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, ids = Trainer(run), prompts(16, seed=2)
+    send = Group.send
+    broken: list[Any] = []
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        """Everything was sent, but the trainer does not know that."""
+        send(group, announced, tensors)
+        broken.append(group)
+        raise RuntimeError("lost")
+
+    async def conversation() -> list[Turn]:
+        async with Servers(run.ready(), request_timeout=120) as client:
+            await client.fleet.wait_ready(300)
+
+            async def change() -> None:
+                for version in (1, 2, 3):
+                    await asyncio.sleep(0.3)
+                    trainer.offer(version)
+                    if version == 2:
+                        monkeypatch.setattr(Group, "send", breaks)
+                        with pytest.raises(WeightsGone, match="did not arrive"):
+                            await trainer.update(client)
+                        monkeypatch.setattr(Group, "send", send)
+                        assert (await client.fleet.states())[0].version == 1, "half of a version is none"
+                    await trainer.update(client)
+                    assert (await client.fleet.states())[0].attested == 1.0
+
+            return await under_load(client, ids, change)
+
+    turns = asyncio.run(conversation())
+    assert broken
+    assert {version for turn in turns for version in turn.versions.tolist()} == {0, 1, 2, 3}
+    assert run.worst(turns, 1.0) < EXACT
+
+
+def test_a_version_that_the_trainer_does_not_have_is_refused_and_the_old_one_is_served(run: Run) -> None:
+    trainer = Trainer(run)
+    trainer.offer(5)
+    old = Subscriber(run.paths).latest()
+    trainer.offer(6)
+
+    async def conversation() -> list[int]:
+        async with Servers(run.ready(), request_timeout=120) as client:
+            await client.fleet.wait_ready(300)
+            assert old is not None
+            telling = asyncio.create_task(client.fleet.update(old, 30.0))
+            while not telling.done():
+                await asyncio.to_thread(trainer.offers.send)
+                await asyncio.sleep(0.002)
+            with pytest.raises(WeightsGone, match="the trainer has version 6, not version 5"):
+                await telling
+            return await client.fleet.versions()
+
+    assert asyncio.run(conversation()) == [0]
+
+
+def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test: it breaks the server."""
+    trainer = Trainer(run)
+    trainer.offer(7)
+    send = Group.send
+
+    def damaged(group: Group, announced: Announced, tensors: Any) -> None:
+        send(group, announced, ((name, tensor + (name == "model.norm.weight")) for name, tensor in tensors))
+
+    monkeypatch.setattr(Group, "send", damaged)
+
+    async def conversation() -> None:
+        async with Servers(run.ready(), request_timeout=120, restart_timeout=5) as client:
+            await client.fleet.wait_ready(300)
+            with pytest.raises(InferenceError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
+                await trainer.update(client)
+
+    asyncio.run(conversation())
+    assert run.process is not None
+    assert run.process.wait(60) == UNFIT
