@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import resource
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -127,6 +129,16 @@ def test_a_missing_compiler_fails_on_a_gpu_alone(tmp_path, monkeypatch):
     assert doctor.compiler(Examined(cfg=config(), run_dir=tmp_path)).state == "skipped"
     found = doctor.compiler(Examined(cfg=config("hardware=gpu2"), run_dir=tmp_path))
     assert (found.state, found.remedy) == ("failed", "install one")
+
+
+def test_a_package_counts_with_the_version_that_python_imports(tmp_path, monkeypatch):
+    (tmp_path / "packaging-0.1.dist-info").mkdir()
+    (tmp_path / "packaging-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: packaging\nVersion: 0.1\n")
+    pin = f"packaging=={importlib.metadata.version('packaging')}\n"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert list(doctor_services.different(pin)) == []
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert list(doctor_services.different(pin)) == [f"packaging 0.1 ({pin[11:].strip()})"]
 
 
 def test_packages_of_other_versions_are_named(examined, monkeypatch):

@@ -56,7 +56,8 @@ def test_words_have_the_asked_lengths_and_follow_from_the_seed() -> None:
 
 def test_a_prompt_of_the_easy_environments_is_well_under_40_tokens_of_the_tiny_model() -> None:
     rows = rlx_reverse_text.build_rows(100, 3, 6, seed=0) + rlx_sums.build_rows(1, 100, seed=0)
-    assert max(len(tiny_chat().render(row["prompt"])) for row in rows) <= 24
+    prompts = [row.get("prompt") or [{"role": "user", "content": row["question"]}] for row in rows]
+    assert max(len(tiny_chat().render(prompt)) for prompt in prompts) <= 24
 
 
 # sums

@@ -20,6 +20,7 @@ def test_a_preempted_trainer_writes_a_checkpoint_unless_it_is_a_benchmark(tmp_pa
     trainer: Any = SimpleNamespace(
         cfg=SimpleNamespace(bench=bench),
         first_step=1,
+        offers=None,
         mesh=SimpleNamespace(first=True),
         paths=RunPaths(tmp_path),
         step_trainer=SimpleNamespace(give_up=lambda: None),

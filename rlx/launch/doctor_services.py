@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from rlx.config.checks.run import is_path
 from rlx.config.driver import driver_cuda, too_old
@@ -77,11 +76,14 @@ def unmet() -> Iterator[str]:
 def different(constraints: str) -> Iterator[str]:
     """Installed packages of another version than the tested one: `numpy 1.26.0 (2.1.3)`."""
     pinned = dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", constraints, re.MULTILINE))
-    wanted = {canonicalize_name(name): version for name, version in pinned.items()}
-    for found in sorted(importlib.metadata.distributions(), key=lambda each: each.name or ""):
-        version = wanted.get(canonicalize_name(found.name)) if found.name else None
-        if version is not None and found.version.partition("+")[0] != version.partition("+")[0]:
-            yield f"{found.name} {found.version} ({version})"
+    for name, version in sorted(pinned.items()):
+        try:
+            # The first on the path, which is what Python imports: setuptools, for one, appends a folder of other versions to it.
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if found.partition("+")[0] != version.partition("+")[0]:
+            yield f"{name} {found} ({version})"
 
 
 def engine(examined: Examined) -> Finding:
