@@ -55,6 +55,7 @@ HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "textual": ("view",),
 }
 LONGEST = 420
+LONGEST_ROLE = 300  # a newcomer reads a main loop in a minute
 BY_NAME = {
     "httptools": "rlx/inference/server/app.py",
     "websockets": "rlx/inference/server/app.py",
@@ -247,6 +248,11 @@ def test_no_file_is_too_long_to_read():
         if lines > LONGEST:
             long[str(path.relative_to(ROOT))] = lines
     assert long == {}
+
+
+def test_a_role_is_a_loop_that_is_read_in_a_minute():
+    long = {path.name: lines for path in FILES if room_of(path) == "roles" and (lines := len(path.read_text().splitlines())) > LONGEST_ROLE}
+    assert long == {}, f"more than {LONGEST_ROLE} lines: move what is not the main loop to the rooms below (as `rlx/train/role.py` is)"
 
 
 def test_every_module_says_what_it_is():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -17,7 +19,8 @@ import xxhash
 from rlx.checkpoints import folders
 from rlx.checkpoints.best import kept
 from rlx.checkpoints.orchestrator import STATE
-from rlx.config.schema import CkptConfig
+from rlx.config.evaluated import is_due
+from rlx.config.schema import CkptConfig, TrainingRoot
 from rlx.paths import RunPaths, listed
 from rlx.train.checkpoint import Progress, Saver, Saving
 from rlx.train.step import PolicyTrainer
@@ -59,6 +62,18 @@ class Checkpoints:
         self._pending: tuple[int, Saving] | None = None
         self._pruner = ThreadPoolExecutor(1)
         self._pruning: Future[list[int]] | None = None
+
+    @classmethod
+    def of(cls, cfg: TrainingRoot, paths: RunPaths, trainer: PolicyTrainer, tick: Callable[[], None]) -> Checkpoints:
+        """The checkpoints that the configuration wants: those of `ckpt`, or none in a benchmark."""
+        return cls(
+            *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, trainer),
+            last=cfg.max_steps,
+            facts={"ranks": trainer.mesh.world_size, "model": cfg.model.name},
+            with_orchestrator=cfg.has_orchestrator,
+            is_evaluated=partial(is_due, cfg),
+            tick=tick,
+        )
 
     def due(self, step: int) -> bool:
         """Whether to save the state after `step` steps."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.config.schema import PlayRoot
+from rlx.config.schema import EvaluatedRun, PlayRoot, TrainingRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths, atomic, listed
 from rlx.process import host_name
@@ -136,3 +136,17 @@ def find_servers(config: PlayRoot, paths: RunPaths, tick: Callable[[], None]) ->
     if config.inference.base_url:
         return [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
     return read_endpoints(paths, config.hardware.inference_replicas, config.inference.startup_timeout, tick)
+
+
+def wait_for_neighbours(cfg: TrainingRoot, paths: RunPaths, beat: Callable[[str], None], tick: Callable[[], None]) -> None:
+    """For a trainer: wait until every server that shares its GPU has published its endpoint.
+
+    While an engine starts, it measures the GPU's free memory, so the trainer must not take any. `beat` reports the phase, `tick` is called
+    while waiting. Raises WaitTimeout after `inference.startup_timeout`.
+    """
+    if not isinstance(cfg, EvaluatedRun) or not cfg.plays or not cfg.num_servers:
+        return
+    if cfg.hardware.device != "cuda" or not cfg.hardware.shared:
+        return
+    beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
+    read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)
