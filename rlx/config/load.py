@@ -150,7 +150,15 @@ def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
+    _rename(data)
     return path, data
+
+
+def _rename(data: dict[str, Any]) -> None:
+    """Give the values of a run of an older version the names that their keys have now."""
+    slurm = data.get("slurm")
+    if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
+        data["slurm"] = slurm | {"prefix": words, "container": None}
 
 
 def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
