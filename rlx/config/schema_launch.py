@@ -62,7 +62,8 @@ class ContainerConfig:
     mounts: list[str] = key(
         [],
         "more folders, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro. Mounted in any case, under their own names: the run's or sweep's "
-        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches",
+        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches; "
+        "but no system folders (/usr, /etc, /opt and the like), which are the image's",
     )
     workdir: str | None = key(None, "working directory inside; null: the one in which the command was given")
     home: bool = key(False, "mount the home directory too")
