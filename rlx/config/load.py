@@ -92,7 +92,10 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     """
     builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
     cfg = builder.build(root.schema, tree.data)
-    builder.missing = [(key, doc) for key, doc in builder.missing if key not in tree.unresolved]  # their cause is reported already
+    reported = [f"{key}." for problem in tree.problems for key in problem.keys]
+    builder.missing = [  # without those of which the cause is reported already
+        (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
+    ]
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
