@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlx.config.roots import Root
     from rlx.launch.agents import Agent
 
 SUMMARY = "one host of a run on Kubernetes (the command of its containers)"
@@ -30,7 +31,7 @@ def help_text() -> str:
     return f"""\
 rlx pod: {SUMMARY}.
 
-usage: rlx pod --job NAME --nodes N --volume DIR COMMAND [key=value …]
+usage: rlx pod --job NAME --nodes N --gpus N --volume DIR COMMAND [key=value …]
 
 Containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md).
 COMMAND is train, sft, eval or synthesize. JOB_COMPLETION_INDEX says which host this is. Host 0 runs the command, in DIR/<run.name>;
@@ -44,6 +45,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--volume", type=Path, required=True)
+    parser.add_argument("--gpus", type=int)  # of each host; default: unknown
     parser.add_argument("--start-timeout", type=float, default=1800.0)
     parser.add_argument("--hosts", default="")  # NAME:PORT of each host's agent, in order; default: the names of the Job's pods
     parser.add_argument("command", choices=("train", "sft", "eval", "synthesize"))
@@ -144,11 +146,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
     command = importlib.import_module(f"rlx.cli.{given.command}").command()
-    if not any(part.startswith("--config-dir") for part in overrides):  # else its file has all of this
-        overrides = [*overrides, "launcher=kubernetes", f"kubernetes.mount={given.volume}", "kubernetes.image=this"]
-        if not any(part.startswith(("run.dir=", "run.name=")) for part in overrides):
-            overrides.append(f"run.name={given.job}")
-    composed = compose(overrides, None, command.root)
+    composed = compose(arguments(given, overrides, command.root), None, command.root)
     cfg = command.resolve(composed.cfg)
     if cfg.run.dir is None:
         cfg = replace(cfg, run=replace(cfg.run, dir=str(given.volume / str(cfg.run.name))))
@@ -157,6 +155,10 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     needed = max(spec.node for spec in plan) + 1
     if needed > given.nodes:
         print(f"the layout needs {needed} hosts, but the Job has {given.nodes}: correct `nodes` of the chart", file=sys.stderr)
+        return 2
+    gpus = cfg.hardware.gpus_per_node if cfg.hardware.device == "cuda" else 0
+    if given.gpus is not None and gpus > given.gpus:
+        print(f"the layout needs {gpus} GPUs a host, but the pods have {given.gpus}: correct `gpusPerNode` of the chart", file=sys.stderr)
         return 2
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
@@ -175,6 +177,30 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         except subprocess.TimeoutExpired:
             each.kill()
     return code
+
+
+def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
+    """The command line of the run, with what the pod knows: the launcher, the GPUs of a host, and a directory on the volume.
+
+    A configuration that was written elsewhere (the chart's `config`) names another launcher and a directory that no pod has.
+    """
+    from rlx.config.composition import compose_tree
+
+    found = [*overrides, "launcher.name=kubernetes", f"kubernetes.mount={given.volume}"]
+
+    def has(*keys: str) -> bool:
+        return any(part.startswith(tuple(f"{key}=" for key in keys)) for part in overrides)
+
+    has_all = any(part.partition("=")[0] in ("--config-name", "-cn") for part in overrides)
+    if given.gpus is not None and not has_all and not has("kubernetes.gpus_per_node"):
+        found.append(f"kubernetes.gpus_per_node={given.gpus}")
+    run = compose_tree(found, os.environ, root).data.get("run")
+    name, place = (run.get("name"), run.get("dir")) if isinstance(run, dict) else (None, None)
+    if has("run.dir") or (place is not None and Path(str(place)).is_relative_to(given.volume)):
+        return found
+    if not has("run.name") and (name is None or place is not None):
+        found.append(f"run.name={given.job}")
+    return [*found, "run.dir=null"] if place is not None else found
 
 
 def _read(file: Path) -> str | None:

@@ -165,7 +165,8 @@ def _container(name: str, values: Mapping[str, Any]) -> Object:
     mounts: list[Object] = [{"name": "runs", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     if values["config"]:
         mounts.append({"name": "config", "mountPath": CONFIG, "readOnly": True})
-    place = ["--job", name, "--nodes", str(values["nodes"]), "--volume", mount, "--start-timeout", str(values["startTimeout"])]
+    place = ["--job", name, "--nodes", str(values["nodes"]), "--gpus", str(values["gpusPerNode"]), "--volume", mount]
+    place += ["--start-timeout", str(values["startTimeout"])]
     return {
         "name": "rlx",
         "image": values["image"],

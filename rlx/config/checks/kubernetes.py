@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,17 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FORBIDDEN = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")  # rlx sets them for each process
 
 
+def in_a_pod() -> bool:
+    """Whether this is a host of a run already (`rlx pod`): Kubernetes sets the variable in the pods of an indexed Job."""
+    return "JOB_COMPLETION_INDEX" in os.environ
+
+
 @rule("launcher", "kubernetes", "hardware", "dry_run")
 def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
     if cfg.launcher.name != "kubernetes":
         return
     kube = cfg.kubernetes
-    if kube.image is None and not cfg.dry_run:
+    if kube.image is None and not cfg.dry_run and not in_a_pod():
         yield (
             f"the pods have no image: {of('kubernetes.image')}.\n"
             "Build one (docker build -t REGISTRY/rlx .; docker push REGISTRY/rlx) and set kubernetes.image=REGISTRY/rlx."
@@ -28,7 +34,7 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
     if kube.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > kube.gpus_per_node:
         yield (
             f"no node can hold a pod of this layout: {of('hardware.gpus_per_node')} > {of('kubernetes.gpus_per_node')}.\n"
-            "Choose another hardware=, or another kubernetes=."
+            "Choose another hardware=, or another kubernetes=; with the chart, correct gpusPerNode."
         )
     if not kube.mount.startswith("/") or kube.mount == "/":
         yield f"the volume needs a place of its own: {of('kubernetes.mount')}. Use an absolute path such as /runs."

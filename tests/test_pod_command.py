@@ -1,0 +1,66 @@
+"""What `rlx pod`, the command of the containers on Kubernetes, adds to a run's command line, and how its hosts end."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm_templates import Chart
+from test_kubernetes_chart import LARGE, ROOT, SMALL, config, job_of
+
+from rlx.cli import pod
+from rlx.cli.pods import objects_of
+from rlx.config.load import compose, to_yaml
+from rlx.config.roots import TRAIN
+
+Pod = Callable[..., Any]
+
+
+@pytest.fixture
+def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
+    """`in_pod(objects)`: the configuration that host 0 composes from a run's objects, with their ConfigMap in `tmp_path`."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    said: list[tuple[Namespace, list[str]]] = []
+    monkeypatch.setattr(pod, "_host", lambda given, overrides: said.append((given, overrides)) or 0)
+
+    def composed(objects: list[dict[str, Any]]) -> Any:
+        for each in objects:
+            if each["kind"] == "ConfigMap":
+                (tmp_path / "config.yaml").write_text(each["data"]["config.yaml"])
+        (container,) = job_of(objects)["template"]["spec"]["containers"]
+        assert pod.run([str(tmp_path) if each == "/etc/rlx" else each for each in container["args"]]) == 0
+        return compose(pod.arguments(*said[-1], TRAIN), None, TRAIN).cfg
+
+    return composed
+
+
+def chart(**values: Any) -> list[dict[str, Any]]:
+    return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
+
+
+@pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
+def test_the_charts_defaults_start_a_run_on_the_gpus_of_its_pods(in_pod: Pod, gpus: int, layout: str):
+    cfg = in_pod(chart(gpusPerNode=gpus))
+    assert (cfg.launcher.name, cfg.hardware.name, cfg.run.name, cfg.run.dir) == ("kubernetes", layout, "mine", None)
+
+
+def test_the_charts_own_example_starts(in_pod: Pod):
+    assert in_pod(chart(arguments=["loss=gspo", "env=math"])).hardware.name == "cpu"
+
+
+def test_a_configuration_that_was_written_elsewhere_runs_on_the_volume(in_pod: Pod):
+    here = compose(["hardware=cpu", "run.dir=/home/me/outputs/first", "run.name=first"], environ={}).cfg
+    cfg = in_pod(chart(config=to_yaml(here)))
+    assert (cfg.launcher.name, cfg.kubernetes.mount) == ("kubernetes", "/runs")
+    assert (cfg.run.name, cfg.run.dir) == ("mine", None), "then the place is <volume>/mine"
+    named = in_pod(chart(config=to_yaml(here), arguments=["run.name=other"]))
+    assert (named.run.name, named.run.dir) == ("other", None)
+
+
+@pytest.mark.parametrize("overrides", [SMALL, LARGE])
+def test_the_pod_runs_the_configuration_that_was_checked_here(in_pod: Pod, overrides: tuple[str, ...]):
+    cfg = config(*overrides)
+    assert in_pod(objects_of(cfg)) == cfg
