@@ -27,6 +27,7 @@ LARGE = (
     *("kubernetes.priority_class=low", "kubernetes.service_account=runner"),
 )
 SMALL = (*ON, "hardware=cpu")
+TEACHER = ("loss=opd", "teacher.base_url=[http://host:8000]")
 
 
 def config(*overrides: str) -> Any:
@@ -133,7 +134,10 @@ def test_the_charts_grace_is_that_of_the_default_run():
         (("kubernetes.secrets.HF_TOKEN=hf_abcdef",), "a secret is a variable and where its value is"),
         (("kubernetes.env.PYTHONPATH=/x",), "rlx sets this variable"),
         (("kubernetes.env.A=1", "kubernetes.secrets.A=a/b"), "a variable has two values"),
-        (("inference.api_key=abc",), "a secret must not be in a manifest"),
+        (("inference.api_key=abc",), "set kubernetes.secrets.RLX_INFERENCE__API_KEY=SECRET/KEY"),
+        (("teacher.api_key=abc", *TEACHER), "set kubernetes.secrets.RLX_TEACHER__API_KEY=SECRET/KEY"),
+        (("kubernetes.env.HF_TOKEN=abc", "kubernetes.env.TOKENIZERS_PARALLELISM=no"), "Set kubernetes.secrets.HF_TOKEN=SECRET/KEY"),
+        (("kubernetes.env.MY_API_KEY=abc", "kubernetes.secrets.MY_API_KEY=a/b"), "kubernetes.env.MY_API_KEY would be there for all"),
         (("kubernetes.mount=runs",), "the volume needs a place of its own"),
         (("kubernetes.memory_gb=4",), "/dev/shm would take all memory"),
         (("hardware=auto",), "hardware=auto does not know the nodes of the cluster: kubernetes.gpus_per_node=null"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helm_templates import Chart
-from test_kubernetes_chart import LARGE, ROOT, SMALL, config, job_of
+from test_kubernetes_chart import LARGE, ROOT, SMALL, TEACHER, config, job_of
 
 from rlx.cli import pod
 from rlx.cli.pods import objects_of
@@ -64,3 +64,14 @@ def test_a_configuration_that_was_written_elsewhere_runs_on_the_volume(in_pod: P
 def test_the_pod_runs_the_configuration_that_was_checked_here(in_pod: Pod, overrides: tuple[str, ...]):
     cfg = config(*overrides)
     assert in_pod(objects_of(cfg)) == cfg
+
+
+def test_the_pods_take_secret_keys_from_the_variables_of_their_secrets(in_pod: Pod, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JOB_COMPLETION_INDEX")
+    secret = "kubernetes.secrets.RLX_INFERENCE__API_KEY=keys/api"
+    cfg = config(*SMALL, *TEACHER, secret, "kubernetes.secrets.RLX_TEACHER__API_KEY=keys/teacher")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    monkeypatch.setenv("RLX_INFERENCE__API_KEY", "a b")
+    monkeypatch.setenv("RLX_TEACHER__API_KEY", "0123")
+    for found in (in_pod(objects_of(cfg)), in_pod(chart(arguments=[*TEACHER]))):
+        assert (found.inference.api_key, found.teacher.api_key) == ("a b", "0123")

@@ -185,6 +185,8 @@ def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
     A configuration that was written elsewhere (the chart's `config`) names another launcher and a directory that no pod has.
     """
     from rlx.config.composition import compose_tree
+    from rlx.config.environment import variable_of
+    from rlx.config.tree import secret_keys
 
     found = [*overrides, "launcher.name=kubernetes", f"kubernetes.mount={given.volume}"]
 
@@ -194,6 +196,9 @@ def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
     has_all = any(part.partition("=")[0] in ("--config-name", "-cn") for part in overrides)
     if given.gpus is not None and not has_all and not has("kubernetes.gpus_per_node"):
         found.append(f"kubernetes.gpus_per_node={given.gpus}")
+    if has_all:  # such a file reads no variables, but secrets can only be in them
+        given_by = {key: variable_of(key) for key in secret_keys(root.schema) if not has(key)}
+        found += [f"{key}=${{oc.env:{name}}}" for key, name in given_by.items() if name in os.environ]
     run = compose_tree(found, os.environ, root).data.get("run")
     name, place = (run.get("name"), run.get("dir")) if isinstance(run, dict) else (None, None)
     if has("run.dir") or (place is not None and Path(str(place)).is_relative_to(given.volume)):
