@@ -15,6 +15,7 @@ from rlx.cli import pod
 from rlx.cli.pods import objects_of
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
+from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
 
@@ -39,6 +40,15 @@ def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
 
 def chart(**values: Any) -> list[dict[str, Any]]:
     return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
+
+
+def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2) -> int:
+    """Run the command as one host of a Job whose agents have free ports."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+    monkeypatch.setenv("JOB_UID", "7")
+    monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
+    hosts = ",".join(["127.0.0.1:0"] * nodes)
+    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), "--hosts", hosts, "train", "hardware=cpu"])
 
 
 @pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
@@ -75,3 +85,14 @@ def test_the_pods_take_secret_keys_from_the_variables_of_their_secrets(in_pod: P
     monkeypatch.setenv("RLX_TEACHER__API_KEY", "0123")
     for found in (in_pod(objects_of(cfg)), in_pod(chart(arguments=[*TEACHER]))):
         assert (found.inference.api_key, found.teacher.api_key) == ("a b", "0123")
+
+
+def test_a_host_that_is_replaced_as_the_run_ends_learns_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    (tmp_path / ".nodes").mkdir()
+    monkeypatch.setattr(pod, "_first", lambda *_: 3)
+    assert host(0, tmp_path, monkeypatch) == 3
+    assert "127.0.0.1 was not told of the end" in capsys.readouterr().out
+    assert host(1, tmp_path, monkeypatch) == 3
+    monkeypatch.setattr(pod, "_first", lambda *_: LEFT)
+    assert host(0, tmp_path, monkeypatch) == LEFT
+    assert [each.name for each in (tmp_path / ".nodes").iterdir()] == [], "a preempted run goes on, and its hosts with it"

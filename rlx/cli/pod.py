@@ -6,6 +6,7 @@ pod 0   also the supervisor: compose, claim or rewind the run directory, wait fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rlx.launch.agents import Agent
 
 SUMMARY = "one host of a run on Kubernetes (the command of its containers)"
-LOOK = 5.0  # seconds between two looks of a waiting host at the token
+LOOK = 5.0  # seconds between two looks of a waiting host at the first host's exit code
 SHOWN = 20.0  # seconds that the display has to end after the run
 
 
@@ -92,6 +93,7 @@ def _code_of(work: Callable[[], int]) -> int:
 def _host(given: Namespace, overrides: list[str]) -> int:
     from rlx.launch.agents import Agent, ask
     from rlx.launch.manifests import PORT
+    from rlx.paths import write_text
     from rlx.waiting import LEFT
 
     index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
@@ -99,21 +101,25 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name, int(port)) for name, _, port in places]
+    end = file.with_name(f"{file.name}.end")  # for a host that is replaced at this moment and hears nothing
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
+        end.unlink(missing_ok=True)  # of an attempt after which the Job started this host again
         code = _first(given, overrides, hosts, file)
         if code != LEFT:  # then the Job ends; else the other hosts serve the next attempt
+            with contextlib.suppress(OSError):
+                write_text(end, str(code))
             for host in hosts[1:]:
                 try:
                     ask(host, _read(file) or "", end=code)
                 except (OSError, ValueError) as error:
                     print(f"{host[0]} was not told of the end: {error}", flush=True)
         return code
-    return _serve(agent, index)
+    return _serve(agent, index, lambda: _read(end))
 
 
-def _serve(agent: Agent, index: int) -> int:
-    """Serve until the first host ends the run, or until this host is taken away."""
+def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
+    """Serve until the first host ends the run, or until this host is taken away. `end`: the exit code that the first host left."""
     from rlx.waiting import LEFT
 
     taken = threading.Event()
@@ -123,7 +129,12 @@ def _serve(agent: Agent, index: int) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     print(f"host {index} serves", flush=True)
+    look = 0.0
     while not agent.over.wait(0.2):
+        if (now := time.monotonic()) >= look:
+            look = now + LOOK
+            if (code := end()) is not None:
+                return int(code)
         if taken.is_set():
             agent.give_notice()
             while agent.is_busy:  # the kubelet ends this after the pod's grace time
