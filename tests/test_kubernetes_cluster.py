@@ -96,6 +96,14 @@ def test_what_the_cluster_refuses_is_said_with_its_message_and_nothing_is_left(c
     assert [kind for kind, _ in cluster.objects if kind == "jobs"] == []
 
 
+def test_the_rights_that_a_claim_needs_are_named(cluster, capsys):
+    cluster.refuse = {("POST", "persistentvolumeclaims"): (403, "forbidden")}
+    assert main(["train", *SMALL, "kubernetes.storage_gb=10"]) == 2
+    said = capsys.readouterr().err
+    assert "the claim rlx: 403 forbidden" in said
+    assert "create of persistentvolumeclaims" in said
+
+
 def test_a_cluster_that_does_not_answer_and_one_that_is_not_configured_are_told_apart(cluster, capsys, tmp_path, monkeypatch):
     cluster.close()
     monkeypatch.setattr("urllib3.util.retry.Retry.DEFAULT", 0)

@@ -71,7 +71,7 @@ def explained(doing: str) -> Iterator[None]:
         remedy = {
             401: "log in again (the kubeconfig's token has expired)",
             403: "ask for these rights in the namespace: create, get, list, delete of jobs, services, configmaps; get, list of pods, "
-            "pods/log, events",
+            "pods/log, events; with kubernetes.storage_gb also create of persistentvolumeclaims",
             404: "correct kubernetes.namespace, or the name",
             422: "correct the kubernetes section: the cluster refuses the manifest (dry_run=true shows it)",
         }.get(error.status, "see the message of the cluster")

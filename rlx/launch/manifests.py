@@ -58,7 +58,7 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
             "claimName": kube.claim,
             "storageClass": kube.storage_class,
             "size": _gib(kube.storage_gb),
-            "accessMode": "ReadWriteMany" if hardware.nodes > 1 else "ReadWriteOnce",
+            "accessMode": kube.access_mode,
             "mountPath": kube.mount,
         },
         "secretEnv": {name: dict(zip(("name", "key"), place.split("/", 1), strict=True)) for name, place in sorted(kube.secrets.items())},

@@ -45,6 +45,11 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
             f"no node can hold a pod of this layout: {of('hardware.gpus_per_node')} > {of('kubernetes.gpus_per_node')}.\n"
             "Choose another hardware=, or another kubernetes=; with the chart, correct gpusPerNode."
         )
+    if kube.storage_gb is not None and kube.access_mode != "ReadWriteMany" and cfg.hardware.nodes > 1:
+        yield (
+            f"only one node could have the volume that is created: {of('kubernetes.access_mode')}, {of('hardware.nodes')}.\n"
+            "Leave out kubernetes.access_mode, and choose a kubernetes.storage_class that all nodes can write."
+        )
     if not kube.mount.startswith("/") or kube.mount == "/":
         yield f"the volume needs a place of its own: {of('kubernetes.mount')}. Use an absolute path such as /runs."
     for variable, place in kube.secrets.items():
