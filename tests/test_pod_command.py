@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_kubernetes_chart import LARGE, ROOT, SMALL, TEACHER, config, job_of
 
 from rlx.cli import pod
 from rlx.cli.pods import objects_of
+from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
 from rlx.waiting import LEFT
@@ -96,3 +98,14 @@ def test_a_host_that_is_replaced_as_the_run_ends_learns_its_exit_code(tmp_path: 
     monkeypatch.setattr(pod, "_first", lambda *_: LEFT)
     assert host(0, tmp_path, monkeypatch) == LEFT
     assert [each.name for each in (tmp_path / ".nodes").iterdir()] == [], "a preempted run goes on, and its hosts with it"
+
+
+def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    volume = tmp_path / "volume"
+    volume.write_text("no folder")
+    for index in (0, 1):
+        with pytest.raises(ConfigError, match=rf"the volume {volume} cannot be written by the user {os.getuid()}, .*: Not a directory"):
+            host(index, volume, monkeypatch)
+    monkeypatch.setattr(pod.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied", "/x")))
+    with pytest.raises(ConfigError, match="Permission denied: /x"):
+        host(0, tmp_path, monkeypatch)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -101,6 +102,7 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name, int(port)) for name, _, port in places]
+    check_volume(given.volume)
     end = file.with_name(f"{file.name}.end")  # for a host that is replaced at this moment and hears nothing
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
@@ -188,6 +190,22 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         except subprocess.TimeoutExpired:
             each.kill()
     return code
+
+
+def check_volume(volume: Path) -> None:
+    """Raise ConfigError if this user cannot write the volume."""
+    from rlx.config.errors import ConfigError
+
+    try:
+        (volume / ".nodes").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=volume / ".nodes"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the volume {volume} cannot be written by the user {os.getuid()}, groups {os.getgroups()}: "
+            f"{error.strerror}: {error.filename}.\n"
+            "  fix: kubernetes.user=UID (of the chart: user) must be its owner; or correct the volume, whose storage may ignore fsGroup"
+        ) from error
 
 
 def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:

@@ -257,7 +257,8 @@ class Follower:
                 return f"{condition.reason}: {condition.message}"
         if pod.status.phase != "Pending":
             return ""
-        events = self.cluster.core.list_namespaced_event(self.cluster.namespace, field_selector=f"involvedObject.name={pod.metadata.name}", _request_timeout=ANSWER)
+        about = f"involvedObject.name={pod.metadata.name}"
+        events = self.cluster.core.list_namespaced_event(self.cluster.namespace, field_selector=about, _request_timeout=ANSWER)
         warnings = [each for each in events.items if each.type == "Warning" and each.reason not in LEAST]
         return f"{warnings[-1].reason}: {warnings[-1].message}" if warnings else ""
 
