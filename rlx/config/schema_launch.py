@@ -120,6 +120,11 @@ class KubernetesConfig:
     storage_gb: float | None = key(
         None, "size in GiB with which the claim is created if it does not exist; null: it must exist. It is never deleted", above=0
     )
+    access_mode: str = key(
+        "ReadWriteMany",
+        "of a claim that is created: `ReadWriteMany`: all pods of all runs write it; `ReadWriteOnce`: only pods on one node at a time",
+        choices=("ReadWriteMany", "ReadWriteOnce"),
+    )
     storage_class: str | None = key(None, "storage class of a claim that is created; null: the cluster's default")
     mount: str = key("/runs", "where the claim is mounted; run directories are below it")
     gpu_resource: str = key("nvidia.com/gpu", "name of the GPU resource")
