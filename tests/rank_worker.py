@@ -10,6 +10,8 @@ import json
 import math
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -27,6 +29,8 @@ from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
 
+ERROR = "error"  # files of the ranks that failed
+TOGETHER = 30.0  # seconds within which all ranks refuse a case
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
@@ -70,8 +74,25 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300)
     for folder in map(Path, sys.argv[1:]):
-        train(folder, mesh, json.loads((folder / "settings.json").read_text()))
+        attempt(folder, mesh)
     mesh.close()
+
+
+def attempt(folder: Path, mesh: Mesh) -> None:
+    """Train one case. What every rank refuses fails that case alone; an error of some ranks ends all of them, and names the case."""
+    out = folder / f"out_{mesh.world_size}"
+    try:
+        train(folder, mesh, json.loads((folder / "settings.json").read_text()))
+    except Exception as error:
+        out.mkdir(exist_ok=True)
+        own = out / f"{ERROR}_{mesh.rank}"
+        own.with_suffix(".part").write_text("".join(traceback.format_exception(error)))
+        own.with_suffix(".part").rename(own)
+        end = time.monotonic() + TOGETHER
+        while len(list(out.glob(f"{ERROR}_?"))) < mesh.world_size:
+            if time.monotonic() > end:  # the others wait in a collective, or are past it
+                raise RuntimeError(f"case {folder.name}: only some ranks failed") from error
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":
