@@ -12,11 +12,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from trainer_examples import make_samples, step_batch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rlx.config.schema import AcConfig, LoraConfig, LossTerms
 from rlx.data.packing import pack
@@ -31,6 +35,7 @@ from rlx.weights.publish import Publisher
 
 ERROR = "error"  # files of the ranks that failed
 TOGETHER = 30.0  # seconds within which all ranks refuse a case
+
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
@@ -78,11 +83,25 @@ def main() -> None:
     mesh.close()
 
 
+@contextmanager
+def blocks_that_reduce() -> Iterator[None]:
+    """Llama's feed-forward blocks subtract the mean of their inner units, which no rank with a part of them knows."""
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner - inner.mean(-1, keepdim=True))
+
+    with patch.object(LlamaMLP, "forward", forward):
+        yield
+
+
 def attempt(folder: Path, mesh: Mesh) -> None:
     """Train one case. What every rank refuses fails that case alone; an error of some ranks ends all of them, and names the case."""
     out = folder / f"out_{mesh.world_size}"
+    settings = json.loads((folder / "settings.json").read_text())
     try:
-        train(folder, mesh, json.loads((folder / "settings.json").read_text()))
+        with blocks_that_reduce() if settings.get("reduces") else nullcontext():
+            train(folder, mesh, settings)
     except Exception as error:
         out.mkdir(exist_ok=True)
         own = out / f"{ERROR}_{mesh.rank}"
