@@ -6,7 +6,7 @@ import json
 import os
 
 from rlx.parallel.rendezvous import TOKEN
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.types import WeightVersion
 
 
@@ -18,7 +18,7 @@ def write_offer(paths: RunPaths, version: int, where: str) -> None:
 def read_offer(paths: RunPaths) -> WeightVersion | None:
     """The version that the trainer of this attempt offers; None without one."""
     try:
-        found = json.loads(paths.offer.read_text())
+        found = json.loads(paths.offer.read_text()) if listed(paths.offer) else {"token": None}
     except OSError:
         return None
     if found["token"] != os.environ.get(TOKEN, ""):
