@@ -117,6 +117,7 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     # May take longer than launcher.heartbeat_timeout. A server that restarts beside others has no other bound than this one.
     with heartbeat.during(f"loading {model}", limit=config.inference.startup_timeout):
         engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
+    engine.secret = paths.offer_secret
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(number: int) -> None:
