@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -60,12 +61,16 @@ class Heartbeat:
             write_text(self.path, json.dumps(record))
 
     @contextlib.contextmanager
-    def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """Beat from a thread during a call that cannot beat. The call must end by itself when it makes no progress (a download)."""
+    def during(self, phase: str, step: int | None = None, limit: float = math.inf) -> Iterator[None]:
+        """Beat from a thread during a call that cannot beat, for at most `limit` seconds: a call that takes longer counts as hung.
+
+        Without a limit, the call must end by itself when it makes no progress (a download).
+        """
         ended = threading.Event()
+        last = time.monotonic() + limit
 
         def beat_on() -> None:
-            while not ended.wait(INTERVAL):
+            while not ended.wait(INTERVAL) and time.monotonic() < last:
                 self.beat(phase, step)
 
         self.beat(phase, step)

@@ -49,6 +49,7 @@ class RunPaths:
     latest_logs = _At("logs/latest")
     endpoints = _At("endpoints")  # files in which processes publish their bound ports: `inference_0.json`
     offer = _At("endpoints/weights.json")  # where servers get the policy version that the trainer has in memory (`rlx.weights.offer`)
+    offer_secret = _At("endpoints/weights.key")  # signs what trainer and servers tell each other then; mode 0600, new with every attempt
     preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
     heartbeats = _At("heartbeats")
     stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)

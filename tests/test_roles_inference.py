@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,28 @@ def test_a_server_whose_model_takes_long_to_load_gives_signs_of_life(tmp_path: P
     assert beats[0]["time"] < beats[1]["time"] < beats[2]["time"]
 
 
+def test_a_server_that_hangs_while_it_loads_stops_its_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
+    heartbeat = Heartbeat(RunPaths(tmp_path), "inference_0")
+
+    class Engine:
+        @staticmethod
+        async def start(*_: Any, **__: Any) -> None:
+            time.sleep(0.3)
+            beat = heartbeat.path.read_text()
+            time.sleep(0.2)
+            assert heartbeat.path.read_text() == beat
+            raise Stop
+
+    monkeypatch.setitem(sys.modules, "rlx.inference.server.app", SimpleNamespace(PolicyApp=None, Server=None))
+    monkeypatch.setitem(sys.modules, "rlx.inference.server.engine", SimpleNamespace(PolicyEngine=Engine))
+    monkeypatch.setattr(inference, "engine_arguments", lambda *_: {})
+    cfg = config("cpu")
+    cfg.inference.startup_timeout = 0.1
+    with socket.socket() as sock, pytest.raises(Stop):
+        asyncio.run(inference.serve(cfg, 0, tmp_path / "model", sock, heartbeat.paths, heartbeat))
+
+
 @pytest.mark.parametrize(("layout", "code"), [("gpu2", 1), ("cpu", None)])
 def test_a_server_on_a_gpu_ends_at_its_start_where_triton_cannot_compile(
     layout: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,3 +89,10 @@ def test_a_server_on_a_gpu_ends_at_its_start_where_triton_cannot_compile(
             inference.main()
     else:
         assert inference.main() == code
+
+
+def test_a_check_of_triton_that_hangs_ends_the_server_and_is_no_longer_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    checking = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(60)"))
+    assert not inference.compiled(checking, 0.1, Heartbeat(RunPaths(tmp_path), "inference_0"))
+    assert checking.returncode == -9
+    assert "in 0.1 s (inference.startup_timeout)" in capfd.readouterr().err

@@ -87,3 +87,10 @@ def test_a_trainer_that_never_has_what_it_offers_is_an_error_in_bounded_time(pat
     write_offer(paths, 1, "host:1")
     with pytest.raises(WeightsGone, match="no way there"):
         asyncio.run(WeightUpdates(paths, Never(paths), 0.3, 1, lambda version: None, Stops()).follow())
+
+
+def test_over_files_a_version_that_was_deleted_is_named(paths: RunPaths) -> None:
+    paths.weights_of(3).mkdir(parents=True)
+    (paths.weights_of(3) / COMPLETE).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"step_2/COMPLETE is missing: the servers need version 2"):
+        asyncio.run(WeightUpdates(paths, Servers(paths), 5.0, 3, lambda version: None, Stops(2)).follow())

@@ -17,6 +17,7 @@ from rlx.config.load import compose
 from rlx.config.roots import SFT, TRAIN, Root
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
 from rlx.metrics import MetricsWriter
+from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
 from rlx.tracking import Progress, Tracker, open_tracker, tracked, tracks
@@ -180,6 +181,13 @@ def test_a_role_without_an_event_loop_forwards_while_it_works_and_the_rest_at_it
 def test_one_role_forwards_the_metrics_of_all(root: Root, keys: list[str], role: str) -> None:
     cfg = compose([*keys, "dry_run=true"], {}, root).cfg
     assert [name for name in ("orchestrator", "evaluator", "trainer", "trainer_1") if tracks(cfg, name)] == [role]
+
+
+@pytest.mark.parametrize("launched", [{}, {"TORCHELASTIC_RUN_ID": "x"}], ids=["the plan", "torchrun"])
+def test_of_the_trainers_ranks_the_first_forwards_also_under_torchrun(launched: dict[str, str]) -> None:
+    cfg = compose(["data=fake", "dry_run=true"], {}, SFT).cfg
+    places = [Place.of({"RANK": str(rank), "WORLD_SIZE": "2"} | launched) for rank in (0, 1)]
+    assert [tracks(cfg, place.name or "") for place in places] == [True, False]
 
 
 def test_the_next_attempt_forwards_what_the_one_before_it_could_not(tmp_path: Path) -> None:

@@ -105,6 +105,17 @@ def test_a_process_in_a_long_call_goes_on_beating_and_stops_with_it(tmp_path: Pa
     assert json.loads(heartbeat.path.read_text()) == json.loads(ended)
 
 
+def test_a_call_that_takes_longer_than_its_limit_stops_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
+    heartbeat = Heartbeat(RunPaths(tmp_path), "inference_0")
+    with heartbeat.during("loading a model", limit=0.1):
+        first = heartbeat.path.read_text()
+        time.sleep(0.3)
+        last = heartbeat.path.read_text()
+        time.sleep(0.2)
+        assert heartbeat.path.read_text() == last != first
+
+
 def test_a_poll_is_late_by_one_percent_of_the_wait_at_most_and_by_100_ms(clock: Clock) -> None:
     pause = Pause(0.002)
     found = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_weights_memory import GROUPS, TIMEOUT, Server, where
+from test_weights_memory import GROUPS, TIMEOUT, Server
 from trainer_examples import make_model
 
 from rlx.models.policy import PolicyModel
@@ -70,7 +70,7 @@ def test_servers_that_call_during_a_wait_interrupt_it_and_get_the_version(broadc
     assert weights.offers is not None
     weights.offer(3)
     phases.clear()
-    server = Server(where(weights.offers), 3)
+    server = Server(weights.offers.paths, 3)
     waits: list[str] = []
 
     def wait(tick: Callable[[], None]) -> str:

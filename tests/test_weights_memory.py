@@ -27,6 +27,7 @@ from rlx.types import WeightVersion
 from rlx.weights.attest import checksum
 from rlx.weights.mailbox import Call, Gone
 from rlx.weights.memory import Offers
+from rlx.weights.offer import new_secret, read_secret, write_offer
 from rlx.weights.publish import Subscriber
 
 TIMEOUT = 20.0
@@ -36,9 +37,9 @@ GROUPS: dict[str, Group | None] = {}  # of the servers, which keep them between 
 class Server(threading.Thread):
     """The server's end, with one worker: asks once, and takes what the trainer sends. `tensors`: what arrived."""
 
-    def __init__(self, where: str, version: int, name: str = "a", together: int = 1, dies_after: int | None = None) -> None:
+    def __init__(self, paths: RunPaths, version: int, name: str = "a", together: int = 1, dies_after: int | None = None) -> None:
         super().__init__(daemon=True)
-        self.where, self.version, self.server, self.together, self.dies_after = where, version, name, together, dies_after
+        self.paths, self.version, self.server, self.together, self.dies_after = paths, version, name, together, dies_after
         self.tensors: dict[str, torch.Tensor] = {}
         self.sums: dict | None = None
         self.error: Exception | None = None
@@ -47,7 +48,7 @@ class Server(threading.Thread):
     def run(self) -> None:
         group = GROUPS.pop(self.server, None)
         try:
-            call = Call(self.where, TIMEOUT)
+            call = call_of(self.paths)
             call.ask(self.server, self.version, 1, self.together)
             while self.sums is None:
                 order, arguments = call.next()
@@ -84,10 +85,14 @@ def offers(tmp_path: Path) -> Iterator[Offers]:
     GROUPS.clear()
 
 
-def where(offers: Offers) -> str:
-    found = Subscriber(offers.paths).latest()
+def where(paths: RunPaths) -> str:
+    found = Subscriber(paths).latest()
     assert found is not None
     return found.where
+
+
+def call_of(paths: RunPaths) -> Call:
+    return Call(where(paths), TIMEOUT, read_secret(paths.offer_secret))
 
 
 def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +131,7 @@ def test_servers_that_call_together_get_the_version_in_one_transfer_and_again_in
         for tensor in weights.values():
             tensor.add_(1)
         offers.offer(version)
-        servers = [Server(where(offers), version, name, together=2) for name in "ab"]
+        servers = [Server(offers.paths, version, name, together=2) for name in "ab"]
         offers.send_soon()
         group = offers._sender
         for server in servers:
@@ -143,11 +148,10 @@ def test_only_the_offered_version_can_be_had(offers: Offers) -> None:
     subscriber = Subscriber(offers.paths)
     assert subscriber.latest() is None
     offers.offer(4)
-    assert subscriber.latest() == WeightVersion(version=4, kind="memory", where=where(offers))
+    assert subscriber.latest() == WeightVersion(version=4, kind="memory", where=where(offers.paths))
     assert subscriber.at(4) == subscriber.latest()
     assert subscriber.at(3) is None
-    address = where(offers)
-    old = Server(address, 3)
+    old = Server(offers.paths, 3)
     offers.send_soon()
     assert isinstance(old.ended().error, Gone)
     assert "the trainer has version 4, not version 3" in str(old.error)
@@ -165,11 +169,11 @@ def test_a_server_that_is_lost_midway_does_not_keep_the_others_from_the_version(
     monkeypatch.setattr(transfer, "SMALL", 16)
     monkeypatch.setattr("rlx.weights.memory.TOGETHER", 1.0)
     offers.offer(1)
-    lost, left = Server(where(offers), 1, "a", together=2, dies_after=1), Server(where(offers), 1, "b", together=2)
+    lost, left = Server(offers.paths, 1, "a", together=2, dies_after=1), Server(offers.paths, 1, "b", together=2)
     offers.send_soon()
     lost.ended()
     left.ended()
-    again = Server(where(offers), 1, "b", together=2)
+    again = Server(offers.paths, 1, "b", together=2)
     while again.is_alive():
         offers.send()
     assert again.error is None
@@ -179,7 +183,7 @@ def test_a_server_that_is_lost_midway_does_not_keep_the_others_from_the_version(
 def test_a_server_that_called_and_died_is_not_waited_for_long(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.weights.mailbox.READY", 0.5)
     offers.offer(1)
-    call = Call(where(offers), TIMEOUT)
+    call = call_of(offers.paths)
     monkeypatch.setattr(Call, "done", lambda self, error="": None)  # it never says that it is there
 
     def ask() -> None:
@@ -195,20 +199,22 @@ def test_a_server_that_called_and_died_is_not_waited_for_long(offers: Offers, mo
 
 
 TRAINER = """
-import time
+import sys, time
 from rlx.parallel.transfer import Announced, serve_store
 from rlx.weights.mailbox import Mailbox
-mailbox = Mailbox(serve_store(60.0), Announced([], [], []))
+mailbox = Mailbox(serve_store(60.0), Announced([], [], []), sys.argv[1].encode())
 print(mailbox.where, flush=True)
 time.sleep(60)
 """
 
 
-def test_a_trainer_that_dies_is_noticed_at_once() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+def test_a_trainer_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, new_secret(paths).decode()], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     address = trainer.stdout.readline().strip()
-    waiting = Server(address, 1)
+    write_offer(paths, 1, address)
+    waiting = Server(paths, 1)
     store = reach_store(address, TIMEOUT)
     while not store.queue_len("calls"):
         time.sleep(0.01)
@@ -217,7 +223,7 @@ def test_a_trainer_that_dies_is_noticed_at_once() -> None:
     began = time.monotonic()
     assert isinstance(waiting.ended().error, Gone)
     with pytest.raises(Gone, match="does not answer"):
-        Call(address, TIMEOUT)
+        call_of(paths)
     assert time.monotonic() - began < 5
 
 
@@ -228,7 +234,7 @@ def rank(number: int, folder: str) -> None:
     offers = Offers(model, mesh, RunPaths(Path(folder)), torch.bfloat16, TIMEOUT)
     offers.offer(1)
     for dies_after in (0, None):
-        server = Server(where(offers), 1, f"server {dies_after}", dies_after=dies_after) if mesh.first else None
+        server = Server(offers.paths, 1, f"server {dies_after}", dies_after=dies_after) if mesh.first else None
         while mesh.any(server is not None and server.is_alive()):
             offers.send()
     if server is not None:

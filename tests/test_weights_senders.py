@@ -11,7 +11,7 @@ from trainer_examples import make_model
 
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
-from rlx.parallel.transfer import serve_store
+from rlx.parallel.transfer import LOOPBACK, serve_store
 from rlx.weights.mailbox import Caller, Client, Mailbox
 from rlx.weights.memory import Source
 
@@ -31,9 +31,10 @@ def test_vllms_nccl_engine_gets_a_group_with_a_place_for_every_worker(monkeypatc
     monkeypatch.setattr(Client, "wait", lambda client: None)
     source = Source(PolicyModel(make_model()), Mesh(device=torch.device("cpu")), torch.float32)
     members = [Caller(call=name, server=name, version=1, workers=2, together=2) for name in "ab"]
-    vllm_sender("nccl")(Client(Mailbox(serve_store(10.0), source.announced()), members, 10.0), source)
+    vllm_sender("nccl")(Client(Mailbox(serve_store(10.0), source.announced(), b"secret"), members, 10.0), source)
     infos = [NCCLWeightTransferInitInfo(**arguments["init_info"]) for arguments in told]
     assert [info.rank_offset for info in infos] == [1, 3]
+    assert {info.master_address for info in infos} == {LOOPBACK}, "no other host can connect"
     assert {info.world_size for info in infos} == {5} == {opened[0].world_size}
     assert {info.master_port for info in infos} == {opened[0].master_port}
 
@@ -53,7 +54,7 @@ def test_ipc_begins_with_what_vllm_takes() -> None:
 
     from rlx.inference.server.senders import init_info
 
-    info = init_info("ipc", 0, 2)
+    info = init_info("ipc", 0, 2, LOOPBACK)
     assert isinstance(info, IPCTrainerInitInfo)
     assert info.is_sender
     assert asdict(IPCWeightTransferInitInfo(packed=info.packed)) == {"packed": True}

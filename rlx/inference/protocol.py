@@ -88,6 +88,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     attested: float = 0.0  # fraction of the served weights that were compared with the trainer's checksums
     preemptions: int = 0  # requests that lost their cache to others, since the server started; weight updates do not count
     weights: str = ""  # path of the served version
+    asking: bool = False  # it waits until the trainer is ready to send a version; that takes as long as the trainer's step
 
 
 class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -107,7 +108,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
     run: str = ""  # `Claim.run`
     together: Annotated[int, Meta(ge=1)] = 1  # servers that are told this at the same time; one transfer serves them
-    timeout: float = 600.0  # seconds for the trainer to begin, and for each part of the transfer
+    timeout: float = 600.0  # seconds for each part of a transfer from memory
 
 
 class Failure(msgspec.Struct, omit_defaults=True, frozen=True):

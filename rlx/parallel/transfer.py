@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.process import host_name
-
 SMALL = 1 << 20  # bytes; a smaller tensor travels with its neighbours
 PIECE = 1 << 26  # bytes of one message
 AHEAD = 4  # messages that the sender has started and not finished
 ALIGNED = 16  # bytes: where a tensor may begin in a message
 JOIN = 60.0  # seconds for the members of a new group to connect
 CONNECT = 20.0  # seconds for a connection to a store
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +94,18 @@ def parts(sizes: Sequence[int]) -> list[_Part]:
     return found
 
 
-def serve_store(timeout: float) -> dist.TCPStore:
-    """A store in this process, at a free port. Each operation of others may wait for `timeout` seconds."""
-    return dist.TCPStore(host_name(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+def serve_store(timeout: float, host: str = LOOPBACK) -> dist.TCPStore:
+    """A store in this process, at a free port. Each operation of others may wait for `timeout` seconds.
+
+    `host`: the name by which others reach it. At `LOOPBACK` only this host does; at any other name every host that reaches this one, and
+    the store asks nobody who he is.
+    """
+    seconds = timedelta(seconds=timeout)
+    if host != LOOPBACK:
+        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    listening = socket.create_server((LOOPBACK, 0))  # by itself, torch listens at every address
+    port = listening.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=seconds, master_listen_fd=listening.detach())
 
 
 def reach_store(where: str, timeout: float) -> dist.TCPStore:
@@ -112,10 +120,17 @@ def reach_store(where: str, timeout: float) -> dist.TCPStore:
 class Group:
     """One sender, rank 0, and its receivers. All members make it at the same time."""
 
-    def __init__(self, store: dist.Store, name: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: dist.TCPStore, name: str, rank: int, size: int, timeout: float) -> None:
         """`name`: of this group, unique in the store. A transfer without progress fails after `timeout` seconds. Raises RuntimeError if a
         member does not come."""
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=min(JOIN, timeout)))
+        joining, place = timedelta(seconds=min(JOIN, timeout)), dist.PrefixStore(name, store)
+        gloo: Any = dist.ProcessGroupGloo
+        if store.host == LOOPBACK:  # no other host can connect to a member then
+            options = gloo._Options()
+            options._devices, options._timeout = [gloo.create_device(hostname=LOOPBACK)], joining
+            self._group = gloo(place, rank, size, options)
+        else:
+            self._group = gloo(place, rank, size, joining)
         self._group._set_default_timeout(timedelta(seconds=timeout))
 
     def send(self, announced: Announced, tensors: Iterable[tuple[str, Tensor]]) -> None:

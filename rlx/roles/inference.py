@@ -71,9 +71,8 @@ def main() -> int:
 
     import rlx.inference.server.app  # noqa: F401  (the heavy imports)
 
-    with heartbeat.during("compiling a kernel with Triton"):
-        if checking is not None and checking.wait(config.inference.startup_timeout) != 0:
-            return 1  # it has said why
+    if checking is not None and not compiled(checking, config.inference.startup_timeout, heartbeat):
+        return 1  # it has said why
     heartbeat.beat(WAITING_FOR_MODEL)
     wait_for(
         lambda: listed(paths.initial_model),
@@ -84,6 +83,18 @@ def main() -> int:
     )
     model = fetch(paths.initial_model.read_text().strip(), heartbeat)
     return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
+
+
+def compiled(checking: subprocess.Popen[bytes], timeout: float, heartbeat: Heartbeat) -> bool:
+    """Whether the check of Triton succeeds. Prints why not if it takes more than `timeout` seconds; otherwise it says so itself."""
+    with heartbeat.during("compiling a kernel with Triton", limit=timeout):
+        try:
+            return checking.wait(timeout) == 0
+        except subprocess.TimeoutExpired:
+            checking.kill()
+            checking.wait()
+            print(f"Triton did not compile a small kernel in {timeout:g} s (inference.startup_timeout)", file=sys.stderr)
+            return False
 
 
 def listen(config: PlayRoot, replica: int) -> socket.socket:
@@ -103,8 +114,10 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     from rlx.inference.server.engine import PolicyEngine
 
     arguments = engine_arguments(config, str(model), replica)
-    with heartbeat.during(f"loading {model}"):  # may take longer than launcher.heartbeat_timeout; startup_timeout bounds it
+    # May take longer than launcher.heartbeat_timeout. A server that restarts beside others has no other bound than this one.
+    with heartbeat.during(f"loading {model}", limit=config.inference.startup_timeout):
         engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
+    engine.secret = paths.offer_secret
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(number: int) -> None:

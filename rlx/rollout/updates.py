@@ -65,8 +65,10 @@ class WeightUpdates:
                 continue
             await self.stops.leave()
             newest = self.published.latest() or newest  # a newer one may have appeared meanwhile
-            target = self.published.at(self.stops.next_stop(self.version, newest.version))
+            stop = self.stops.next_stop(self.version, newest.version)
+            target = self.published.at(stop)
             if target is None:  # not written yet, or the trainer has just offered another
+                self.published.check_offered(stop)
                 await asyncio.sleep(pause.seconds())
                 continue
             began = time.monotonic()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlx.config.chat_format import template_path
 from rlx.config.schema import Config, TrainingRoot
 from rlx.paths import RunPaths
+from rlx.process import host_name
 from rlx.waiting import Preempted
 from rlx.weights.publish import Publisher
 
@@ -152,8 +153,10 @@ def _offers_of(cfg: TrainingRoot, publisher: Publisher, dtype: torch.dtype) -> O
             f"this model's checkpoints have other tensors than the trainer (fused experts), which weight_broadcast.type="
             f"{cfg.transfer} does not convert; set weight_broadcast.type=filesystem"
         )
+    from rlx.parallel.transfer import LOOPBACK
     from rlx.weights.memory import Offers, sender_of
 
     assert isinstance(cfg, Config)
     make = sender_of(cfg.transfer)
-    return Offers(publisher.model, publisher.mesh, publisher.paths, dtype, cfg.weight_broadcast.timeout, make)
+    host = host_name() if cfg.hardware.nodes > 1 else LOOPBACK
+    return Offers(publisher.model, publisher.mesh, publisher.paths, dtype, cfg.weight_broadcast.timeout, make, host)

@@ -7,14 +7,21 @@
 
 The orders and their arguments are those of vLLM's weight transfer, and `Client` is what vLLM's trainer-side engines call a client. Whoever
 called is a member of the transfer. A server that dies is no member of the next one; one that restarts calls again.
-Messages are JSON, so nobody can make the other end run code.
+Messages are JSON, and signed with a secret of the attempt that only the run's user can read (`offer.py`): the store answers everybody who
+reaches its port. A message that is not signed, or was signed for another place, is not obeyed. They are not encrypted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import logging
+import math
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +29,17 @@ from typing import Any
 import torch.distributed as dist
 
 from rlx.parallel.transfer import Announced, reach_store
+from rlx.waiting import Pause
+
+log = logging.getLogger(__name__)
 
 POLL = 0.001  # seconds
+SLOWEST = 0.02  # longest pause of a server between two looks for an order, in seconds
 READY = 10.0  # seconds for a server that called to say that it is still there
 CALLS, ANNOUNCED = "calls", "announced"
+# What the trainer may have a server's workers do, besides saying that they are ready.
+ORDERS = frozenset({"init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"})
+REMEMBERED = 1000  # calls; older ones are for older versions, which are refused
 
 
 class Gone(RuntimeError):
@@ -34,6 +48,65 @@ class Gone(RuntimeError):
 
 class Interrupted(RuntimeError):
     """A transfer ended midway."""
+
+
+class Forged(RuntimeError):
+    """A message is not signed with the secret of this attempt, or not for this place."""
+
+
+class Messages:
+    """Messages in a store, signed with a secret. Nobody else can add or change one, nor take one for another or for a second time."""
+
+    def __init__(self, store: dist.TCPStore, secret: bytes) -> None:
+        self.store = store
+        self._secret = secret
+        self._pushed: Counter[str] = Counter()  # messages so far, by queue
+        self._popped: Counter[str] = Counter()
+
+    def set(self, key: str, content: Any) -> None:
+        self.store.set(key, self._signed(key, content))
+
+    def get(self, key: str) -> Any:
+        """Raises Forged."""
+        return self._content(key, self.store.get(key))
+
+    def push(self, queue: str, content: Any) -> None:
+        """Append a message to a queue with one writer and one reader."""
+        self.store.queue_push(queue, self._signed(f"{queue} {self._pushed[queue]}", content))
+        self._pushed[queue] += 1
+
+    def pop(self, queue: str) -> Any:
+        """The next message of such a queue. Raises Forged."""
+        content = self._content(f"{queue} {self._popped[queue]}", self.store.queue_pop(queue))
+        self._popped[queue] += 1
+        return content
+
+    def push_of_many(self, queue: str, content: Any) -> None:
+        """Append a message to a queue with many writers. Its reader must notice repeated ones."""
+        self.store.queue_push(queue, self._signed(queue, content))
+
+    def pop_of_many(self, queue: str) -> Any:
+        """Raises Forged."""
+        return self._content(queue, self.store.queue_pop(queue))
+
+    def forget(self, *queues: str) -> None:
+        """These queues are not used any more."""
+        for queue in queues:
+            self._pushed.pop(queue, None)
+            self._popped.pop(queue, None)
+
+    def _signed(self, place: str, content: Any) -> str:
+        body = json.dumps(content)
+        return self._signature(place, body.encode()) + body
+
+    def _content(self, place: str, message: bytes) -> Any:
+        signature, body = message[:64], message[64:]
+        if not hmac.compare_digest(signature, self._signature(place, body).encode()):
+            raise Forged(f"a message for {place.split()[0]} is not signed with the secret of this attempt (endpoints/weights.key)")
+        return json.loads(body)
+
+    def _signature(self, place: str, body: bytes) -> str:
+        return hmac.new(self._secret, place.encode() + b"\n" + body, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +123,11 @@ class Caller:
 class Mailbox:
     """The trainer's end."""
 
-    def __init__(self, store: dist.TCPStore, announced: Announced) -> None:
+    def __init__(self, store: dist.TCPStore, announced: Announced, secret: bytes) -> None:
         self.store = store
-        store.set(ANNOUNCED, json.dumps([announced.names, announced.dtypes, announced.shapes]))
+        self.messages = Messages(store, secret)
+        self._known: dict[str, None] = {}  # calls, in their order
+        self.messages.set(ANNOUNCED, [announced.names, announced.dtypes, announced.shapes])
 
     @property
     def where(self) -> str:
@@ -61,11 +136,25 @@ class Mailbox:
 
     def calls(self) -> list[Caller]:
         """Calls that have arrived since the last time."""
-        return [Caller(**json.loads(self.store.queue_pop(CALLS))) for _ in range(self.store.queue_len(CALLS))]
+        found = []
+        for _ in range(self.store.queue_len(CALLS)):
+            try:
+                caller = Caller(**self.messages.pop_of_many(CALLS))
+            except Forged as error:
+                log.warning("a call for weights is ignored: %s", error)
+                continue
+            if caller.call not in self._known:  # otherwise somebody has repeated it
+                self._known[caller.call] = None
+                found.append(caller)
+        while len(self._known) > REMEMBERED:
+            old = next(iter(self._known))
+            del self._known[old]
+            self.messages.forget(f"{old}/orders", f"{old}/done")
+        return found
 
     def refuse(self, caller: Caller, why: str) -> None:
         """The server gets `Gone`."""
-        self.store.queue_push(f"{caller.call}/orders", json.dumps({"gone": why}))
+        self.messages.push(f"{caller.call}/orders", {"gone": why})
 
 
 @dataclass(slots=True)
@@ -126,7 +215,7 @@ class Client:
     def tell_each(self, order: str, arguments: Sequence[Mapping[str, Any]]) -> None:
         """Give an order with arguments for each member."""
         for member, mine in zip(self.members, arguments, strict=True):
-            self.mailbox.store.queue_push(f"{member.call}/orders", json.dumps({"order": order, "arguments": mine}))
+            self.mailbox.messages.push(f"{member.call}/orders", {"order": order, "arguments": mine})
 
     def wait(self) -> None:
         """Return when every member has done what it was told. Raises Interrupted if one cannot."""
@@ -142,32 +231,35 @@ class Client:
         return self.mailbox.store.queue_len(f"{member.call}/done")
 
     def _answer(self, member: Caller) -> None:
-        if error := json.loads(self.mailbox.store.queue_pop(f"{member.call}/done"))["error"]:
+        if error := self.mailbox.messages.pop(f"{member.call}/done")["error"]:
             raise Interrupted(f"server {member.server}: {error}")
 
 
 class Call:
-    """The server's end of one transfer. Its methods block, so they belong in a thread."""
+    """The server's end of one transfer. Its methods block, so they belong in a thread; `end` has them return soon."""
 
-    def __init__(self, where: str, timeout: float) -> None:
-        """`where`: `WeightVersion.where`. `timeout`: seconds to wait for the trainer. Raises Gone."""
+    def __init__(self, where: str, timeout: float, secret: bytes) -> None:
+        """`where`: `WeightVersion.where`. `timeout`: seconds to wait for an order within the transfer. Raises Gone."""
         self.where, self.timeout = where, timeout
         self._id = uuid.uuid4().hex
+        self._ended = threading.Event()
+        self._first: dict[str, Any] = {}
         try:
             self._store = reach_store(where, timeout)
-            self.announced = Announced(*json.loads(self._store.get(ANNOUNCED)))
+            self._messages = Messages(self._store, secret)
+            self.announced = Announced(*self._messages.get(ANNOUNCED))
         except (RuntimeError, OSError) as error:
             raise Gone(f"the trainer at {where} does not answer: {error}") from error
 
     def ask(self, server: str, version: int, workers: int, together: int) -> None:
-        """Ask for a version. Returns when the trainer is about to send it. Raises Gone."""
+        """Ask for a version. Returns when the trainer is about to send it, however long its step takes. Raises Gone."""
         content = {"call": self._id, "server": server, "version": version, "workers": workers, "together": together}
         try:
-            self._store.queue_push(CALLS, json.dumps(content))
-            while (order := json.loads(self._store.queue_pop(f"{self._id}/orders"))).get("order") == "ready":
+            self._messages.push_of_many(CALLS, content)
+            while (order := self._order()).get("order") == "ready":
                 self.done()
         except RuntimeError as error:
-            raise Gone(f"the trainer at {self.where} did not send version {version} in {self.timeout:g} s: {error}") from error
+            raise Gone(f"the trainer at {self.where} did not send version {version}: {error}") from error
         if "gone" in order:
             raise Gone(order["gone"])
         self._first = order
@@ -175,17 +267,34 @@ class Call:
     def next(self) -> tuple[str, dict[str, Any]]:
         """The next order: a method of vLLM's workers, and its arguments. Raises Interrupted."""
         try:
-            order = self._first or json.loads(self._store.queue_pop(f"{self._id}/orders"))
+            order = self._first or self._order(self.timeout)
         except RuntimeError as error:
-            raise Interrupted(f"the trainer at {self.where} gave no order in {self.timeout:g} s: {error}") from error
+            raise Interrupted(f"the trainer at {self.where} gave no order: {error}") from error
         self._first = {}
         if "gone" in order:
             raise Interrupted(order["gone"])
+        if order["order"] not in ORDERS:
+            raise Interrupted(f"the trainer at {self.where} gave the order {order['order']!r}, which is none of {sorted(ORDERS)}")
         return order["order"], order["arguments"]
 
     def done(self, error: str = "") -> None:
         """Say that the order was obeyed, or why not. Raises Interrupted."""
         try:
-            self._store.queue_push(f"{self._id}/done", json.dumps({"error": error}))
+            self._messages.push(f"{self._id}/done", {"error": error})
         except RuntimeError as problem:
             raise Interrupted(f"the trainer at {self.where} does not answer: {problem}") from problem
+
+    def end(self) -> None:
+        """Nobody waits for the weights any more."""
+        self._ended.set()
+
+    def _order(self, timeout: float = math.inf) -> dict[str, Any]:
+        """The next message of the trainer. Raises RuntimeError after `timeout` seconds, or when the trainer is lost."""
+        queue, deadline, pause = f"{self._id}/orders", time.monotonic() + timeout, Pause(POLL)
+        while not self._store.queue_len(queue):
+            if self._ended.is_set():
+                raise Interrupted("this server ends")
+            if time.monotonic() > deadline:
+                raise Interrupted(f"it has said nothing for {timeout:g} s (weight_broadcast.timeout)")
+            time.sleep(min(pause.seconds(), SLOWEST))
+        return self._messages.pop(queue)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlx.parallel.transfer import Announced, Group, serve_store
+from rlx.parallel.transfer import LOOPBACK, Announced, Group, serve_store
 from rlx.paths import RunPaths
 from rlx.weights.attest import checksum
 from rlx.weights.mailbox import Caller, Client, Mailbox
-from rlx.weights.offer import write_offer
+from rlx.weights.offer import new_secret, write_offer
 
 if TYPE_CHECKING:
     import torch
@@ -141,16 +141,24 @@ class Offers:
     """The weights of one run, offered to its servers. Every rank has it and makes the same calls."""
 
     def __init__(
-        self, model: PolicyModel, mesh: Mesh, paths: RunPaths, dtype: torch.dtype, timeout: float, make: MakeSender = GlooSender
+        self,
+        model: PolicyModel,
+        mesh: Mesh,
+        paths: RunPaths,
+        dtype: torch.dtype,
+        timeout: float,
+        make: MakeSender = GlooSender,
+        host: str = LOOPBACK,
     ) -> None:
-        """`timeout`: seconds for a transfer."""
+        """`timeout`: seconds for a transfer. `host`: the name by which the servers reach this host."""
         self.mesh, self.paths, self.timeout, self.make = mesh, paths, timeout, make
         self.source = Source(model, mesh, dtype)
         self.version: int | None = None
         self.seconds = 0.0  # that transfers have held the trainer since the last `offer`
-        self._mailbox = Mailbox(serve_store(timeout), self.source.announced()) if mesh.first else None
+        self._mailbox: Mailbox | None = None
         if mesh.first:
             paths.offer.unlink(missing_ok=True)  # of an earlier attempt
+            self._mailbox = Mailbox(serve_store(timeout, host), self.source.announced(), new_secret(paths))
         self._callers: list[Caller] = []
         self._sender: Sender | None = None
         self._members: list[tuple[str, int]] = []  # of the sender's group

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import COMPLETE, RunPaths, listed
 from rlx.types import WeightVersion
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, Tensors
@@ -202,7 +202,16 @@ class Subscriber:
         if offer is not None and offer.version == version:
             return offer
         folder = self.paths.weights_of(version)
-        return files.version_at(folder, version) if (folder / COMPLETE).is_file() else None
+        return files.version_at(folder, version) if listed(folder) and listed(folder / COMPLETE) else None
+
+    def check_offered(self, version: int) -> None:
+        """Raise FileNotFoundError for a version that `at` does not find, unless the trainer offers versions from memory: over files no
+        one writes it later."""
+        if read_offer(self.paths) is None and self.at(version) is None:
+            raise FileNotFoundError(
+                f"{self.paths.weights_of(version) / COMPLETE} is missing: the servers need version {version}, and a newer one is on disk. "
+                "Was it deleted? Continue with resume=latest"
+            )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from rlx.inference.server.policy_files import Shapes, check_adapter, check_polic
 from rlx.inference.server.rendezvous import leave_no_files
 from rlx.weights.files import identity
 from rlx.weights.mailbox import Call, Gone, Interrupted
+from rlx.weights.offer import read_secret
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class PolicyEngine:
         self.attested = 0.0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
+        self.secret: Path | None = None  # the file with the secret of messages between the trainer and this server
+        self.asking = False  # for weights, for which the trainer must first be ready
         self._name = uuid.uuid4().hex  # in the trainer's mailbox
         self._partly = False  # the model is partly old and partly new, and the engine is paused
         self._limit: asyncio.TimerHandle | None = None  # how long it may stay so after a transfer that broke
@@ -192,6 +195,7 @@ class PolicyEngine:
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
             weights=self.weights,
+            asking=self.asking,
         )
 
     async def update_weights(self, folder: Path, version: int, kind: str = "files", drain_tokens: int = 0) -> None:
@@ -233,17 +237,25 @@ class PolicyEngine:
             try:
                 if self.llm.vllm_config.weight_transfer_config is None:
                     raise ValueError("this server was started to read weights from files (weight_broadcast.type=filesystem)")
-                call = await asyncio.to_thread(Call, where, timeout)
+                if self.secret is None:
+                    raise ValueError("this server has no secret in common with a trainer")
+                try:
+                    call = await asyncio.to_thread(Call, where, timeout, await asyncio.to_thread(read_secret, self.secret))
+                except OSError as error:
+                    raise Gone(f"the trainer at {where} cannot be asked: {error}") from error
                 announced = call.announced
                 given = {name: tuple(shape) for name, shape in zip(announced.names, announced.shapes, strict=True)}
                 check_shapes(f"the trainer's model at {where}", given, self.served, self._tied)
             except ValueError as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             workers = self.llm.vllm_config.parallel_config.world_size
-            await asyncio.to_thread(call.ask, self._name, version, workers, together)
-            checked = time.perf_counter()
             try:
+                self.asking = True
+                await asyncio.to_thread(call.ask, self._name, version, workers, together)
+                self.asking, checked = False, time.perf_counter()
                 sums = await self._receive(call, version, drain_tokens, timeout)
+                if sums.keys() != given.keys():
+                    raise ValueError(f"the trainer's checksums lack or add tensors: {sorted(sums.keys() ^ given.keys())[:5]}")
                 shares: list[float] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
                 await self._resume(version, where, min(shares))
             except Gone:
@@ -251,6 +263,8 @@ class PolicyEngine:
             except Exception as error:
                 raise self._break(f"version {version} from {where}", error) from error
             finally:
+                self.asking = False
+                call.end()  # a thread that still waits would keep this process from ending
                 self._open.set()
             self._report(started, checked)
             with contextlib.suppress(Interrupted):  # the trainer need not wait for this
@@ -263,6 +277,7 @@ class PolicyEngine:
             while True:
                 order, arguments = await asyncio.to_thread(call.next)
                 if order == "start_weight_update":
+                    self._give_time()  # before requests are waited for
                     await self._drain(drain_tokens)
                     await self._pause()
                     await self.core.collective_rpc_async("prepare_transfer", None, ())
@@ -318,6 +333,7 @@ class PolicyEngine:
 
     async def _pause(self) -> None:
         """Stop between two steps. All tokens of the old weights are stamped then, and their keys and values are dropped."""
+        self._give_time()
         await self.core.pause_scheduler_async("keep", True)
         await self.core.settle()
         self.core.interrupt()
@@ -326,10 +342,13 @@ class PolicyEngine:
         self.core.version = version
         self.attested, self.weights = compared, where
         self._partly = False
+        await self.core.resume_scheduler_async()
+
+    def _give_time(self) -> None:
+        """Another version comes after a transfer that broke. If that breaks too, the time begins anew."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
-        await self.core.resume_scheduler_async()
 
     def _break(self, what: str, error: Exception) -> Broken:
         message = f"loading {what} failed midway: {type(error).__name__}: {error}"

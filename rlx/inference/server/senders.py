@@ -18,7 +18,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from rlx.process import host_name
 from rlx.weights.mailbox import Client
 from rlx.weights.memory import MakeSender, Source
 
@@ -42,7 +41,8 @@ class VllmSender:
     def __init__(self, kind: str, client: Client, source: Source) -> None:
         """Form a group with the client's members. Every rank calls this."""
         self.client = client
-        info = init_info(kind, source.mesh.rank, 1 + sum(member.workers for member in client.members))
+        host = client.mailbox.store.host if source.mesh.first else ""  # others do not send
+        info = init_info(kind, source.mesh.rank, 1 + sum(member.workers for member in client.members), host)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=_Weights(source))
 
     def send_weights(self) -> None:
@@ -66,13 +66,13 @@ class VllmSender:
         self.client.finish_weight_update(weight_version)
 
 
-def init_info(kind: str, rank: int, world_size: int) -> TrainerInitInfo:
-    """What vLLM's engine of this kind begins with. Rank 0 sends, and listens at a free port of this host for NCCL's other members."""
+def init_info(kind: str, rank: int, world_size: int, host: str) -> TrainerInitInfo:
+    """What vLLM's engine of this kind begins with. Rank 0 sends, and listens at a free port of this `host` for NCCL's other members."""
     if kind == "ipc":
         return IPCTrainerInitInfo(rank=rank, packed=True)
-    with socket.create_server(("", 0)) as free:
+    with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
-    return NCCLTrainerInitInfo(rank=rank, master_address=host_name(), master_port=port, world_size=world_size, packed=True)
+    return NCCLTrainerInitInfo(rank=rank, master_address=host, master_port=port, world_size=world_size, packed=True)
 
 
 def vllm_sender(kind: str) -> MakeSender:
