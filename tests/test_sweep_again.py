@@ -123,6 +123,7 @@ def test_what_lies_beside_the_configuration_neither_ends_a_sweep_nor_counts(star
     (model / "a.yaml").mkdir(parents=True)
     (model / ".#b.yaml").symlink_to("me@host.1234:5678")  # Emacs's lock
     (model / "around").symlink_to(model)
+    (tmp_path / "of_another_program.yaml").write_text("defaults: 5\n")
     packages = tmp_path / ".venv" / "lib"
     packages.mkdir(parents=True)
     for number in range(300):

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -29,7 +29,7 @@ from rlx.runs.status import FINAL, read_status
 
 FILE = ".sweep.json"  # in the sweep's directory
 SCHEMA = 1  # changes when the meaning of the file changes
-MOST = 5000  # configuration files; more are no configuration
+MOST = 20_000  # files and folders; more are no configuration
 VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
@@ -83,42 +83,49 @@ def _contents(shipped: Sequence[Path], own: Sequence[Path], root: Root, named: s
     defaults list of a file names it. Raises OSError or ValueError if they cannot be told.
     """
     named = named | {name.removeprefix("RLX_").lower() for name in os.environ if name.startswith("RLX_")}
-    found: dict[Path, bytes] = {}
+    files = _Files()
     for path in shipped:
-        _collect(path, found, ())
+        files.collect(path)
     folders = []
     for directory in own:
         for path in sorted(directory.iterdir()):
             if not path.is_dir() or path.name in BESIDE or has_key(root.schema, key_of(path.name)):
-                _collect(path, found, ())
+                files.collect(path)
             else:
                 folders.append(path)
     listed: set[Path] = set()  # files whose defaults lists were read
-    while new := found.keys() - listed:
+    while new := files.found.keys() - listed:
         listed |= new
-        for file in new:
-            named |= _groups_of(found[file])
+        named = named.union(*(_groups_of(files.found[file]) for file in new))
         for path in [path for path in folders if path.name in named]:
             folders.remove(path)
-            _collect(path, found, ())
-    return found
+            files.collect(path)
+    return files.found
 
 
-def _collect(path: Path, found: dict[Path, bytes], above: tuple[tuple[int, int], ...]) -> None:
-    """Read a file, or all files below a folder, as composition finds them: through links, and only regular ones called *.yaml.
+@dataclass
+class _Files:
+    """Files of configuration with their contents."""
 
-    `above`: the folders around it, which a link may lead back to.
-    """
-    if path.is_dir():
-        stat = path.stat()
-        its = (stat.st_dev, stat.st_ino)
-        if its not in above:
-            for each in path.iterdir():
-                _collect(each, found, (*above, its))
-    elif path.suffix == ".yaml" and path.is_file():
-        found[path] = path.read_bytes()
-        if len(found) > MOST:
+    found: dict[Path, bytes] = field(default_factory=dict)
+    seen: int = 0  # names, also of other files
+
+    def collect(self, path: Path, above: tuple[tuple[int, int], ...] = ()) -> None:
+        """Read a file, or all files below a folder, as composition finds them: through links, and only regular ones called *.yaml.
+
+        `above`: the folders around it, which a link may lead back to. Raises ValueError for more than `MOST` names.
+        """
+        self.seen += 1
+        if self.seen > MOST:
             raise ValueError(f"more than {MOST} files")
+        if path.is_dir():
+            stat = path.stat()
+            its = (stat.st_dev, stat.st_ino)
+            if its not in above:
+                for entry in os.scandir(path):
+                    self.collect(Path(entry.path), (*above, its))
+        elif path.suffix == ".yaml" and path.is_file():
+            self.found[path] = path.read_bytes()
 
 
 def _groups_of(content: bytes) -> set[str]:
@@ -127,7 +134,9 @@ def _groups_of(content: bytes) -> set[str]:
         return set()
     data = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     entries = data.get("defaults") if isinstance(data, dict) else None
-    names = [str(name) for entry in entries or [] for name in (entry if isinstance(entry, dict) else [entry])]
+    if not isinstance(entries, list):
+        return set()  # no defaults list: composition refuses it, or the file is of another program
+    names = [str(name) for entry in entries for name in (entry if isinstance(entry, dict) else [entry])]
     found = {name.replace("optional ", "").replace("override ", "").strip().lstrip("/").partition("@")[0] for name in names}
     if unknown := [name for name in found if "${" in name or ".." in name]:
         raise ValueError(f"it is not known which file {unknown[0]} is")
