@@ -27,7 +27,12 @@ def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
     """`in_pod(objects)`: the configuration that host 0 composes from a run's objects, with their ConfigMap in `tmp_path`."""
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
     said: list[tuple[Namespace, list[str]]] = []
-    monkeypatch.setattr(pod, "_host", lambda given, overrides: said.append((given, overrides)) or 0)
+
+    def remember(given: Namespace, overrides: list[str]) -> int:
+        said.append((given, overrides))
+        return 0
+
+    monkeypatch.setattr(pod, "_host", remember)
 
     def composed(objects: list[dict[str, Any]]) -> Any:
         for each in objects:

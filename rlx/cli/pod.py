@@ -97,7 +97,7 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     from rlx.paths import write_text
     from rlx.waiting import LEFT
 
-    index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
+    index = int(os.environ.setdefault("JOB_COMPLETION_INDEX", "0"))  # the rules see by it that this is a pod
     file = given.volume / ".nodes" / f"{given.job}-{os.environ.get('JOB_UID', '')}"
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]

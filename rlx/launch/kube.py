@@ -267,7 +267,7 @@ class Follower:
         last, heard = "", None
         while True:
             is_last = pod in self.ended or self.over.is_set()
-            since = {} if heard is None else {"since_seconds": int(time.monotonic() - heard) + 10}
+            since: dict[str, Any] = {} if heard is None else {"since_seconds": int(time.monotonic() - heard) + 10}
             try:
                 for line in self._log(pod, follow=not is_last, **since):
                     if not line.endswith(b"\n") and not is_last:
