@@ -49,6 +49,7 @@ class Source:
         self.model, self.mesh, self.dtype = model, mesh, dtype
         self._buffers = {name for name, _ in model.hf.named_buffers()}
         self.sums: dict[str, dict[str, Any]] = {}  # what was sent, as in a manifest; on rank 0
+        self.taken = 0  # tensors so far, of all transfers
         self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -65,6 +66,7 @@ class Source:
             if self.mesh.first:
                 self.sums[name] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "sum": checksum(tensor)}
             yield name, tensor
+            self.taken += 1
 
     def finish(self) -> None:
         """Gather what an interrupted iteration has left: the other ranks do."""
