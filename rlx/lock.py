@@ -2,6 +2,9 @@
 
 Lustre mounted without `flock` and NFS without its lock daemon have no locks. A lock on this host keeps its processes apart; processes of
 other hosts are not seen. The kernel releases a lock when the last process that has the file open ends.
+
+The file on this host is in $TMPDIR, or else in /tmp. So processes that see different ones are not kept apart either, though on one host:
+jobs that have a $TMPDIR or a /tmp of their own, and a job and the shell that it was submitted from.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ class Cluster:
         self.pods: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.log = ""
+        self.busy: list[int] = []  # statuses of the next answers to questions about the Job: 503, 429
+        self.drops = 0  # how many readers of the log lose their connection after its first line
         cluster = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -73,8 +75,12 @@ class Cluster:
                 body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
+                is_log = isinstance(answer, str)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                if is_log and cluster.drops and body:
+                    cluster.drops -= 1
+                    body, self.close_connection = body.splitlines(keepends=True)[0], True
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
@@ -99,7 +105,7 @@ class Cluster:
         if (refused := self.refuse.get((method, kind))) is not None:
             return status_of(*refused)
         if kind == "pods":
-            return 200, self.log if place["log"] else {"kind": "PodList", "items": self.pods}
+            return 200, self._stamped(asked) if place["log"] else {"kind": "PodList", "items": self.pods}
         if kind == "events":
             return 200, {"kind": "EventList", "items": self.events}
         if method == "POST":
@@ -111,9 +117,16 @@ class Cluster:
         if method == "DELETE":
             del self.objects[kind, name]
             return 200, {"kind": "Status", "status": "Success"}
+        if self.busy:
+            return status_of(self.busy.pop(0), "the server is starting")
         if self.stages:
             self.stages.pop(0)(self)
         return 200, self.objects[kind, name]
+
+    def _stamped(self, asked: dict[str, str]) -> str:
+        lines = self.log.splitlines(keepends=True)
+        stamp = (lambda n: f"2026-01-01T00:00:{n:02d}.5Z ") if asked.get("timestamps") == "true" else lambda n: ""
+        return "".join(stamp(n) + line for n, line in enumerate(lines))
 
     def _create(self, kind: str, body: dict[str, Any]) -> tuple[int, Any]:
         name = body["metadata"]["name"]

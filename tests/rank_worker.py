@@ -10,11 +10,17 @@ import json
 import math
 import os
 import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from trainer_examples import make_samples, step_batch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rlx.config.schema import AcConfig, LoraConfig, LossTerms
 from rlx.data.packing import pack
@@ -26,6 +32,9 @@ from rlx.paths import RunPaths
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
+
+ERROR = "error"  # files of the ranks that failed
+TOGETHER = 30.0  # seconds within which all ranks refuse a case
 
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
@@ -70,8 +79,39 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300)
     for folder in map(Path, sys.argv[1:]):
-        train(folder, mesh, json.loads((folder / "settings.json").read_text()))
+        attempt(folder, mesh)
     mesh.close()
+
+
+@contextmanager
+def blocks_that_reduce() -> Iterator[None]:
+    """Llama's feed-forward blocks subtract the mean of their inner units, which no rank with a part of them knows."""
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner - inner.mean(-1, keepdim=True))
+
+    with patch.object(LlamaMLP, "forward", forward):
+        yield
+
+
+def attempt(folder: Path, mesh: Mesh) -> None:
+    """Train one case. What every rank refuses fails that case alone; an error of some ranks ends all of them, and names the case."""
+    out = folder / f"out_{mesh.world_size}"
+    settings = json.loads((folder / "settings.json").read_text())
+    try:
+        with blocks_that_reduce() if settings.get("reduces") else nullcontext():
+            train(folder, mesh, settings)
+    except Exception as error:
+        out.mkdir(exist_ok=True)
+        own = out / f"{ERROR}_{mesh.rank}"
+        own.with_suffix(".part").write_text("".join(traceback.format_exception(error)))
+        own.with_suffix(".part").rename(own)
+        end = time.monotonic() + TOGETHER
+        while len(list(out.glob(f"{ERROR}_?"))) < mesh.world_size:
+            if time.monotonic() > end:  # the others wait in a collective, or are past it
+                raise RuntimeError(f"case {folder.name}: only some ranks failed") from error
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ LARGE = (
     *("kubernetes.priority_class=low", "kubernetes.service_account=runner"),
 )
 SMALL = (*ON, "hardware=cpu")
+TEACHER = ("loss=opd", "teacher.base_url=[http://host:8000]")
 
 
 def config(*overrides: str) -> Any:
@@ -82,6 +83,13 @@ def test_the_pod_composes_what_the_config_map_holds(tmp_path: Path):
     assert again == cfg
 
 
+def test_a_claim_that_a_small_run_creates_serves_every_later_run():
+    (claim, *_) = manifests("mine", values_of(config(*SMALL, "kubernetes.storage_gb=1")))
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "what the chart's default is, too"
+    (claim, *_) = manifests("mine", values_of(config(*SMALL, "kubernetes.storage_gb=1", "kubernetes.access_mode=ReadWriteOnce")))
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
 def test_a_failed_run_is_not_repeated_and_a_preempted_one_is():
     rules = job_of(manifests("mine", values_of(config(*SMALL))))["podFailurePolicy"]["rules"]
     by_code = {code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]}
@@ -133,8 +141,12 @@ def test_the_charts_grace_is_that_of_the_default_run():
         (("kubernetes.secrets.HF_TOKEN=hf_abcdef",), "a secret is a variable and where its value is"),
         (("kubernetes.env.PYTHONPATH=/x",), "rlx sets this variable"),
         (("kubernetes.env.A=1", "kubernetes.secrets.A=a/b"), "a variable has two values"),
-        (("inference.api_key=abc",), "a secret must not be in a manifest"),
+        (("inference.api_key=abc",), "set kubernetes.secrets.RLX_INFERENCE__API_KEY=SECRET/KEY"),
+        (("teacher.api_key=abc", *TEACHER), "set kubernetes.secrets.RLX_TEACHER__API_KEY=SECRET/KEY"),
+        (("kubernetes.env.HF_TOKEN=abc", "kubernetes.env.TOKENIZERS_PARALLELISM=no"), "Set kubernetes.secrets.HF_TOKEN=SECRET/KEY"),
+        (("kubernetes.env.MY_API_KEY=abc", "kubernetes.secrets.MY_API_KEY=a/b"), "kubernetes.env.MY_API_KEY would be there for all"),
         (("kubernetes.mount=runs",), "the volume needs a place of its own"),
+        (("hardware=cpu_3nodes", "kubernetes.storage_gb=1", "kubernetes.access_mode=ReadWriteOnce"), "only one node could have the volume"),
         (("kubernetes.memory_gb=4",), "/dev/shm would take all memory"),
         (("hardware=auto",), "hardware=auto does not know the nodes of the cluster: kubernetes.gpus_per_node=null"),
     ],

@@ -96,6 +96,14 @@ def test_what_the_cluster_refuses_is_said_with_its_message_and_nothing_is_left(c
     assert [kind for kind, _ in cluster.objects if kind == "jobs"] == []
 
 
+def test_the_rights_that_a_claim_needs_are_named(cluster, capsys):
+    cluster.refuse = {("POST", "persistentvolumeclaims"): (403, "forbidden")}
+    assert main(["train", *SMALL, "kubernetes.storage_gb=10"]) == 2
+    said = capsys.readouterr().err
+    assert "the claim rlx: 403 forbidden" in said
+    assert "create of persistentvolumeclaims" in said
+
+
 def test_a_cluster_that_does_not_answer_and_one_that_is_not_configured_are_told_apart(cluster, capsys, tmp_path, monkeypatch):
     cluster.close()
     monkeypatch.setattr("urllib3.util.retry.Retry.DEFAULT", 0)
@@ -103,7 +111,11 @@ def test_a_cluster_that_does_not_answer_and_one_that_is_not_configured_are_told_
     assert "the cluster cannot be reached" in capsys.readouterr().err
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "absent"))
     assert main(["pods"]) == 2
-    assert "no Kubernetes cluster" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no Kubernetes cluster" in said
+    assert "get a kubeconfig from whoever runs the cluster" in said
+    assert "KUBECONFIG" in said
+    assert "Nothing was started" not in said, "a list starts nothing"
 
 
 def conditions(cluster: Cluster, *found: dict[str, Any]) -> None:
@@ -153,6 +165,31 @@ def test_a_failed_run_ends_with_its_exit_code_and_the_clusters_reason(cluster, c
     cluster.stages = life(([pod(0, "Failed", containerStatuses=ended)], [FAILED]))
     assert main(["train", *SMALL, "launcher.wait=true"]) == 130
     assert "Job mine: failed (PodFailurePolicy): Container rlx failed with exit code 1" in capsys.readouterr().out
+
+
+def test_a_cluster_that_stops_answering_for_a_while_does_not_end_the_following_of_a_run(cluster, capsys):
+    running = [pod(0, "Running", containerStatuses=container(running={}))]
+    ended = [pod(0, "Succeeded", containerStatuses=container(terminated={"exitCode": 0}))]
+    cluster.log, cluster.busy, cluster.drops = "step 1\nstep 2\nstep 3\n", [503, 429, 500], 1
+    cluster.stages = life((running, []), (running, []), (ended, [DONE]))
+    assert main(["train", *SMALL, "launcher.wait=true"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("the cluster does not answer (503 the server is starting); the run goes on") == 1
+    assert "the cluster answers again" in shown
+    assert [line for line in shown.splitlines() if line.startswith("step")] == ["step 1", "step 2", "step 3"], "each once, and in order"
+    again = [asked for _, place, asked in cluster.calls if place == "pods/mine-0-abcde" and "sinceSeconds" in asked]
+    assert again, "a log that drops is opened again, but not read from its beginning"
+
+
+def test_a_run_that_cannot_be_followed_is_not_said_to_be_none(cluster, capsys, monkeypatch):
+    monkeypatch.setattr(kube, "PATIENCE", 0.0)
+    cluster.busy = [503] * 100
+    assert main(["train", *SMALL, "launcher.wait=true"]) == 1
+    said = capsys.readouterr().err
+    assert "the Job mine: 503 the server is starting" in said
+    assert "The Job mine was started, but cannot be followed: rlx pods follow mine --namespace research" in said
+    assert main(["pods", "follow", "mine"]) == 2
+    assert "Nothing was started" not in said + capsys.readouterr().err
 
 
 def test_a_warning_about_a_pod_is_shown_while_it_waits(cluster, capsys):

@@ -19,7 +19,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema_launch import ContainerConfig
 from rlx.launch import slurm
-from rlx.launch.container import Container, mounts_of
+from rlx.launch.container import Container, mounts_of, named_folders
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
 from rlx.runs import provenance
@@ -92,7 +92,6 @@ class Job:
         monkeypatch.chdir(folder)
         monkeypatch.delenv("PYTHONPATH", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "cache" / "rlx").mkdir(parents=True)
         (folder / "hub").mkdir()
         line = ["launcher=slurm", "hardware=cpu", f"run.dir={folder / 'run'}", "launcher.grace=1", f"slurm.hf_home={folder / 'hub'}"]
         line += [f"slurm.container={{runtime: {runtime}, image: {image(runtime)}, python: {PYTHON}}}"]
@@ -214,6 +213,20 @@ def test_what_contradicts_the_container_is_refused(tmp_path: Path, more: list[st
     assert said in str(error.value)
 
 
+def test_a_container_on_the_command_line_is_given_whole() -> None:
+    line = ["launcher=slurm", "hardware=cpu", "dry_run=true"]
+    with pytest.raises(ConfigError) as error:
+        compose([*line, "slurm.container.runtime=pyxis"], {})
+    assert error.value.problems == [
+        "`slurm.container.runtime=pyxis` sets a key of slurm.container, but that section is null here. "
+        "Set it whole: 'slurm.container={runtime: …, image: …, python: …}', or in the file of slurm=NAME."
+    ]
+    whole = "slurm.container={runtime: pyxis, image: x, python: /opt/python}"
+    container = compose([*line, whole, "slurm.container.home=true"], {}).cfg.slurm.container
+    assert container is not None
+    assert (container.image, container.home) == ("x", True)
+
+
 def files_of_the_page() -> dict[str, str]:
     """The clusters of docs/cluster.md by name."""
     page = (Path(__file__).resolve().parent.parent / "docs" / "cluster.md").read_text()
@@ -290,3 +303,34 @@ def test_a_folder_that_no_runtime_can_mount_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "a,b"
     with pytest.raises(ConfigError, match="cannot be mounted in a container: its name has ','"):
         slurm.sbatch_script(cfg, "run", run / slurm.FOLDER, [RunPaths(run).root])
+
+
+def test_texts_that_are_no_paths_are_not_mounted_nor_the_hosts_system_over_the_images(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    texts = [
+        "/" * 300 + "x" * 300,
+        "/" + "y" * 300,
+        "~x y",
+        "~nobody-of-this-name/z",
+        "/no_think",
+        "/usr/bin/env",
+        "/etc",
+        "/bin/sh",
+        "/lib64",
+    ]
+    assert list(named_folders({"a": [*texts, str(tmp_path / "data")], "b": {"python": str(tmp_path)}})) == [tmp_path / "data"]
+
+
+def test_the_cache_in_the_home_directory_is_mounted_where_its_variable_points_and_made_first(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "RLX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    container = "slurm.container={runtime: pyxis, image: /images/rlx.sqsh, python: /opt/rlx/bin/python}"
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true", container, "slurm.hf_home='~/hub'"], {}).cfg
+    run = tmp_path / "run"
+    text = slurm.sbatch_script(cfg, "run", run / slurm.FOLDER, [run], run / slurm.FOLDER / "code_1")
+    assert f"export HF_HOME={tmp_path}/hub\n" in text
+    assert f"{tmp_path}/hub:{tmp_path}/hub" in text
+    (made,) = [line for line in text.splitlines() if line.startswith("mkdir -p") and ".cache" in line]
+    assert made.split()[2:] == [f"{tmp_path}/{name}" for name in (".cache", ".cache/rlx", "hub")]
+    assert text.index(made) < text.index("rlx_supervise()")

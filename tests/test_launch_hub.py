@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from hub_stand_in import hub
 
+from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.launch.hub import check_cache, lacks, models_of, use_cache, variables_of
+from rlx.launch import doctor_services
+from rlx.launch.doctor import Examined
+from rlx.launch.hub import check_cache, fetch_models, lacks, models_of, use_cache, variables_of
 
 LINE = ["launcher=slurm", "slurm=dev", "hardware=cpu", "model=qwen3_0_6b", "model.name=team/tiny", "env=math"]
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -76,6 +79,37 @@ def test_another_cache_than_that_of_the_cluster_is_refused(cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"uses the cache .*/home already, and slurm.hf_home=/elsewhere"):
         use_cache({"HF_HOME": "/elsewhere"})
     use_cache({"HF_HOME": str(cache.parents[3])})
+
+
+def test_doctor_looks_into_the_cache_of_the_cluster_and_advises_to_fetch(cache: Path, tmp_path: Path) -> None:
+    line = [*LINE, "dry_run=true", "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"]
+    examined = Examined(cfg=compose(line, {}).cfg, run_dir=tmp_path)
+    found = doctor_services.hub(examined)
+    assert found.state == "failed"
+    assert found.found == f"offline (slurm.offline=true), and team/tiny is not in the cache {cache.parents[3]}"
+    assert found.remedy == "rlx fetch, with the same arguments, where there is internet"
+    folder = model(cache, weights=())
+    assert "lacks of team/tiny: model.safetensors" in doctor_services.hub(examined).found
+    (folder / "model.safetensors").touch()
+    found = doctor_services.hub(examined)
+    assert (found.state, found.found) == ("ok", "offline (slurm.offline=true); team/tiny in the cache")
+
+
+def test_the_command_doctor_uses_the_cache_of_the_cluster(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(doctor_services, "CHECKS", (("hub", doctor_services.hub),))
+    model(cache)
+    monkeypatch.delenv("HF_HOME")
+    assert main(["doctor", *LINE, "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"]) == 0
+    assert "team/tiny in the cache" in capsys.readouterr().out
+    assert (os.environ["HF_HOME"], os.environ["HF_HUB_OFFLINE"]) == (str(cache.parents[3]), "1")
+
+
+def test_fetching_without_a_network_says_where_to_do_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match="fix: no network here: run it where there is internet"):
+        fetch_models(compose([*LINE, "dry_run=true"], {}).cfg)
 
 
 def rlx(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -15,9 +15,11 @@ from checkpoint_worker import make_trainer
 from safetensors.torch import load_file
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from rlx.models.load import load_policy
+from rlx.models.read import _keeps_shards
 from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
 from rlx.train.checkpoint import Progress, Saver
@@ -114,3 +116,18 @@ def test_a_head_of_its_own_is_not_lost_when_a_run_goes_on(tmp_path: Path):
     resumed = make_trainer(str(tmp_path / "tied"), read=False)
     checkpoint.load(tmp_path / "saved", resumed)
     assert torch.equal(resumed.model.hf.lm_head.weight, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("operations", "sharded", "keeps"),
+    [
+        ([MergeModulelist(dim=0), Concatenate(dim=1)], {0}, True),
+        ([MergeModulelist(dim=0), Concatenate(dim=1)], {0, 2}, True),
+        ([MergeModulelist(dim=0), Concatenate(dim=1)], {0, 1}, False),
+        ([Transpose(dim0=1, dim1=2)], {0}, True),
+        ([Transpose(dim0=1, dim1=2)], {0, 2}, False),
+        ([Concatenate(dim=0)], set(), False),
+    ],
+)
+def test_ranks_read_their_own_parts_unless_a_conversion_moves_a_sharded_dimension(operations, sharded, keeps):
+    assert _keeps_shards(WeightConverter("stored", "parameter", operations), sharded) == keeps

@@ -38,10 +38,18 @@ def test_a_tensor_group_shares_rows_and_gathered_layers() -> None:
     assert (after.layers, after.layer_gradients, after.activations) == (
         before.layers / 2,
         before.layer_gradients / 2,
-        before.activations / 2,
+        before.activations * (17 + 2) / 17 / 2,  # of a gathered span, the other rank's tokens are kept twice a layer
     )
     text = explain(divided, make_plan(divided, Path("/run")), {}, [], "/run")
     assert "FSDP2 over 4 ranks; each row on 2 of them, matrices divided over 2" in text
+
+
+def test_groups_that_lie_on_several_hosts_are_named() -> None:
+    for keys, warned in (({"tp": 8}, False), ({"tp": 16}, True), ({"ep": 16}, True)):
+        cfg = config("node8x4", trainer={"micro_batch_tokens": 8192, **keys}, model={"num_experts": 128, "num_attention_heads": 32})
+        text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+        ((key, size),) = keys.items()
+        assert (f"warning: trainer.{key}={size} does not divide the 8 trainer ranks of a host, so some groups exchange" in text) == warned
 
 
 def test_an_expert_group_shares_gathered_layers_of_experts() -> None:

@@ -17,7 +17,7 @@ from toy_run import FOREVER, toy
 
 from rlx.launch.agents import Agent, ask, connect, wait_for_agents
 from rlx.launch.pods import make_token
-from rlx.launch.processes import start_time
+from rlx.launch.processes import bound, start_time
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
 from rlx.paths import RunPaths
@@ -108,6 +108,44 @@ def test_a_host_that_is_taken_away_is_no_failure_of_a_role(client, agent, tmp_pa
     assert decide(View(processes=(lost, other), remote=True, asked=True)).settle
     assert decide(View(processes=(lost, other), remote=True, asked=True, waited=9.0)).give_way
     assert decide(View(processes=(lost, other), remote=True, asked=True, told=True, overdue=60.0)).state == "preempted"
+
+
+AGENT = """
+import ctypes, os, signal
+from rlx.launch.agents import Agent
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSEGV))
+libc = ctypes.CDLL(None)
+assert libc["__register_atfork"](None, None, libc.abort, None) == 0
+print(Agent(lambda: "of this run", 0, "127.0.0.1").port, flush=True)
+signal.pause()
+"""
+
+
+def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
+    """Handlers of other libraries crash in a child of a process with threads. SIGKILL leaves the agent no time to end the role."""
+    with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        try:
+            line, proof = connect(("127.0.0.1", int(agent.stdout.readline())), TOKEN)
+            line.send(proof=proof, start={"name": "trainer", "argv": [sys.executable, "-c", FOREVER], "gpus": [], "env": {}})
+            pid = line.receive()["pid"]
+            assert line.receive()["out"].startswith("working")
+        finally:
+            agent.kill()
+        line.connection.close()
+    until(lambda: start_time(pid) is None)
+
+
+def test_a_command_starts_as_without_its_bond_and_not_after_its_parent(tmp_path):
+    argv = ["grep", "SigIgn", "/proc/self/status"]
+    plain, held = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in (argv, bound(argv, os.environ)))
+    assert held == plain, "the same signals are ignored"
+    orphan = bound(["touch", str(tmp_path / "made")], os.environ)
+    orphan[orphan.index(str(os.getpid()))] = "0"
+    assert subprocess.run(orphan, check=False).returncode == 1
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        bound(["nowhere"], os.environ)
 
 
 def test_a_role_that_cannot_start_says_why(client, monkeypatch):

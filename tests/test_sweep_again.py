@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,3 +88,59 @@ def test_a_sweep_is_composed_if_anything_that_it_depends_on_has_changed(
         case "the record is gone":
             (tmp_path / "out" / ".sweep.json").unlink()
     assert len(started(*argv)) == 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["a group is a link", "a file is a link", "a folder that a defaults list names", "a new file before another"]
+)
+def test_a_change_is_seen_in_every_file_that_composition_reads(started: Callable[..., list[int]], tmp_path: Path, kind: str) -> None:
+    conf, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
+    for folder in (conf, elsewhere, conf / "common"):
+        folder.mkdir()
+    changing = elsewhere / "mine.yaml"
+    match kind:
+        case "a group is a link":
+            (conf / "launcher").symlink_to(elsewhere)
+        case "a file is a link":
+            (conf / "launcher").mkdir()
+            (conf / "launcher" / "mine.yaml").symlink_to(changing)
+        case _:
+            (conf / "launcher").mkdir()
+            first = "defaults: [slurm, /common/more@_global_]\n" if "defaults" in kind else "defaults: [slurm]\n"
+            (conf / "launcher" / "mine.yaml").write_text(first)
+            changing = conf / "common" / "more.yaml" if "defaults" in kind else conf / "launcher" / "slurm.yaml"
+    if "hides" not in kind:
+        changing.write_text("launcher: {grace: 6}\n" if "defaults" in kind else "name: slurm\ngrace: 6\n")
+    argv = ["--config-dir", str(conf), "launcher=mine"]
+    started(*argv)
+    assert started(*argv) == [2]
+    changing.write_text("launcher: {grace: 7}\n" if "defaults" in kind else "name: slurm\ngrace: 7\n")
+    assert started(*argv) == [2, 2]
+
+
+def test_what_lies_beside_the_configuration_neither_ends_a_sweep_nor_counts(started: Callable[..., list[int]], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "a.yaml").mkdir(parents=True)
+    (model / ".#b.yaml").symlink_to("me@host.1234:5678")  # Emacs's lock
+    (model / "around").symlink_to(model)
+    packages = tmp_path / ".venv" / "lib"
+    packages.mkdir(parents=True)
+    for number in range(300):
+        (packages / f"{number}.yaml").touch()
+    started("--config-dir", ".")
+    (packages / "0.yaml").write_text("a: 1\n")
+    assert (tmp_path / "out" / "seed=1" / "config.yaml").is_file(), "in the directory of the configuration, too"
+    assert started("--config-dir", ".") == [2]
+
+
+def test_what_cannot_be_read_is_composed_again(started: Callable[..., list[int]], tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    unread = tmp_path / "conf" / "model" / "theirs.yaml"
+    unread.write_text("name: x\n")
+    unread.chmod(0)
+    if os.access(unread, os.R_OK):  # of root, who may read all: a name that leads nowhere but is no link
+        unread.unlink()
+        (tmp_path / "conf" / "model" / "loop.yaml").write_text("defaults: ['${which}/x']\n")
+    argv = ["--config-dir", str(tmp_path / "conf")]
+    assert started(*argv) == [2]
+    assert started(*argv) == [2, 2]

@@ -28,8 +28,9 @@ from rlx.losses.sapo import sapo
 from rlx.losses.sft import sft
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import PRODUCTS, checkpoint_activations
+from rlx.parallel.mesh import Mesh
 from rlx.train.muon import Muon, groups_of
-from rlx.train.optim import NotFiniteError, learning_rate
+from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate
 from rlx.train.step import merge_metrics
 from rlx.types import RankBatch
 
@@ -347,3 +348,18 @@ def test_a_batch_whose_counts_are_not_what_it_holds_is_refused(what: str) -> Non
     batch = dataclasses.replace(batch, mini_batches=(dataclasses.replace(batch.mini_batches[0], counts=wrong),))
     with pytest.raises(ValueError, match=rf"trainable {what} over all ranks .*; the packing counted wrongly"):
         make_trainer(make_model()).train_batch(batch)
+
+
+def test_a_rank_clips_and_refuses_by_the_norm_of_rank_0():
+    class Another(Mesh):
+        def broadcast(self, tensor: torch.Tensor) -> None:
+            tensor.fill_(norm)
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    mesh, norm = Another(device=torch.device("cpu")), 10.0
+    assert clip_gradients([parameter], 1.0, "step 1", mesh) == 10
+    assert parameter.grad.tolist() == pytest.approx([0.3, 0.4], rel=1e-5)
+    norm = float("inf")
+    with pytest.raises(NotFiniteError, match="step 1: the gradient norm is inf"):
+        clip_gradients([parameter], 1.0, "step 1", mesh)

@@ -35,7 +35,7 @@ COMMANDS = {  # in the order of the help text
     "pod": "rlx.cli.pod",
 }
 
-READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env"}  # start nothing
+READ_ONLY = {"runs", "watch", "doctor", "pods", "diff", "show", "view", "report", "env"}  # start nothing
 
 
 CLOSED = 141  # 128 + SIGPIPE, as a shell reports it

@@ -37,6 +37,7 @@ exit codes: 0 nothing fails; 1 something fails; 2 the configuration is invalid""
 def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.launch.doctor import FAILED, Examined, examine
+    from rlx.launch.hub import use_cache, variables_of
 
     flags = {part for part in argv if part in ("--node", "--json")}
     overrides = [part for part in argv if part not in flags]
@@ -47,6 +48,7 @@ def run(argv: list[str]) -> int:
         overrides.append("launcher=slurm")
     composed = [*overrides, "dry_run=true"]  # the rules then leave to this command what is missing here
     cfg = compose(composed).cfg
+    use_cache(variables_of(cfg))  # before anything imports the hub's library
     found: list[Finding] = []
     if "--node" in flags:
         from rlx.launch.doctor_node import on_a_node

@@ -6,10 +6,12 @@ pod 0   also the supervisor: compose, claim or rewind the run directory, wait fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -19,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlx.config.roots import Root
     from rlx.launch.agents import Agent
 
 SUMMARY = "one host of a run on Kubernetes (the command of its containers)"
-LOOK = 5.0  # seconds between two looks of a waiting host at the token
+LOOK = 5.0  # seconds between two looks of a waiting host at the first host's exit code
 SHOWN = 20.0  # seconds that the display has to end after the run
 
 
@@ -30,7 +33,7 @@ def help_text() -> str:
     return f"""\
 rlx pod: {SUMMARY}.
 
-usage: rlx pod --job NAME --nodes N --volume DIR COMMAND [key=value …]
+usage: rlx pod --job NAME --nodes N --gpus N --volume DIR COMMAND [key=value …]
 
 Containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md).
 COMMAND is train, sft, eval or synthesize. JOB_COMPLETION_INDEX says which host this is. Host 0 runs the command, in DIR/<run.name>;
@@ -44,6 +47,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--volume", type=Path, required=True)
+    parser.add_argument("--gpus", type=int)  # of each host; default: unknown
     parser.add_argument("--start-timeout", type=float, default=1800.0)
     parser.add_argument("--hosts", default="")  # NAME:PORT of each host's agent, in order; default: the names of the Job's pods
     parser.add_argument("command", choices=("train", "sft", "eval", "synthesize"))
@@ -90,6 +94,7 @@ def _code_of(work: Callable[[], int]) -> int:
 def _host(given: Namespace, overrides: list[str]) -> int:
     from rlx.launch.agents import Agent, ask
     from rlx.launch.manifests import PORT
+    from rlx.paths import write_text
     from rlx.waiting import LEFT
 
     index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
@@ -97,21 +102,26 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name, int(port)) for name, _, port in places]
+    check_volume(given.volume)
+    end = file.with_name(f"{file.name}.end")  # for a host that is replaced at this moment and hears nothing
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
+        end.unlink(missing_ok=True)  # of an attempt after which the Job started this host again
         code = _first(given, overrides, hosts, file)
         if code != LEFT:  # then the Job ends; else the other hosts serve the next attempt
+            with contextlib.suppress(OSError):
+                write_text(end, str(code))
             for host in hosts[1:]:
                 try:
                     ask(host, _read(file) or "", end=code)
                 except (OSError, ValueError) as error:
                     print(f"{host[0]} was not told of the end: {error}", flush=True)
         return code
-    return _serve(agent, index)
+    return _serve(agent, index, lambda: _read(end))
 
 
-def _serve(agent: Agent, index: int) -> int:
-    """Serve until the first host ends the run, or until this host is taken away."""
+def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
+    """Serve until the first host ends the run, or until this host is taken away. `end`: the exit code that the first host left."""
     from rlx.waiting import LEFT
 
     taken = threading.Event()
@@ -121,7 +131,12 @@ def _serve(agent: Agent, index: int) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     print(f"host {index} serves", flush=True)
+    look = 0.0
     while not agent.over.wait(0.2):
+        if (now := time.monotonic()) >= look:
+            look = now + LOOK
+            if (code := end()) is not None:
+                return int(code)
         if taken.is_set():
             agent.give_notice()
             while agent.is_busy:  # the kubelet ends this after the pod's grace time
@@ -144,11 +159,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
     command = importlib.import_module(f"rlx.cli.{given.command}").command()
-    if not any(part.startswith("--config-dir") for part in overrides):  # else its file has all of this
-        overrides = [*overrides, "launcher=kubernetes", f"kubernetes.mount={given.volume}", "kubernetes.image=this"]
-        if not any(part.startswith(("run.dir=", "run.name=")) for part in overrides):
-            overrides.append(f"run.name={given.job}")
-    composed = compose(overrides, None, command.root)
+    composed = compose(arguments(given, overrides, command.root), None, command.root)
     cfg = command.resolve(composed.cfg)
     if cfg.run.dir is None:
         cfg = replace(cfg, run=replace(cfg.run, dir=str(given.volume / str(cfg.run.name))))
@@ -157,6 +168,10 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     needed = max(spec.node for spec in plan) + 1
     if needed > given.nodes:
         print(f"the layout needs {needed} hosts, but the Job has {given.nodes}: correct `nodes` of the chart", file=sys.stderr)
+        return 2
+    gpus = cfg.hardware.gpus_per_node if cfg.hardware.device == "cuda" else 0
+    if given.gpus is not None and gpus > given.gpus:
+        print(f"the layout needs {gpus} GPUs a host, but the pods have {given.gpus}: correct `gpusPerNode` of the chart", file=sys.stderr)
         return 2
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
@@ -175,6 +190,51 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         except subprocess.TimeoutExpired:
             each.kill()
     return code
+
+
+def check_volume(volume: Path) -> None:
+    """Raise ConfigError if this user cannot write the volume."""
+    from rlx.config.errors import ConfigError
+
+    try:
+        (volume / ".nodes").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=volume / ".nodes"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the volume {volume} cannot be written by the user {os.getuid()}, groups {os.getgroups()}: "
+            f"{error.strerror}: {error.filename}.\n"
+            "  fix: kubernetes.user=UID (of the chart: user) must be its owner; or correct the volume, whose storage may ignore fsGroup"
+        ) from error
+
+
+def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
+    """The command line of the run, with what the pod knows: the launcher, the GPUs of a host, and a directory on the volume.
+
+    A configuration that was written elsewhere (the chart's `config`) names another launcher and a directory that no pod has.
+    """
+    from rlx.config.composition import compose_tree
+    from rlx.config.environment import variable_of
+    from rlx.config.tree import secret_keys
+
+    found = [*overrides, "launcher.name=kubernetes", f"kubernetes.mount={given.volume}"]
+
+    def has(*keys: str) -> bool:
+        return any(part.startswith(tuple(f"{key}=" for key in keys)) for part in overrides)
+
+    has_all = any(part.partition("=")[0] in ("--config-name", "-cn") for part in overrides)
+    if given.gpus is not None and not has_all and not has("kubernetes.gpus_per_node"):
+        found.append(f"kubernetes.gpus_per_node={given.gpus}")
+    if has_all:  # such a file reads no variables, but secrets can only be in them
+        given_by = {key: variable_of(key) for key in secret_keys(root.schema) if not has(key)}
+        found += [f"{key}=${{oc.env:{name}}}" for key, name in given_by.items() if name in os.environ]
+    run = compose_tree(found, os.environ, root).data.get("run")
+    name, place = (run.get("name"), run.get("dir")) if isinstance(run, dict) else (None, None)
+    if has("run.dir") or (place is not None and Path(str(place)).is_relative_to(given.volume)):
+        return found
+    if not has("run.name") and (name is None or place is not None):
+        found.append(f"run.name={given.job}")
+    return [*found, "run.dir=null"] if place is not None else found
 
 
 def _read(file: Path) -> str | None:

@@ -97,6 +97,7 @@ def text_of(objects: Sequence[dict[str, Any]]) -> str:
 
 def start(cfg: CommandConfig) -> int:
     """Create the objects of a settled run. Follows it if `launcher.wait`. Returns the exit code."""
+    from rlx.config.errors import ConfigError
     from rlx.launch.kube import Cluster, Follower, apply
 
     objects = objects_of(cfg)
@@ -108,10 +109,13 @@ def start(cfg: CommandConfig) -> int:
         print(f"  state    rlx pods follow {name}{there}\n  stop     rlx pods delete {name}{there}")
         return 0
     try:
-        return Follower(cluster, name, _say).run()
+        return Follower(cluster, name, _say, answered=True).run()
     except KeyboardInterrupt:
         print(f"\nthe Job {name} continues; stop it with: rlx pods delete {name}{there}", file=sys.stderr)
         raise
+    except ConfigError as error:  # 2 would mean that nothing was started
+        print(f"rlx: {error}\nThe Job {name} was started, but cannot be followed: rlx pods follow {name}{there}", file=sys.stderr)
+        return 1
 
 
 def _say(line: str) -> None:

@@ -359,15 +359,17 @@ def _sections_off(root: Root, variables: list[Variable], values: list[Override],
     """A problem for each override or variable that sets a key of a section that is null: this must not turn the section on."""
     problems = []
     set_keys = [(o.key_or_group, line_of(o).lstrip("+")) for o in values] + [(v.key, f"{v.name}={v.text}") for v in variables]
-    for section in optional_sections(root.schema):
+    whole = {o.key_or_group for o in values if isinstance(value_of(o), dict)}
+    for section in (each for each in optional_sections(root.schema) if each not in whole):
         for key, line in set_keys:
             if key.startswith(section + ".") and not any(known.startswith(section + ".") for known in origins.in_files):
                 group = section.partition(".")[0]
-                hint = (
-                    f"Turn it on with {section.replace('.', '=')}."
-                    if group == "logger"
-                    else f"The chosen {group} has no such section; remove the setting."
-                )
+                needed = [f.name for f in dataclasses.fields(split_optional(type_at(root.schema, section))[0]) if f.default is MISSING]
+                hint = f"The chosen {group} has no such section; remove the setting."
+                if group == "logger":
+                    hint = f"Turn it on with {section.replace('.', '=')}."
+                elif group == "slurm":
+                    hint = f"Set it whole: '{section}={{{', '.join(f'{name}: …' for name in needed)}}}', or in the file of slurm=NAME."
                 problems.append(Problem(f"`{line}` sets a key of {section}, but that section is null here. {hint}", (section,)))
     return problems
 

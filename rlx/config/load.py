@@ -92,7 +92,10 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     """
     builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
     cfg = builder.build(root.schema, tree.data)
-    builder.missing = [(key, doc) for key, doc in builder.missing if key not in tree.unresolved]  # their cause is reported already
+    reported = [f"{key}." for problem in tree.problems for key in problem.keys]
+    builder.missing = [  # without those of which the cause is reported already
+        (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
+    ]
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
     problems = problems or check_targets(cfg, tree.origins)
@@ -150,7 +153,15 @@ def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
+    _rename(data)
     return path, data
+
+
+def _rename(data: dict[str, Any]) -> None:
+    """Give the values of a run of an older version the names that their keys have now."""
+    slurm = data.get("slurm")
+    if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
+        data["slurm"] = slurm | {"prefix": words, "container": None}
 
 
 def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:

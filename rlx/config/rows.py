@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATION = 17  # numbers kept per token, layer and unit of width, without attention scores: 34 bytes in 16 bits, arXiv 2205.05198, 4.1
 PRODUCTS = 11  # of these, results of matrix products and attention in a gated layer: q, k and v, attention, o, gate, up and down
+GATHERED = 2  # with `trainer.tp`, tokens gathered for attention and for feed-forward, once for each of the ranks that they came from
 BUDGET = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}  # bytes for activations: on a workstation; on a GPU, a tenth of 80 GB
 SHARED = 2  # an engine on the same card halves the budget
 WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len or the whole batch
@@ -22,12 +23,14 @@ WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len 
 def activation_bytes(cfg: TrainingRoot) -> float:
     """Bytes that a rank keeps for the backward pass, per token of a row. With `trainer.cp` or `tp`, a token's are on one of several ranks.
 
-    A layer with activation checkpointing keeps only its input, or also its products. One such layer at a time is recomputed.
+    A layer with activation checkpointing keeps only its input, or also its products. One such layer at a time is recomputed. Buffers of the
+    exchange of tokens between experts (`trainer.ep`), and experts that get more tokens than others, are not counted.
     """
     width, layers, ac = BYTES[cfg.model.dtype] * cfg.model.hidden_size, cfg.model.num_layers, cfg.trainer.ac
     recomputed = -(-layers // ac.freq) if ac.freq else 0
     kept = 0 if cfg.trainer.ac_offloading and cfg.hardware.device == "cuda" else 1 if ac.mode == "full" else 1 + PRODUCTS
-    return ((layers - recomputed + min(1, recomputed)) * ACTIVATION + recomputed * kept) * width / cfg.trainer.ranks_of_a_row
+    numbers = ACTIVATION + GATHERED * (cfg.trainer.tp - 1)
+    return ((layers - recomputed + min(1, recomputed)) * numbers + recomputed * kept) * width / cfg.trainer.ranks_of_a_row
 
 
 def tokens_of_an_update(cfg: TrainingRoot) -> int:

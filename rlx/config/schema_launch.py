@@ -62,7 +62,8 @@ class ContainerConfig:
     mounts: list[str] = key(
         [],
         "more folders, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro. Mounted in any case, under their own names: the run's or sweep's "
-        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches",
+        "directory with its copy of the code, the working directory, the absolute paths in the configuration, and the caches; "
+        "but no system folders (/usr, /etc, /opt and the like), which are the image's",
     )
     workdir: str | None = key(None, "working directory inside; null: the one in which the command was given")
     home: bool = key(False, "mount the home directory too")
@@ -90,7 +91,11 @@ class SlurmConfig:
     signal_seconds: int = key(120, "how many seconds before the time limit or a preemption the job gets a signal", low=10)
     setup: list[str] = key([], "shell lines to run before the job's command, for modules and variables; the first that fails ends the job")
     prefix: list[str] = key([], "words before the command of every process but the supervisor: [numactl, --localalloc]")
-    container: ContainerConfig | None = key(None, "the container in which all processes of a job run; null: none")
+    container: ContainerConfig | None = key(
+        None,
+        "the container in which all processes of a job run; null: none",
+        was_list="a list of words is now slurm.prefix; for an image set runtime, image and python in the cluster's file",
+    )
     hf_home: str | None = key(
         None, "the nodes' cache of models and data sets, on a shared file system (HF_HOME), also for `rlx fetch`; null: that of the shell"
     )
@@ -114,6 +119,11 @@ class KubernetesConfig:
     claim: str = key("rlx", "PersistentVolumeClaim with the run directories; several hosts need one that all can write (ReadWriteMany)")
     storage_gb: float | None = key(
         None, "size in GiB with which the claim is created if it does not exist; null: it must exist. It is never deleted", above=0
+    )
+    access_mode: str = key(
+        "ReadWriteMany",
+        "of a claim that is created: `ReadWriteMany`: all pods of all runs write it; `ReadWriteOnce`: only pods on one node at a time",
+        choices=("ReadWriteMany", "ReadWriteOnce"),
     )
     storage_class: str | None = key(None, "storage class of a claim that is created; null: the cluster's default")
     mount: str = key("/runs", "where the claim is mounted; run directories are below it")

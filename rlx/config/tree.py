@@ -352,7 +352,10 @@ class Builder:
             self.missing.append((key, f.metadata.get("doc", "a section of keys")))
             return plain() if is_dataclass(plain) else value  # type: ignore[operator]
         if is_dataclass(plain):
-            if value is None and optional:
+            if optional and (value is None or (value == [] and f.metadata.get("was_list"))):
+                return None
+            if isinstance(value, list) and f.metadata.get("was_list"):
+                self.found.append(Problem(f"`{key}`: {f.metadata['was_list']}: {self.origins.show(key, value)}.", (key,)))
                 return None
             return self.build(typing.cast(type, plain), value, key + ".")
         if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and isinstance(value, dict):

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.launch.processes import TOKEN, die_with, kill_all
+from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.types import ProcessSpec
@@ -135,13 +135,12 @@ class Agent:
             environment = inherited(os.environ) | start["env"]
             environment |= {DEVICES: ",".join(devices(spec, os.environ.get(DEVICES)))}
             process = subprocess.Popen(
-                start["argv"],
+                bound(start["argv"], environment),  # this thread lives as long as the connection
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),  # this thread lives as long as the connection
             )
         except (OSError, ValueError) as error:
             line.send(error=str(error))

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.envs.probe import Probed
-from rlx.launch.processes import die_with
+from rlx.launch.processes import bound
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 
@@ -41,13 +41,12 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
 def _ask(request: str) -> str | None:
     environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "rlx.policy.probe"],
+        bound([sys.executable, "-m", "rlx.policy.probe"], environment),
         input=request,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=die_with(os.getpid()),
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.launch.processes import die_with, kill_all
+from rlx.launch.processes import bound, kill_all
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
 from rlx.types import ProcessSpec
@@ -95,13 +95,12 @@ class Children:
         argv, its_environment = self.starter.command(spec, environment)
         with log.open("ab") as file:
             process = subprocess.Popen(
-                argv,
+                bound(argv, its_environment),
                 env=its_environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
             )
         self._tell_reaper(f"+{process.pid}")
         return Child(spec, process, os.pidfd_open(process.pid), log)

@@ -27,6 +27,8 @@ MOUNTS = "RLX_MOUNTS"  # environment variable of a job: what is mounted, separat
 OUTSIDE = f"${FOLDER}:${FOLDER}"  # the mount that only the supervisor's container has; the script fills it in
 KEPT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "TRITON_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE")
 """Variables that an image may set too: they are set again inside."""
+SYSTEM = frozenset({"bin", "sbin", "usr", "lib", "lib32", "lib64", "libx32", "etc", "opt", "dev", "proc", "sys", "boot", "run"})
+"""Folders of the host that are never mounted over those of the image, unless slurm.container.mounts says so."""
 STEP = "supervisor"  # name of the supervisor's step
 
 
@@ -91,13 +93,12 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
         base,
         Path.cwd(),
         *([] if code is not None or SOURCE.name in ("site-packages", "dist-packages") else [SOURCE]),
-        user_cache(),
-        cache_root(),
-        *([Path(home)] if (home := cfg.slurm.hf_home or os.environ.get("HF_HOME")) else []),
+        *caches_of(cfg),
         *named_folders({key: value for key, value in asdict(cfg).items() if key not in ("slurm", "launcher", "run")}),
     ]
     own: list[Path] = []
-    for folder in sorted({*folders} - {Path("/")}, key=lambda each: (len(each.parts), str(each))):
+    whole = {Path("/"), *(folder for folder in folders if len(folder.parts) == 2 and is_the_images(folder))}
+    for folder in sorted({*folders} - whole, key=lambda each: (len(each.parts), str(each))):
         if bad := [char for char in ":,\n" if char in str(folder)]:
             raise ConfigError(
                 f"{folder} cannot be mounted in a container: its name has {bad[0]!r}.\n  fix: rename it, or use another run.dir="
@@ -108,7 +109,10 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
 
 
 def named_folders(values: Any) -> Iterator[Path]:
-    """The folders of all absolute paths in a configuration that exist: models, data, other runs. Not of a Python, which is the image's."""
+    """The folders of all absolute paths in a configuration that exist: models, data, other runs.
+
+    Not of a Python, nor in a system folder: these are the image's, and a mount would hide them.
+    """
     if isinstance(values, dict):
         for name, value in values.items():
             yield from named_folders(value) if name != "python" else ()
@@ -116,9 +120,28 @@ def named_folders(values: Any) -> Iterator[Path]:
         for value in values:
             yield from named_folders(value)
     elif isinstance(values, str) and values.startswith(("/", "~")):
-        path = Path(values).expanduser()
-        if path.exists():
-            yield path if path.is_dir() else path.parent
+        try:
+            path = Path(os.path.expanduser(values))
+            folder = path if path.is_dir() else path.parent if path.exists() else None
+        except OSError:  # a text that is too long for a path, say
+            return
+        if folder is not None and not is_the_images(folder):
+            yield folder
+
+
+def is_the_images(folder: Path) -> bool:
+    """Whether a folder is a system folder or in one."""
+    return folder.is_absolute() and not SYSTEM.isdisjoint(folder.parts[1:2])
+
+
+def caches_of(cfg: CommandConfig) -> list[Path]:
+    """The caches that a command uses: the user's, rlx's, the hub's.
+
+    The job's script makes them if they do not exist, because a runtime refuses to mount what is not there.
+    """
+    home = cfg.slurm.hf_home or os.environ.get("HF_HOME")
+    found = [user_cache(), cache_root(), *([Path(os.path.expanduser(home))] if home else [])]
+    return [each.absolute() for each in found]
 
 
 def user_cache() -> Path:

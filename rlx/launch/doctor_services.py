@@ -24,6 +24,7 @@ from rlx.config.driver import driver_cuda, too_old
 from rlx.config.gpus import installed_gpus, visible_gpus
 from rlx.config.signatures import is_installed
 from rlx.launch.doctor import FAILED, MACHINE, OK, SKIPPED, WARNING, Check, Examined, Finding
+from rlx.launch.hub import NOTHING, lacks, models_of
 from rlx.plan.explain import size
 from rlx.runs.jobs import ask
 from rlx.runs.provenance import SOURCE
@@ -270,29 +271,36 @@ def _accounts() -> bool:
 
 
 def hub(examined: Examined) -> Finding:
-    """Whether the hub, or the cache, has the model of the configuration."""
-    from huggingface_hub import constants, get_token, try_to_load_from_cache
+    """Whether the hub, or the cache, has the models of the configuration."""
+    from huggingface_hub import constants, get_token
 
-    model = examined.cfg.model
-    wanted = None if model.prepared or is_path(model.name) or Path(model.name).is_dir() else model.name
+    cfg = examined.cfg
+    wanted = [name for name in models_of(cfg) if not is_path(name)]
+    lacking = {name: files for name in wanted if (files := lacks(name))}
     token = "with a token" if get_token() else "without a token"
     endpoint = f"{constants.ENDPOINT}, {token}" + (" (HF_ENDPOINT)" if os.environ.get("HF_ENDPOINT") else "")
-    cached = wanted is not None and isinstance(try_to_load_from_cache(wanted, "config.json"), str)
-    need = "this configuration loads no model from it" if wanted is None else f"{wanted} is in the cache" if cached else ""
-    if constants.HF_HUB_OFFLINE:
-        if need:
-            return Finding(name="hub", state=OK, found=f"offline (HF_HUB_OFFLINE); {need}")
-        remedy = f"unset HF_HUB_OFFLINE, or bring the model here first: huggingface-cli download {wanted}"
-        return Finding(name="hub", state=FAILED, found=f"offline (HF_HUB_OFFLINE), and {wanted} is not in the cache", remedy=remedy)
+    there = f"{' and '.join(wanted)} in the cache" if wanted else "this configuration loads no model from it"
+    of_cluster = cfg.launcher.name == "slurm" and cfg.slurm.offline
+    if of_cluster or constants.HF_HUB_OFFLINE:
+        why = "slurm.offline=true" if of_cluster else "HF_HUB_OFFLINE"
+        if not lacking:
+            return Finding(name="hub", state=OK, found=f"offline ({why}); {there}")
+        name, files = next(iter(lacking.items()))
+        cache = f"the cache {constants.HF_HOME}"
+        found = f"{name} is not in {cache}" if files == NOTHING else f"{cache} lacks of {name}: {', '.join(files[:3])}"
+        remedy = "rlx fetch, with the same arguments, where there is internet" + ("" if of_cluster else "; or unset HF_HUB_OFFLINE")
+        return Finding(name="hub", state=FAILED, found=f"offline ({why}), and {found}", remedy=remedy)
     if examined.offline:
-        return Finding(name="hub", state=SKIPPED, found=f"{endpoint}: not asked; {need}".rstrip("; "))
-    problem, remedy = reach(constants.ENDPOINT, wanted, get_token())
+        return Finding(name="hub", state=SKIPPED, found=f"{endpoint}: not asked" + ("" if lacking else f"; {there}"))
+    problem = remedy = ""
+    asked: list[str | None] = [*lacking] or [*wanted] or [None]
+    while asked and not problem:
+        problem, remedy = reach(constants.ENDPOINT, asked.pop(0), get_token())
     if not problem:
-        return Finding(name="hub", state=OK, found="; ".join(filter(None, [endpoint, need or f"has {wanted}"])))
-    state = FAILED if not need else SKIPPED if wanted is None else WARNING
-    return Finding(
-        name="hub", state=state, found="; ".join(filter(None, [f"{endpoint}: {problem}", need])), remedy="" if wanted is None else remedy
-    )
+        return Finding(name="hub", state=OK, found=f"{endpoint}; " + (f"has {' and '.join(lacking)}" if lacking else there))
+    state = FAILED if lacking else WARNING if wanted else SKIPPED
+    found = f"{endpoint}: {problem}" + ("" if lacking else f"; {there}")
+    return Finding(name="hub", state=state, found=found, remedy=remedy if wanted else "")
 
 
 def reach(endpoint: str, model: str | None, token: str | None) -> tuple[str, str]:
@@ -312,7 +320,7 @@ def reach(endpoint: str, model: str | None, token: str | None) -> tuple[str, str
         return f"answers {error.code}", "try again later, or another HF_ENDPOINT"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        remedy = "a proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or without a network: HF_HUB_OFFLINE=1 and the model in the cache"
+        remedy = "a proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or without a network: `rlx fetch` elsewhere and HF_HUB_OFFLINE=1"
         return f"cannot be reached: {reason}", remedy
 
 

@@ -5,7 +5,9 @@ A cluster's file may name the cache that its nodes see (`slurm.hf_home`) and say
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.runs.weights import initial_model
+
+NOTHING = ["all of it"]  # what a cache lacks without the model
 
 
 def variables_of(cfg: CommandConfig) -> dict[str, str]:
@@ -57,10 +61,26 @@ def fetch_models(cfg: CommandConfig) -> dict[str, Path]:
             found[name] = fetch(name, None)
         except Exception as error:  # of the network, the hub, or the name: the hub's library and its client raise many types
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"the model {name} cannot be fetched: {why}\n  fix: check model.name, HF_ENDPOINT and HF_TOKEN") from error
+            fix = "check model.name, HF_ENDPOINT and HF_TOKEN"
+            if _no_network(error):
+                fix = "no network here: run it where there is internet, or check HF_ENDPOINT and HTTPS_PROXY"
+            raise ConfigError(f"the model {name} cannot be fetched: {why}\n  fix: {fix}") from error
         if lacking := lacks(name):
             raise ConfigError(f"the hub has no complete model {name}: it lacks {', '.join(lacking)}.\n  fix: another model.name")
     return found
+
+
+def _no_network(error: BaseException) -> bool:
+    """Whether nothing was reached at all, rather than that the hub refused."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    unreached = False
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        numbered = isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+        unreached = unreached or numbered or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        cause = cause.__cause__ or cause.__context__
+    return unreached and cause is None
 
 
 def lacks(name: str) -> list[str]:
@@ -69,7 +89,7 @@ def lacks(name: str) -> list[str]:
 
     folder, complete = in_cache(name)
     if folder is None:
-        return ["all of it"]
+        return NOTHING
     return [file for file in needed(folder) if not (folder / file).is_file()] or ([] if complete else ["some of its smaller files"])
 
 

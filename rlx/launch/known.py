@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from rlx.config.overrides import read_request
-from rlx.config.roots import Root
+from rlx.config.roots import Root, has_key, key_of
 from rlx.config.shipped import BESIDE, conf_directory
 from rlx.config.sweeps import Line
 from rlx.launch.sweep import Element
@@ -27,6 +29,7 @@ from rlx.runs.status import FINAL, read_status
 
 FILE = ".sweep.json"  # in the sweep's directory
 SCHEMA = 1  # changes when the meaning of the file changes
+MOST = 5000  # configuration files; more are no configuration
 VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
@@ -40,21 +43,95 @@ class Known:
     job: str | None
 
 
-def digest(lines: Sequence[Line], root: Root) -> str:
-    """A hash of all that the configurations of a sweep come from: command lines, files, variables, code, and the working directory."""
+def digest(lines: Sequence[Line], root: Root) -> str | None:
+    """A hash of all that the configurations of a sweep come from: command lines, files, variables, code, and the working directory.
+
+    None if that is not known: a file cannot be read, or too many may be meant.
+    """
+    code = code_digest()
+    if code is None:
+        return None
     found = hashlib.blake2b(digest_size=16)
     texts = [word for line in lines for word in (line.name, *line.argv)]
-    folders = [conf_directory(), *(conf_directory().parent / name for name in BESIDE)]
-    folders += [Path(folder) for _, folder in read_request(list(lines[0].argv), os.environ, root).directories]
-    files = sorted(file for folder in folders for kind in ("*.yaml", "*.yml") for file in folder.rglob(kind))
-    contents = [file.read_text(errors="replace") for file in files]
+    conf = conf_directory()
+    shipped = [*conf.glob("*.yaml"), *(folder for folder in conf.iterdir() if folder.is_dir()), *(conf.parent / name for name in BESIDE)]
+    own = [Path(folder) for _, folder in read_request(list(lines[0].argv), os.environ, root).directories]
+    try:
+        contents = _contents(shipped, own, root, _groups_in(texts))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
     variables = {name for name in os.environ if name.startswith("RLX_")} | {
-        n for text in (*texts, *contents) for n in VARIABLE.findall(text)
+        n for text in (*texts, *(each.decode(errors="replace") for each in contents.values())) for n in VARIABLE.findall(text)
     }
     given = [f"{name}={os.environ.get(name)}" for name in sorted(variables)]
-    for text in (str(SCHEMA), root.command, os.getcwd(), str(code_digest()), *texts, *map(str, files), *contents, *given):
+    for text in (str(SCHEMA), root.command, os.getcwd(), code, *texts, *given):
         found.update(text.encode(errors="surrogateescape") + b"\0")
+    for path in sorted(contents):
+        found.update(os.fsencode(path) + b"\0" + hashlib.blake2b(contents[path], digest_size=16).digest())
     return found.hexdigest()
+
+
+def _groups_in(argv: Sequence[str]) -> set[str]:
+    """The first folders of the groups that overrides may choose: `model` of `+model/more@x=y`."""
+    return {re.split(r"[/@.=]", word.lstrip("+~/"), maxsplit=1)[0] for word in argv}
+
+
+def _contents(shipped: Sequence[Path], own: Sequence[Path], root: Root, named: set[str]) -> dict[Path, bytes]:
+    """The files that composition may read: `shipped` whole, and of the user's `own` directories the top level and the folders of groups.
+
+    A directory of the user's may be a whole project, so a folder counts as a group if it is called like a key, or `named`, or if the
+    defaults list of a file names it. Raises OSError or ValueError if they cannot be told.
+    """
+    named = named | {name.removeprefix("RLX_").lower() for name in os.environ if name.startswith("RLX_")}
+    found: dict[Path, bytes] = {}
+    for path in shipped:
+        _collect(path, found, ())
+    folders = []
+    for directory in own:
+        for path in sorted(directory.iterdir()):
+            if not path.is_dir() or path.name in BESIDE or has_key(root.schema, key_of(path.name)):
+                _collect(path, found, ())
+            else:
+                folders.append(path)
+    listed: set[Path] = set()  # files whose defaults lists were read
+    while new := found.keys() - listed:
+        listed |= new
+        for file in new:
+            named |= _groups_of(found[file])
+        for path in [path for path in folders if path.name in named]:
+            folders.remove(path)
+            _collect(path, found, ())
+    return found
+
+
+def _collect(path: Path, found: dict[Path, bytes], above: tuple[tuple[int, int], ...]) -> None:
+    """Read a file, or all files below a folder, as composition finds them: through links, and only regular ones called *.yaml.
+
+    `above`: the folders around it, which a link may lead back to.
+    """
+    if path.is_dir():
+        stat = path.stat()
+        its = (stat.st_dev, stat.st_ino)
+        if its not in above:
+            for each in path.iterdir():
+                _collect(each, found, (*above, its))
+    elif path.suffix == ".yaml" and path.is_file():
+        found[path] = path.read_bytes()
+        if len(found) > MOST:
+            raise ValueError(f"more than {MOST} files")
+
+
+def _groups_of(content: bytes) -> set[str]:
+    """The first folders of all that a file's defaults list names. Raises ValueError if that is not known before composing."""
+    if b"defaults" not in content:
+        return set()
+    data = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    entries = data.get("defaults") if isinstance(data, dict) else None
+    names = [str(name) for entry in entries or [] for name in (entry if isinstance(entry, dict) else [entry])]
+    found = {name.replace("optional ", "").replace("override ", "").strip().lstrip("/").partition("@")[0] for name in names}
+    if unknown := [name for name in found if "${" in name or ".." in name]:
+        raise ValueError(f"it is not known which file {unknown[0]} is")
+    return {name.partition("/")[0] for name in found}
 
 
 def remember(elements: Sequence[Element], directory: Path, made_from: str) -> None:

@@ -58,7 +58,7 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
             "claimName": kube.claim,
             "storageClass": kube.storage_class,
             "size": _gib(kube.storage_gb),
-            "accessMode": "ReadWriteMany" if hardware.nodes > 1 else "ReadWriteOnce",
+            "accessMode": kube.access_mode,
             "mountPath": kube.mount,
         },
         "secretEnv": {name: dict(zip(("name", "key"), place.split("/", 1), strict=True)) for name, place in sorted(kube.secrets.items())},
@@ -165,7 +165,8 @@ def _container(name: str, values: Mapping[str, Any]) -> Object:
     mounts: list[Object] = [{"name": "runs", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     if values["config"]:
         mounts.append({"name": "config", "mountPath": CONFIG, "readOnly": True})
-    place = ["--job", name, "--nodes", str(values["nodes"]), "--volume", mount, "--start-timeout", str(values["startTimeout"])]
+    place = ["--job", name, "--nodes", str(values["nodes"]), "--gpus", str(values["gpusPerNode"]), "--volume", mount]
+    place += ["--start-timeout", str(values["startTimeout"])]
     return {
         "name": "rlx",
         "image": values["image"],

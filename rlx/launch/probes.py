@@ -28,7 +28,7 @@ from rlx.envs import boot
 from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
 from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
-from rlx.launch.processes import TOKEN, die_with, kill_all
+from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
@@ -190,14 +190,13 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                [python, boot.__file__, module],
+                bound([python, boot.__file__, module], environment),
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,  # no terminal: an environment that asks for a password gets an error instead of waiting
-                preexec_fn=die_with(os.getpid()),
             )
         except OSError as error:
             return {}, None, f"{python} cannot be started here: {error.strerror}"

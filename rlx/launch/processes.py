@@ -6,14 +6,17 @@ Both tests are needed: torchrun gives its workers their own sessions, and vLLM's
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
+import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 TOKEN = "RLX_RUN_TOKEN"  # environment variable; its random value is the same in all processes of one attempt
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+BOUND = str(Path(__file__).with_name("bound.py"))
 
 
 def start_time(pid: int) -> int | None:
@@ -57,15 +60,17 @@ def kill_all(groups: Iterable[int], token: str | None, timeout: float = 5.0) -> 
     return []
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` that makes the child die with the process `parent`. `parent` calls this before it forks."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def bound(argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The command line of a process that becomes `argv` and that the kernel kills with the thread that starts it, or with this process.
 
-    def before_exec() -> None:
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
+    Not a `preexec_fn`: with one, the child runs Python and all fork handlers of the loaded libraries before `exec`, among them those of
+    gRPC and OpenBLAS. In a process with threads they may deadlock or crash. `environment`: the child's; its PATH is searched.
+    Raises OSError if there is no such command.
+    """
+    if shutil.which(argv[0], path=environment.get("PATH", os.defpath)) is None:
+        number = errno.EACCES if os.path.exists(argv[0]) else errno.ENOENT
+        raise OSError(number, os.strerror(number), argv[0])
+    return [sys.executable, "-I", "-S", BOUND, str(os.getpid()), *argv]
 
 
 def _stat(pid: int) -> list[str] | None:

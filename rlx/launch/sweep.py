@@ -23,7 +23,7 @@ from typing import Protocol
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.processes import die_with
+from rlx.launch.processes import bound
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
@@ -215,12 +215,11 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
-                    command,
+                    bound(command, os.environ),
                     env=os.environ | mine,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
-                    preexec_fn=die_with(os.getpid()),
                 )
                 running[child] = (element, slot)
             for child in [child for child in running if child.poll() is not None]:

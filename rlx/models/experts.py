@@ -19,11 +19,11 @@ EXCHANGE = "all_to_all"
 EXPERTS = "ep_dispatch_experts"  # the style of a module of experts in transformers' plans
 
 
-def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh) -> None:
+def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool = False) -> None:
     """Divide the experts of a model on the meta device, in place, over the ranks of `mesh`, this rank's expert group.
 
-    `alone` is a mesh of this rank only: no other rank has the same tokens. Raises ValueError if transformers has no plan for the family, or
-    if the experts are not divisible.
+    `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.
+    Raises ValueError if transformers has no plan for the family, or if the experts are not divisible.
     """
     base, size = hf.base_model, mesh.size()
     plan = getattr(hf.config.get_text_config(), "base_model_ep_plan", None) or {}
@@ -31,6 +31,8 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh) -> None:
     names = [*dict(base.named_parameters()), *dict(base.named_modules())]
     styles = {name: style for name in names if (style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)))}
     experts = [base.get_submodule(name) for name, style in styles.items() if style == EXPERTS]
+    if not experts and dense:
+        return
     if not experts:
         raise ValueError(f"trainer.ep={size}: transformers has no plan that divides experts of {type(hf).__name__}; set trainer.ep=1")
     for module in experts:

@@ -51,11 +51,13 @@ def load_policy(
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    trained: bool = True,
     read: bool = True,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     With `lora`, only adapters are trained, drawn from `seed`; they have the dtype `optimization_dtype`, the frozen parameters `dtype`.
+    A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
     Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model
@@ -90,12 +92,7 @@ def load_policy(
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(hf, liger, device)
-        if mesh.tensor is not None:
-            assert mesh.row is not None
-            split_layers(hf, mesh.row, mesh.tensor)
-        if mesh.expert is not None:
-            assert mesh.alone is not None
-            split_experts(hf, mesh.expert, mesh.alone)
+        _split(hf, mesh, dense=not trained)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
         if compile:
@@ -137,6 +134,28 @@ def load_policy(
     if read:
         check_packed_forward(model, device)
     return model
+
+
+def check_division(key: str, source: str, mesh: Mesh, *, trust_remote_code: bool = False) -> None:
+    """Raise ValueError, in seconds, if a frozen model cannot be divided over the mesh. `key`: where `source` was configured."""
+    if mesh.tensor is None and mesh.expert is None:
+        return
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        _split(hf, mesh, dense=True)
+    except ValueError as error:
+        raise ValueError(f"{key}={source}: {error}") from error
+
+
+def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
+    if mesh.tensor is not None:
+        assert mesh.row is not None
+        split_layers(hf, mesh.row, mesh.tensor)
+    if mesh.expert is not None:
+        assert mesh.alone is not None
+        split_experts(hf, mesh.expert, mesh.alone, dense=dense)
 
 
 @torch.no_grad()

@@ -63,7 +63,15 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
         why = None if stored else "it has no safetensors files, or its weights are quantized"
         converted = _converted(hf, mapping, stored)
         if mesh.grouped:
-            why = why or next((f"{name} is stored in another layout" for name, (_, by) in converted.items() if not _keeps_rows(by)), None)
+            dims = {name: _sharded(tensor) for name, tensor in hf.state_dict().items()}
+            why = why or next(
+                (
+                    f"{name} is stored in another layout"
+                    for name, (parameter, by) in converted.items()
+                    if not _keeps_shards(by, dims.get(parameter, set()))
+                ),
+                None,
+            )
         _same_everywhere(stored, str(why), source, mesh)
         if why is not None:
             if mesh.first:
@@ -224,15 +232,25 @@ def _converted(hf: Any, mapping: list[Any], stored: dict[str, Stored]) -> dict[s
     return found
 
 
-def _keeps_rows(converter: WeightConverter) -> bool:
-    """Whether a conversion makes any range of rows from the same range of rows. FSDP shards rows: dimension 0."""
+def _sharded(tensor: torch.Tensor) -> set[int]:
+    """The dimensions over which a parameter is sharded or divided."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return {placement.dim % tensor.ndim for placement in placements if hasattr(placement, "dim")}
+
+
+def _keeps_shards(converter: WeightConverter, sharded: set[int]) -> bool:
+    """Whether a conversion makes any range of the parameter's `sharded` dimensions, and of its rows, from the same range of what is stored.
+
+    FSDP shards rows, dimension 0; of divided parameters it may shard another one.
+    """
+    fixed = sharded | {0}
 
     def keeps(operation: Any) -> bool:
         if isinstance(operation, MergeModulelist):  # one stored tensor for each row
             return operation.dim == 0
         if isinstance(operation, Transpose):
-            return min(operation.dim0, operation.dim1) >= 1
-        return isinstance(operation, Concatenate | Chunk) and operation.dim >= 1
+            return min(operation.dim0, operation.dim1) >= 1 and not fixed & {operation.dim0, operation.dim1}
+        return isinstance(operation, Concatenate | Chunk) and operation.dim >= 1 and operation.dim not in fixed
 
     return all(map(keeps, converter.operations))
 

@@ -51,6 +51,12 @@ def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
             f"trainer.tp={size}: transformers has no plan that divides the attention of {type(hf).__name__} by heads; set trainer.tp=1, "
             "or use trainer.cp for long sequences"
         )
+    for block in blocks:
+        if getattr(block, "activation_sparsity", 0):  # Gemma 3n's: mean and deviation of all inner units
+            raise ValueError(
+                f"trainer.tp={size} would change the results of {type(hf).__name__}: {type(block).__name__} computes its sparsity over all "
+                "inner units; set trainer.tp=1, or use trainer.cp for long sequences"
+            )
     for block, styles in blocks.items():
         for leaf, style in styles.items():
             _divide(block.get_submodule(leaf), style, row, mesh)  # type: ignore[arg-type]
@@ -65,7 +71,7 @@ def _divide(layer: nn.Linear, style: str, row: Row, mesh: DeviceMesh) -> None:
                 raise ValueError(f"trainer.tp={mesh.size()} does not divide a matrix of shape {list(parameter.shape)}; set it to a divisor")
             part = distribute_tensor(parameter.detach(), mesh, [Shard(dimension)], src_data_rank=None)
             layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    layer.forward = _of_parts(layer, layer.forward, row if style == INPUTS else None)  # type: ignore[method-assign, assignment]
+    layer.forward = _of_parts(layer, layer.forward, row, style)  # type: ignore[method-assign, assignment]
 
 
 def _with_span(forward: Callable[..., Any], row: Row) -> Callable[..., Any]:
@@ -79,21 +85,27 @@ def _with_span(forward: Callable[..., Any], row: Row) -> Callable[..., Any]:
     return with_span
 
 
-def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row | None) -> Callable[[Tensor], Tensor]:
-    """Compute with this rank's parts. `row`: the results are partial sums to scatter; the bias is added to the sum."""
+def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row, style: str) -> Callable[[Tensor], Tensor]:
+    """Compute with this rank's parts. Those of inputs give partial sums to scatter; the bias is added to the sum.
+
+    A model's own forward (`row.whole`) has whole matrices, gathered one at a time. So a block that may not be divided, because it computes
+    something over all its inner units, differs from it.
+    """
 
     def of_parts(input: Tensor) -> Tensor:
-        parameters = dict(layer._parameters)
+        own: dict[str, Any] = layer._parameters
+        parameters = dict(own)
+        sums = style == INPUTS and not row.whole
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                layer._parameters[name] = parameter.to_local()
-        if row is not None:
-            layer._parameters["bias"] = None
+                own[name] = parameter.full_tensor() if row.whole else parameter.to_local()
+        if sums:
+            own["bias"] = None
         try:
             output = forward(input)
         finally:
-            layer._parameters.update(parameters)
-        if row is None:
+            own.update(parameters)
+        if not sums:
             return output
         summed, bias = row.scatter(output), parameters.get("bias")
         return summed if bias is None else summed + bias

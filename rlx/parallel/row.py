@@ -48,7 +48,7 @@ class Row:
     everyone: Axis  # all c·t ranks
     context: Axis = ALONE  # c ranks
     tensor: Axis = ALONE  # t ranks
-    whole: bool = False  # every rank has all tokens outside of divided layers, too: for a model's own forward
+    whole: bool = False  # every rank computes all tokens with whole matrices, as if it were alone: for a model's own forward
 
     @property
     def keys(self) -> str:
@@ -58,7 +58,7 @@ class Row:
 
     @contextlib.contextmanager
     def kept_whole(self) -> Iterator[None]:
-        """Within this, sequences are not cut. Without gradients only."""
+        """Within this, neither sequences nor matrices are divided. Without gradients only."""
         self.whole = True
         try:
             yield
@@ -113,16 +113,12 @@ class Row:
         return per_head.chunk(self.tensor.size)[self.tensor.rank].chunk(self.context.size)[self.context.rank]
 
     def gather(self, piece: Tensor) -> Tensor:
-        """[1, n, d] of each rank of the tensor group → their span [1, t·n, d]; before divided matrices."""
-        return piece if self.whole else _Gather.apply(piece[0], self.tensor)[None]
+        """[1, n, d] or [n, d] of each rank of the tensor group → their span [1, t·n, d] or [t·n, d]; before divided matrices."""
+        return piece if self.whole else _Gather.apply(piece.flatten(0, -2), self.tensor).unflatten(0, (*piece.shape[:-2], -1))
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """The sum over the tensor group: [1, t·n, d] → this rank's piece of it [1, n, d]; after divided matrices."""
-        if not self.whole:
-            return _Scatter.apply(partial[0], self.tensor)[None]
-        assert not torch.is_grad_enabled()
-        dist.all_reduce(partial, group=self.tensor.group)
-        return partial
+        """The sum over the tensor group: [1, t·n, d] or [t·n, d] → this rank's piece of it; after divided matrices."""
+        return _Scatter.apply(partial.flatten(0, -2), self.tensor).unflatten(0, (*partial.shape[:-2], -1))
 
     def for_everyone(self, values: Sequence[Tensor], which: Tensor, count: int) -> tuple[Tensor, ...]:
         """What each rank computed for its own tokens, [m] each at the places `which`, → all of it on every rank, [count] each.

@@ -37,7 +37,7 @@ def explain(
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
         *([("environments", list(environments))] if environments else []),
-        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan])),
+        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan]) + _apart(cfg, plan)),
         *SECTIONS[type(cfg)](cfg, plan),
     ]
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
@@ -90,6 +90,20 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         tensor_parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
         return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{tensor_parallel}"
     return f"environments {', '.join(evaluated(cfg) if isinstance(cfg, SftRoot) else cfg.envs)}; {_in_flight(cfg)}"
+
+
+def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
+    """Warnings of groups of ranks that exchange tokens in every layer and do not lie on one host."""
+    nodes = [spec.node for spec in plan if spec.role == "trainer"]
+    if not isinstance(cfg, TrainingRoot) or len(set(nodes)) < 2:
+        return []
+    on_host = nodes.count(nodes[0])
+    return [
+        f"warning: trainer.{key}={size} does not divide the {on_host} trainer ranks of a host, so some groups exchange tokens "
+        "between hosts in every layer"
+        for key, size in (("tp", cfg.trainer.tp), ("ep", cfg.trainer.ep))
+        if on_host % size
+    ]
 
 
 def _in_flight(cfg: PlayRoot) -> str:

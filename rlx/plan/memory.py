@@ -1,6 +1,7 @@
 """Estimates how much memory a layout needs, from the model's sizes in the configuration. All numbers are bytes.
 
-The estimates only need to tell 20 GiB from 200 GiB.
+The estimates only need to tell 20 GiB from 200 GiB. They leave out what `trainer.ep` exchanges: buffers of tokens on their way to experts,
+and the surplus of a rank whose experts get more tokens than others.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rlx.config.schema import Config, LossTerms, OptimTerms, TrainingRoot, split
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
-from rlx.models.load import load_policy
+from rlx.models.load import check_division, load_policy
 from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
@@ -43,6 +43,8 @@ def build(
     lora = cfg.lora if cfg.lora.on else None
     master = cfg.trainer.optimization_dtype
     trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "seed": cfg.seed}
+    if cfg.uses_reference and cfg.ref.name is not None:  # before the policy is loaded, which may take minutes
+        check_division("ref.name", cfg.ref.name, mesh, trust_remote_code=cfg.model.trust_remote_code)
     with working("loading the model"):
         model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, **trained, **loading)
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
@@ -53,7 +55,7 @@ def build(
         # A frozen reference needs only its compute dtype. One that follows the policy would lose small changes in that dtype.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
         with working("loading the reference model"):
-            frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, **loading)
+            frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, trained=False, **loading)
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)

@@ -217,7 +217,7 @@ class Measured:
             for row, weight, found in zip(numbered.micro_batches, probe.weights, probe.logp, strict=True):
                 where = row.versions[row.scored]
                 self.side.weights[where], self.logp[where] = weight.numpy() * mini_batch.num_trained_tokens, found.numpy()
-            self.side.gradient_norms.append(clip_gradients(trainer.parameters, None, f"step {self.step}"))
+            self.side.gradient_norms.append(clip_gradients(trainer.parameters, None, f"step {self.step}", trainer.mesh))
             self.side.metrics.append(_metrics(stats))
             slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
             trainer.optimizer.zero_grad(set_to_none=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
+from rlx.parallel.mesh import Mesh
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,9 +66,13 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
     return list(parts.values())
 
 
-def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None, where: str) -> float:
-    """Scale gradients down to `max_norm` (None: never) and return their norm before. Raises NotFiniteError that names `where`."""
+def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float | None, where: str, mesh: Mesh) -> float:
+    """Scale gradients down to `max_norm` (None: never) and return their norm before. Raises NotFiniteError that names `where`.
+
+    All ranks use rank 0's norm: sums in another order, on copies of the shards, could clip otherwise, or refuse alone.
+    """
     norm = gradient_norm(parameters)
+    mesh.broadcast(norm)
     value = float(norm)
     if not math.isfinite(value):
         raise NotFiniteError(f"{where}: the gradient norm is {value}; lower optim.lr or set optim.max_norm, and look at the last metrics")

@@ -180,7 +180,7 @@ class PolicyTrainer:
         if not math.isfinite(metrics["loss/total"]):
             raise NotFiniteError(f"{where}: the loss is {metrics['loss/total']}; lower optim.lr, and look at the last metrics")
         computed = time.perf_counter()
-        metrics["optim/grad_norm"] = clip_gradients(self.parameters, self.max_norm, where)
+        metrics["optim/grad_norm"] = clip_gradients(self.parameters, self.max_norm, where, self.mesh)
         lr = learning_rate(self.updates, self.peak_lr, self.schedule, self.total_updates)
         metrics["optim/lr"] = set_learning_rate(self.optimizer, lr / self.peak_lr if self.peak_lr else 0.0)
         if mini_batch.trains:

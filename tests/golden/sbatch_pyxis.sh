@@ -68,6 +68,7 @@ export HF_HUB_OFFLINE=1
 export PYTHONNOUSERSITE=1
 export TRITON_CACHE_DIR=/home/me/.cache/triton
 export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
+mkdir -p /home/me/.cache /home/me/.cache/rlx /lustre/team_rl/hub
 export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
 # rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
 rlx_answer() {

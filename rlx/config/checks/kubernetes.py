@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.checks.run import is_path
+from rlx.config.environment import variable_of
 from rlx.config.rules import Show, rule
 from rlx.config.schema import CommandConfig, Config
+from rlx.config.secret import secrets_of
 
 SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")  # name of a Secret and a key in it
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET_WORDS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD"}  # whole words: TOKENIZERS_PARALLELISM and NCCL_IB_PKEY are no secrets
+PLACES = {"FILE", "PATH", "DIR"}  # HF_TOKEN_PATH says only where one is
 FORBIDDEN = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")  # rlx sets them for each process
+
+
+def names_a_secret(variable: str) -> bool:
+    words = variable.upper().split("_")
+    return bool(SECRET_WORDS & {*words}) and words[-1] not in PLACES
+
+
+def in_a_pod() -> bool:
+    """Whether this is a host of a run already (`rlx pod`): Kubernetes sets the variable in the pods of an indexed Job."""
+    return "JOB_COMPLETION_INDEX" in os.environ
 
 
 @rule("launcher", "kubernetes", "hardware", "dry_run")
@@ -20,7 +35,7 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
     if cfg.launcher.name != "kubernetes":
         return
     kube = cfg.kubernetes
-    if kube.image is None and not cfg.dry_run:
+    if kube.image is None and not cfg.dry_run and not in_a_pod():
         yield (
             f"the pods have no image: {of('kubernetes.image')}.\n"
             "Build one (docker build -t REGISTRY/rlx .; docker push REGISTRY/rlx) and set kubernetes.image=REGISTRY/rlx."
@@ -28,7 +43,12 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
     if kube.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > kube.gpus_per_node:
         yield (
             f"no node can hold a pod of this layout: {of('hardware.gpus_per_node')} > {of('kubernetes.gpus_per_node')}.\n"
-            "Choose another hardware=, or another kubernetes=."
+            "Choose another hardware=, or another kubernetes=; with the chart, correct gpusPerNode."
+        )
+    if kube.storage_gb is not None and kube.access_mode != "ReadWriteMany" and cfg.hardware.nodes > 1:
+        yield (
+            f"only one node could have the volume that is created: {of('kubernetes.access_mode')}, {of('hardware.nodes')}.\n"
+            "Leave out kubernetes.access_mode, and choose a kubernetes.storage_class that all nodes can write."
         )
     if not kube.mount.startswith("/") or kube.mount == "/":
         yield f"the volume needs a place of its own: {of('kubernetes.mount')}. Use an absolute path such as /runs."
@@ -41,7 +61,7 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
     for variable in {*kube.env, *kube.secrets} & {*FORBIDDEN}:
         where = "env" if variable in kube.env else "secrets"
         yield f"rlx sets this variable for every process: {of(f'kubernetes.{where}.{variable}')}. Remove it."
-    for variable in {*kube.env} & {*kube.secrets}:
+    for variable in {*filter(lambda name: not names_a_secret(name), kube.env)} & {*kube.secrets}:
         yield f"a variable has two values: {of(f'kubernetes.env.{variable}')}, {of(f'kubernetes.secrets.{variable}')}. Remove one."
     if kube.memory_gb is not None and kube.shared_memory_gb >= kube.memory_gb:
         yield (
@@ -70,10 +90,19 @@ def paths_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
             )
 
 
-@rule("launcher", "inference.api_key")
-def no_secrets_in_manifests(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.launcher.name == "kubernetes" and cfg.inference.api_key is not None:
+@rule("launcher", "kubernetes")
+def no_secrets_in_manifests(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    if cfg.launcher.name != "kubernetes":
+        return
+    for key in () if in_a_pod() else secrets_of(cfg):  # a pod has them from its variables, and sends them nowhere
         yield (
-            f"a secret must not be in a manifest: {of('inference.api_key')} with {of('launcher.name')}.\n"
-            "Leave it out for a random key, or set kubernetes.secrets.RLX_INFERENCE__API_KEY=SECRET/KEY."
+            f"a secret must not be in a manifest: {of(key)} with {of('launcher.name')}.\n"
+            f"Leave it out, and set kubernetes.secrets.{variable_of(key)}=SECRET/KEY: the pods take it from there."
+            + (" Without both, the key is a random one." if key == "inference.api_key" else "")
+        )
+    for variable in sorted(filter(names_a_secret, cfg.kubernetes.env)):
+        yield (
+            f"a secret must not be in a manifest: kubernetes.env.{variable} would be there for all to read.\n"
+            f"Set kubernetes.secrets.{variable}=SECRET/KEY (with the chart: secretEnv, which becomes a secretKeyRef), and create it: "
+            "kubectl create secret generic SECRET --from-literal=KEY=…"
         )

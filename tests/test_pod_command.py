@@ -1,0 +1,111 @@
+"""What `rlx pod`, the command of the containers on Kubernetes, adds to a run's command line, and how its hosts end."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm_templates import Chart
+from test_kubernetes_chart import LARGE, ROOT, SMALL, TEACHER, config, job_of
+
+from rlx.cli import pod
+from rlx.cli.pods import objects_of
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, to_yaml
+from rlx.config.roots import TRAIN
+from rlx.waiting import LEFT
+
+Pod = Callable[..., Any]
+
+
+@pytest.fixture
+def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
+    """`in_pod(objects)`: the configuration that host 0 composes from a run's objects, with their ConfigMap in `tmp_path`."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    said: list[tuple[Namespace, list[str]]] = []
+    monkeypatch.setattr(pod, "_host", lambda given, overrides: said.append((given, overrides)) or 0)
+
+    def composed(objects: list[dict[str, Any]]) -> Any:
+        for each in objects:
+            if each["kind"] == "ConfigMap":
+                (tmp_path / "config.yaml").write_text(each["data"]["config.yaml"])
+        (container,) = job_of(objects)["template"]["spec"]["containers"]
+        assert pod.run([str(tmp_path) if each == "/etc/rlx" else each for each in container["args"]]) == 0
+        return compose(pod.arguments(*said[-1], TRAIN), None, TRAIN).cfg
+
+    return composed
+
+
+def chart(**values: Any) -> list[dict[str, Any]]:
+    return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
+
+
+def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2) -> int:
+    """Run the command as one host of a Job whose agents have free ports."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+    monkeypatch.setenv("JOB_UID", "7")
+    monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
+    hosts = ",".join(["127.0.0.1:0"] * nodes)
+    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), "--hosts", hosts, "train", "hardware=cpu"])
+
+
+@pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
+def test_the_charts_defaults_start_a_run_on_the_gpus_of_its_pods(in_pod: Pod, gpus: int, layout: str):
+    cfg = in_pod(chart(gpusPerNode=gpus))
+    assert (cfg.launcher.name, cfg.hardware.name, cfg.run.name, cfg.run.dir) == ("kubernetes", layout, "mine", None)
+
+
+def test_the_charts_own_example_starts(in_pod: Pod):
+    assert in_pod(chart(arguments=["loss=gspo", "env=math"])).hardware.name == "cpu"
+
+
+def test_a_configuration_that_was_written_elsewhere_runs_on_the_volume(in_pod: Pod):
+    here = compose(["hardware=cpu", "run.dir=/home/me/outputs/first", "run.name=first"], environ={}).cfg
+    cfg = in_pod(chart(config=to_yaml(here)))
+    assert (cfg.launcher.name, cfg.kubernetes.mount) == ("kubernetes", "/runs")
+    assert (cfg.run.name, cfg.run.dir) == ("mine", None), "then the place is <volume>/mine"
+    named = in_pod(chart(config=to_yaml(here), arguments=["run.name=other"]))
+    assert (named.run.name, named.run.dir) == ("other", None)
+
+
+@pytest.mark.parametrize("overrides", [SMALL, LARGE])
+def test_the_pod_runs_the_configuration_that_was_checked_here(in_pod: Pod, overrides: tuple[str, ...]):
+    cfg = config(*overrides)
+    assert in_pod(objects_of(cfg)) == cfg
+
+
+def test_the_pods_take_secret_keys_from_the_variables_of_their_secrets(in_pod: Pod, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JOB_COMPLETION_INDEX")
+    secret = "kubernetes.secrets.RLX_INFERENCE__API_KEY=keys/api"
+    cfg = config(*SMALL, *TEACHER, secret, "kubernetes.secrets.RLX_TEACHER__API_KEY=keys/teacher")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    monkeypatch.setenv("RLX_INFERENCE__API_KEY", "a b")
+    monkeypatch.setenv("RLX_TEACHER__API_KEY", "0123")
+    for found in (in_pod(objects_of(cfg)), in_pod(chart(arguments=[*TEACHER]))):
+        assert (found.inference.api_key, found.teacher.api_key) == ("a b", "0123")
+
+
+def test_a_host_that_is_replaced_as_the_run_ends_learns_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    (tmp_path / ".nodes").mkdir()
+    monkeypatch.setattr(pod, "_first", lambda *_: 3)
+    assert host(0, tmp_path, monkeypatch) == 3
+    assert "127.0.0.1 was not told of the end" in capsys.readouterr().out
+    assert host(1, tmp_path, monkeypatch) == 3
+    monkeypatch.setattr(pod, "_first", lambda *_: LEFT)
+    assert host(0, tmp_path, monkeypatch) == LEFT
+    assert [each.name for each in (tmp_path / ".nodes").iterdir()] == [], "a preempted run goes on, and its hosts with it"
+
+
+def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    volume = tmp_path / "volume"
+    volume.write_text("no folder")
+    for index in (0, 1):
+        with pytest.raises(ConfigError, match=rf"the volume {volume} cannot be written by the user {os.getuid()}, .*: Not a directory"):
+            host(index, volume, monkeypatch)
+    monkeypatch.setattr(pod.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied", "/x")))
+    with pytest.raises(ConfigError, match="Permission denied: /x"):
+        host(0, tmp_path, monkeypatch)

@@ -1,0 +1,74 @@
+"""Run directories that an older version made: they are listed, watched, compared and resumed like any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch_configs import config
+
+from rlx.cli import main
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, load_command
+from rlx.config.schema import Config, RunConfig
+from rlx.paths import RunPaths
+from rlx.plan.make import make_plan
+from rlx.runs.claim import create
+from rlx.runs.status import Status
+
+LATER = ("hf_home", "offline", "prefix")  # keys of `slurm` that the older version did not have
+
+
+def older(root: Path, container: str) -> Config:
+    """A run whose `slurm.container` was a list of words; its configuration."""
+    cfg = replace(config("cpu"), run=RunConfig(name=root.name, dir=str(root)))
+    paths, lock = create(cfg, [], make_plan(cfg, root))
+    lock.close()
+    lines = [line for line in paths.config.read_text().splitlines() if not line.strip().startswith(tuple(f"{key}:" for key in LATER))]
+    text = "\n".join(lines).replace("  container: null", f"  container: {container}")
+    assert container in text
+    paths.config.write_text(text + "\n")
+    status = Status(max_steps=3, step=3)
+    status.finish("completed")
+    status.write(paths)
+    return cfg
+
+
+def test_a_run_of_an_older_version_is_listed_watched_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = older(tmp_path / "run", "[]")
+    assert load_command(tmp_path / "run") == cfg
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "completed" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    assert main(["diff", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
+    paths, lock = create(replace(cfg, resume="latest"), [], make_plan(cfg, tmp_path / "run"))
+    lock.close()
+    assert "container: null" in RunPaths(paths.root).config.read_text()
+
+
+def test_the_words_of_an_older_run_are_the_prefix_now(tmp_path: Path) -> None:
+    older(tmp_path / "run", "[apptainer, exec, a.sif]")
+    slurm = load_command(tmp_path / "run").slurm
+    assert (slurm.prefix, slurm.container) == (["apptainer", "exec", "a.sif"], None)
+
+
+@pytest.mark.parametrize("where", ["command line", "slurm/mine.yaml"])
+def test_a_list_for_the_container_is_refused_with_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    line = ["--config-dir", str(tmp_path), "slurm=mine", "launcher=slurm", "hardware=cpu", "dry_run=true"]
+    for words in ("[]", "[numactl,-l]"):
+        in_file = where != "command line"
+        (tmp_path / "slurm" / "mine.yaml").write_text(f"container: {words}\n" if in_file else "partition: gpu\n")
+        given = [*line, *([] if in_file else [f"slurm.container={words}"])]
+        if words == "[]":
+            assert compose(given, {}).cfg.slurm.container is None, "it says nothing"
+            continue
+        with pytest.raises(ConfigError) as error:
+            compose(given, {})
+        (said,) = error.value.problems
+        assert said == (
+            "`slurm.container`: a list of words is now slurm.prefix; for an image set runtime, image and python in the cluster's file: "
+            f"slurm.container={words} ({where})."
+        )
