@@ -9,13 +9,21 @@ jobs that have a $TMPDIR or a /tmp of their own, and a job and the shell that it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
+import logging
 import os
+import stat
 import tempfile
+import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
+PATIENCE = 3.0  # seconds: a lock daemon that starts again also answers that there are no locks
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
 
 
@@ -25,12 +33,13 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     Without locks there, `fd` becomes a file on this host: its number stays, because others may have been told it.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        _insist(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+        _warn(path, error.strerror)
         local = _on_this_host(path)
         os.dup2(local, fd, inheritable=os.get_inheritable(fd))
         os.close(local)
@@ -38,9 +47,32 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     return True
 
 
+def _insist(fd: int, how: int) -> None:
+    """`flock`, again for a few seconds where a lock daemon does not answer. Raises what the file system answers at last."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(fd, how)
+        except OSError as error:
+            if error.errno != errno.ENOLCK or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+@functools.cache  # once for each path
+def _warn(path: Path, why: str | None) -> None:
+    log.warning("%s cannot be locked (%s): processes of other hosts are not kept from it", path, why)
+
+
 def _on_this_host(path: Path) -> int:
     """A descriptor of the file that stands for a lock file of a file system without locks."""
     folder = Path(tempfile.gettempdir()) / f"rlx-locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # anybody may make a name in the temporary folder
+        raise PermissionError(
+            f"{folder} is to hold this user's locks, but it is user {found.st_uid}'s, or no folder; remove it, or set TMPDIR"
+        )
     name = hashlib.blake2b(str(path.parent.resolve() / path.name).encode(), digest_size=16).hexdigest()
     return os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)

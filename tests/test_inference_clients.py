@@ -263,6 +263,29 @@ def test_weights_that_left_the_trainers_memory_are_an_error_of_their_own_and_a_s
     play(scene, Stand(), look=0.1)
 
 
+def test_time_in_which_the_servers_wait_for_the_trainers_step_does_not_count():
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.asking = second.asking = True
+        await client.update(Path("weights"), 1, timeout=0.4)
+        first.asking = False
+        await until(lambda: not client.fleet._servers[0].asks)
+        with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout"):
+            await client.update(Path("weights"), 2, timeout=0.4)
+
+    play(scene, Stand(1.2), Stand(1.2), look=0.05)
+
+
+def test_a_server_that_missed_the_trainer_is_left_out_once_another_has_the_version():
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        second.gone = 1
+        await client.update(Path("weights"), 1)
+        assert (client.fleet.version, client.fleet.size, second.version) == (1, 1, 0)
+        await until(lambda: client.fleet.size == 2)
+        assert second.version == 1
+
+    play(scene, Stand(), Stand(), look=0.2)
+
+
 def test_of_several_servers_that_fail_at_once_one_failure_is_raised_and_no_group_of_exceptions():
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.refuse = second.refuse = "no space left on device"

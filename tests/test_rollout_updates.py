@@ -94,3 +94,19 @@ def test_over_files_a_version_that_was_deleted_is_named(paths: RunPaths) -> None
     (paths.weights_of(3) / COMPLETE).write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"step_2/COMPLETE is missing: the servers need version 2"):
         asyncio.run(WeightUpdates(paths, Servers(paths), 5.0, 3, lambda version: None, Stops(2)).follow())
+
+
+def test_updates_that_miss_the_trainer_go_on_as_long_as_it_gets_on(paths: RunPaths) -> None:
+    class Late(Servers):
+        """Waits longer than the limit for the trainer, which then has the next version; takes the fifth."""
+
+        async def update(self, weights: WeightVersion, timeout: float) -> None:
+            await asyncio.sleep(2 * timeout)
+            if weights.version < 5:
+                write_offer(self.paths, weights.version + 1, "host:1")
+                raise WeightsGone("too late")
+
+    write_offer(paths, 1, "host:1")
+    reached: list[int] = []
+    asyncio.run(WeightUpdates(paths, Late(paths), 0.05, 5, reached.append, Stops()).follow())
+    assert reached == [5]

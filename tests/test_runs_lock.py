@@ -56,3 +56,36 @@ def test_another_error_of_the_file_system_is_not_taken_for_a_missing_lock(shared
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="Input/output error"):
         RunLock(RunPaths(shared)).exclusive()
+
+
+def test_a_lock_daemon_that_is_away_for_a_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [errno.ENOLCK, errno.ENOLCK]
+
+    def flock(fd: int, mode: int) -> None:
+        if answers:
+            raise OSError(answers.pop(), "No locks available")
+        FLOCK(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    one, two = RunLock(RunPaths(tmp_path)), RunLock(RunPaths(tmp_path))
+    assert one.exclusive()
+    assert os.readlink(f"/proc/self/fd/{one.fd}").startswith(str(tmp_path)), "the file itself is locked"
+    assert not two.exclusive()
+    for lock in (one, two):
+        lock.close()
+
+
+def test_a_file_that_cannot_be_locked_is_named_once(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        lock = RunLock(RunPaths(shared))
+        assert lock.exclusive()
+        lock.close()
+    (record,) = [record for record in caplog.records if "cannot be locked" in record.getMessage()]
+    assert str(shared) in record.getMessage()
+
+
+def test_a_folder_for_locks_that_is_not_ones_own_is_refused(shared: Path) -> None:
+    (shared.parent / "elsewhere").mkdir()
+    (Path(tempfile.gettempdir()) / f"rlx-locks-{os.getuid()}").symlink_to(shared.parent / "elsewhere")
+    with pytest.raises(PermissionError, match="is to hold this user's locks"):
+        RunLock(RunPaths(shared)).exclusive()

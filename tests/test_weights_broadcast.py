@@ -14,7 +14,7 @@ from trainer_examples import make_model
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.waiting import Preempted
+from rlx.waiting import Preempted, wait_for
 from rlx.weights.broadcast import Broadcast
 from rlx.weights.files import ModelFiles, versions
 from rlx.weights.memory import Offers
@@ -70,17 +70,30 @@ def test_servers_that_call_during_a_wait_interrupt_it_and_get_the_version(broadc
     assert weights.offers is not None
     weights.offer(3)
     phases.clear()
-    server = Server(weights.offers.paths, 3)
+    paths, servers = weights.offers.paths, []
     waits: list[str] = []
 
     def wait(tick: Callable[[], None]) -> str:
         waits.append("begun")
-        while server.sums is None and server.error is None:
+        if not servers:
+            servers.append(Server(paths, 3))
+        while servers[0].sums is None and servers[0].error is None:
             tick()
         return "batch"
 
     assert weights.serve_while(wait, lambda: None) == "batch"
+    (server,) = servers
     assert server.ended().error is None
     assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.publisher.model.named_weights())
     assert len(waits) == 2
     assert phases == ["sending version 3, step 3"]
+
+
+def test_servers_that_have_called_get_the_version_also_where_the_batch_is_there_already(broadcast: Make) -> None:
+    weights, _ = broadcast(True)
+    assert weights.offers is not None
+    weights.offer(3)
+    server = Server(weights.offers.paths, 3)
+    wait_for(weights.offers.called, "the server's call", 20)
+    assert weights.serve_while(lambda tick: "batch", lambda: None) == "batch"
+    assert server.ended().error is None

@@ -24,6 +24,7 @@ from rlx.parallel.mesh import join, one_process
 from rlx.parallel.transfer import Announced, Group, parts, reach_store, serve_store
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
+from rlx.waiting import wait_for
 from rlx.weights.attest import checksum
 from rlx.weights.mailbox import Call, Gone
 from rlx.weights.memory import Offers
@@ -157,6 +158,21 @@ def test_only_the_offered_version_can_be_had(offers: Offers) -> None:
     assert "the trainer has version 4, not version 3" in str(old.error)
     offers.close()
     assert subscriber.latest() is None
+
+
+def test_servers_that_called_too_late_are_waited_for_after_the_next_step(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.weights.memory.SOON", TIMEOUT)
+    offers._taken = False  # nobody has taken the version before
+    offers.offer(3)
+    late = Server(offers.paths, 3)
+    wait_for(offers.called, "the call", TIMEOUT)
+    offers.offer(4)
+    assert "the trainer has version 4, not version 3" in str(late.ended().error)
+    again: list[Server] = []
+    threading.Timer(0.3, lambda: again.append(Server(offers.paths, 4))).start()
+    offers.send_soon()
+    assert again[0].ended().error is None
+    assert again[0].sums
 
 
 def test_the_offer_of_an_earlier_attempt_is_ignored(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -58,3 +59,18 @@ def test_ipc_begins_with_what_vllm_takes() -> None:
     assert isinstance(info, IPCTrainerInitInfo)
     assert info.is_sender
     assert asdict(IPCWeightTransferInitInfo(packed=info.packed)) == {"packed": True}
+
+
+def test_a_transfer_that_takes_no_tensor_for_too_long_ends_the_trainer_and_a_slow_one_does_not() -> None:
+    from rlx.inference.server.senders import watched
+
+    taken, ends = 0, []
+    with watched(lambda: taken, 0.4, ends.append):
+        for _ in range(8):
+            time.sleep(0.1)
+            taken += 1
+    assert not ends
+    with watched(lambda: taken, 0.2, ends.append):
+        time.sleep(0.6)
+    assert len(ends) == 1
+    assert "taken no tensor for 0.2 s (weight_broadcast.timeout" in ends[0]

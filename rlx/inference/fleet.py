@@ -36,6 +36,7 @@ from rlx.inference.protocol import (
     WeightsGone,
     error_of,
     failure_of,
+    names_version,
 )
 from rlx.inference.replica import Replica
 from rlx.types import WeightVersion
@@ -115,7 +116,8 @@ class Fleet:
         A server that does not answer is skipped if another one has the version. It gets the version before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
         Raises UpdateRefused if a server rejects the weights, WeightsGone if the trainer does not have them any more, and ServerUnreachable
-        or InferenceError if a server fails or does not finish in `timeout` seconds (counted anew after time in which none answered).
+        or InferenceError if a server fails or does not finish in `timeout` seconds. These do not count while no server answers, nor while
+        the servers wait until the trainer is ready to send.
         """
         servers, self._patience = [server for server in self._servers if server.serves] or self._servers, timeout
         try:
@@ -131,9 +133,10 @@ class Fleet:
         self._weights, self.version = weights, weights.version
 
     async def _tell_all(self, servers: Sequence[Replica], weights: WeightVersion) -> None:
-        """Load a version into these servers concurrently. Once one server has it, servers that do not answer are left out."""
+        """Load a version into these servers concurrently. Once one has it, those that do not answer or missed the trainer are left out."""
         telling = {asyncio.ensure_future(self._tell(server, weights, len(servers))): server for server in servers}
-        waiting, loaded, missing = set(telling), 0, []
+        waiting, loaded = set(telling), 0
+        missing: list[tuple[Replica, InferenceError]] = []
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
@@ -141,21 +144,29 @@ class Fleet:
                     try:
                         task.result()
                         loaded += 1
-                    except ServerUnreachable as error:
+                    except (ServerUnreachable, WeightsGone) as error:
                         missing.append((telling[task], error))
-                if loaded:
+                missed = [error for _, error in missing if isinstance(error, WeightsGone)]
+                if waiting and all(telling[task].asks for task in waiting):
+                    self._count_anew()
+                if loaded or missed:
                     for task in [task for task in waiting if telling[task].gone]:
                         waiting.discard(task)
                         task.cancel()
                         missing.append((telling[task], ServerUnreachable(f"{telling[task].endpoint.name} does not answer")))
             if not loaded:
-                raise missing[0][1]
+                raise missed[0] if missed else missing[0][1]
         finally:
             for task in telling:
                 task.cancel()
             await asyncio.gather(*telling, return_exceptions=True)
         for server, why in missing:
             self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
+
+    def _count_anew(self) -> None:
+        """The time of the update in progress begins anew."""
+        if self._limit is not None:
+            self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
 
     async def restore(self, endpoint: Endpoint) -> None:
         """Update the server at `endpoint` to the run's version if it restarted. Raises StaleServer if that fails."""
@@ -352,7 +363,7 @@ class Fleet:
             if status == 200:
                 return
             # A server whose load failed midway says which version it has, and ends. Any other 5xx may pass (a proxy, a busy host).
-            if status < 500 or _names_version(answer) or time.monotonic() > deadline:
+            if status < 500 or names_version(answer) or time.monotonic() > deadline:
                 raise error_of(server.endpoint.name, status, answer)
             await asyncio.sleep(PAUSE)
 
@@ -363,7 +374,7 @@ class Fleet:
         status, answer = await self._ask(server, *asked)
         if status != 200:
             raise error_of(server.endpoint.name, status, answer)
-        return _state.decode(answer)
+        return server.told(_state.decode(answer))
 
     async def _state_soon(self, server: Replica) -> PolicyState:
         """`_state`, without waiting for a server that hangs. Raises ServerUnreachable after `hung` seconds."""
@@ -387,8 +398,7 @@ class Fleet:
             except ServerUnreachable:
                 if time.monotonic() > deadline:
                     raise
-                if self._limit is not None:
-                    self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
+                self._count_anew()
                 await asyncio.sleep(PAUSE)
 
     async def _ask(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -407,11 +417,3 @@ class Fleet:
         server.silent_since = server.silent_since or time.monotonic()
         server.endpoint = endpoint.refreshed()
         raise ServerUnreachable(cause)
-
-
-def _names_version(answer: bytes) -> bool:
-    """Whether the body of a failure is one of our own servers' and says which version the server has."""
-    try:
-        return failure_of(answer).version is not None
-    except msgspec.MsgspecError:
-        return False

@@ -172,6 +172,14 @@ def failure_of(answer: bytes) -> Failure:
     return _failure.decode(answer)
 
 
+def names_version(answer: bytes) -> bool:
+    """Whether the body of a failure is one of our own servers' and says which version the server has."""
+    try:
+        return failure_of(answer).version is not None
+    except msgspec.MsgspecError:
+        return False
+
+
 def pack_ids(ids: object) -> bytes:
     """Token ids [N] as bytes."""
     return np.asarray(ids, dtype=INT).tobytes()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import PolicyState
 
+ASKING = 10.0  # seconds for which a server's word that it waits for the trainer holds
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
 
@@ -33,9 +34,20 @@ class Replica:
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
         self.said = ""  # the latest warning about it
+        self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
         self.updating = asyncio.Lock()
 
     @property
     def gone(self) -> bool:
         """Whether there is no use in waiting for it."""
         return self.hung or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
+
+    def told(self, state: PolicyState) -> PolicyState:
+        """Keep in mind what the server says of itself."""
+        self._asked = time.monotonic() if state.asking else None
+        return state
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits until the trainer is ready to send a version. That is as long as a training step may take."""
+        return self._asked is not None and time.monotonic() - self._asked < ASKING

@@ -57,7 +57,7 @@ class WeightUpdates:
 
     async def reach(self, version: int) -> None:
         """Returns when the servers have `version` or a newer one. Raises the fleet's errors."""
-        pause, deadline = Pause(POLL), math.inf
+        pause, deadline, offered = Pause(POLL), math.inf, -1
         while self.version < version:
             newest = self.published.latest()
             if newest is None or newest.version < version:
@@ -75,8 +75,10 @@ class WeightUpdates:
             try:
                 await self.fleet.update(target, self.timeout)
             except WeightsGone:  # the trainer has a newer version now, or a transfer broke
-                deadline = min(deadline, began + self.timeout)
-                if time.monotonic() > deadline:
+                newest = self.published.latest() or newest
+                if newest.version > offered:  # the trainer gets on, however long its steps take
+                    offered, deadline = newest.version, time.monotonic() + self.timeout
+                elif time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause.seconds())
                 continue

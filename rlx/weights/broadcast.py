@@ -92,7 +92,8 @@ class Broadcast:
     def serve_while(self, wait: Callable[[Callable[[], None]], T], tick: Callable[[], None]) -> T:
         """The result of `wait(tick)`, which calls `tick` while it waits.
 
-        When servers call for the offered version, the wait is interrupted, they get the weights, and `wait` is called again.
+        When servers call for the offered version, the wait is interrupted, they get the weights, and `wait` is called again. Servers that
+        have called before get them first: what is waited for may be there already, and the step after it may take long.
         Raises Preempted on every rank if `tick` raises it on rank 0 and `wait` tells the other ranks, as `Mesh.read` does.
         """
 
@@ -101,15 +102,18 @@ class Broadcast:
             if self._called():
                 raise Called
 
+        asked = self.offers is not None and self.mesh.any(self._called())
         while True:
+            if asked and self.offers is not None:
+                version = self.offers.version
+                with self.working(f"sending version {version}", version):
+                    self.offers.send()
             try:
                 return wait(look)
             except Preempted as why:
-                if self.offers is None or not self.mesh.any(isinstance(why, Called)):
+                asked = self.offers is not None and self.mesh.any(isinstance(why, Called))
+                if not asked:
                     raise
-            version = self.offers.version
-            with self.working(f"sending version {version}", version):
-                self.offers.send()
 
     def serve(self) -> None:
         """Send the offered version to the servers that called, where the weights are still its own: between two micro-batches."""

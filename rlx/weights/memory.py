@@ -13,8 +13,9 @@ A transfer that breaks (a server died) leaves the trainer as it was. The servers
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +49,7 @@ class Source:
         self.model, self.mesh, self.dtype = model, mesh, dtype
         self._buffers = {name for name, _ in model.hf.named_buffers()}
         self.sums: dict[str, dict[str, Any]] = {}  # what was sent, as in a manifest; on rank 0
+        self.taken = 0  # tensors so far, of all transfers
         self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -64,6 +66,7 @@ class Source:
             if self.mesh.first:
                 self.sums[name] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "sum": checksum(tensor)}
             yield name, tensor
+            self.taken += 1
 
     def finish(self) -> None:
         """Gather what an interrupted iteration has left: the other ranks do."""
@@ -163,11 +166,14 @@ class Offers:
         self._sender: Sender | None = None
         self._members: list[tuple[str, int]] = []  # of the sender's group
         self._taken = True  # somebody has called for the latest offer
+        self._late = -math.inf  # monotonic time of the latest call that was refused as too old
 
     def offer(self, version: int) -> None:
         """From now on, servers may call for this version. Call it when everything is on disk that a reader of the version must find."""
         self.version, self.seconds = version, 0.0
         if self._mailbox is not None:
+            self._callers, callers = [], self._callers
+            self._sort(callers)
             write_offer(self.paths, version, self._mailbox.where)
 
     def close(self) -> None:
@@ -183,22 +189,29 @@ class Offers:
         """Whether servers wait for the weights; on rank 0. Cheap. Refuses calls for other versions."""
         if self._mailbox is None:
             return False
-        for caller in self._mailbox.calls():
+        self._sort(self._mailbox.calls())
+        return bool(self._callers)
+
+    def _sort(self, callers: Iterable[Caller]) -> None:
+        assert self._mailbox is not None
+        for caller in callers:
             if caller.version == self.version:
                 self._callers.append(caller)
             else:
                 has = "no version any more" if self.version is None else f"version {self.version}"
                 self._mailbox.refuse(caller, f"the trainer has {has}, not version {caller.version}")
-        return bool(self._callers)
+                self._late = time.monotonic()
 
     def send_soon(self) -> None:
         """Send the version that was just offered, if the servers call at once. Every rank calls this.
 
-        Servers that did not take the previous version are busy (an evaluation), so they are not waited for.
+        Servers that did not take the previous version are busy (an evaluation), so they are not waited for. Those whose call has just been
+        refused as too old call again at once, and would miss every version if they were not waited for.
         """
-        deadline = time.monotonic() + (SOON if self._taken else 0.0)
+        began = time.monotonic()
+        soon = SOON if self._taken else 0.0
         self._taken = False
-        while self.mesh.first and not self.called() and time.monotonic() < deadline:
+        while self.mesh.first and not self.called() and time.monotonic() < max(began + soon, self._late + SOON):
             time.sleep(POLL)
         self.send()
 

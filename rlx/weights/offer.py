@@ -36,9 +36,9 @@ def write_offer(paths: RunPaths, version: int, where: str) -> None:
 def read_offer(paths: RunPaths) -> WeightVersion | None:
     """The version that the trainer of this attempt offers; None without one."""
     try:
-        found = json.loads(paths.offer.read_text()) if listed(paths.offer) else {"token": None}
+        found = json.loads(paths.offer.read_text()) if listed(paths.offer) else None
     except OSError:
         return None
-    if found["token"] != os.environ.get(TOKEN, ""):
+    if found is None or found["token"] != os.environ.get(TOKEN, ""):
         return None
     return WeightVersion(version=found["version"], kind="memory", where=found["where"])

@@ -6,9 +6,15 @@ The trainer imports this for `weight_broadcast.type` nccl and ipc only. Everythi
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,8 +24,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from rlx.weights.mailbox import Client
+from rlx.weights.mailbox import READY, Client
 from rlx.weights.memory import MakeSender, Source
+
+log = logging.getLogger("rlx.trainer")
 
 
 class _Weights(WeightSource):
@@ -41,12 +49,19 @@ class VllmSender:
     def __init__(self, kind: str, client: Client, source: Source) -> None:
         """Form a group with the client's members. Every rank calls this."""
         self.client = client
+        self.source = source
         host = client.mailbox.store.host if source.mesh.first else ""  # others do not send
         info = init_info(kind, source.mesh.rank, 1 + sum(member.workers for member in client.members), host)
-        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=_Weights(source))
+        with self._watched():
+            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=_Weights(source))
 
     def send_weights(self) -> None:
-        self._engine.send_weights()
+        with self._watched():
+            self._engine.send_weights()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        # Messages have the limit `timeout` themselves, and say more when it is over.
+        return watched(lambda: self.source.taken, self.client.timeout + READY)
 
     def shutdown(self) -> None:
         self._engine.shutdown()
@@ -64,6 +79,37 @@ class VllmSender:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.client.finish_weight_update(weight_version)
+
+
+def _end(why: str) -> None:
+    log.critical("%s", why)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def watched(progress: Callable[[], int], limit: float, end: Callable[[str], None] = _end) -> Iterator[None]:
+    """End this process if the block goes on for `limit` seconds in which `progress` stays the same.
+
+    A call of NCCL waits for ever for a process that is lost, and no exception reaches it.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        seen, since = progress(), time.monotonic()
+        while not ended.wait(min(1.0, limit / 4)):
+            if (now := progress()) != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > limit:
+                end(f"a transfer of weights has taken no tensor for {limit:g} s (weight_broadcast.timeout and some more): a server is lost")
+                return
+
+    thread = threading.Thread(target=watch, name="transfer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def init_info(kind: str, rank: int, world_size: int, host: str) -> TrainerInitInfo:
