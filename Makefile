@@ -10,6 +10,9 @@ ARGS ?=
 PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
+# Where this is set, every process that a test starts compiles rlx anew, and pytest every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install train test test-fast test-long lint docs
 
 install:
@@ -21,10 +24,12 @@ train: install
 
 # Parts of a tier all run, also when one before them failed; the exit code says whether all passed.
 PYTEST = .venv/bin/python -m pytest
-# A third of the fast tests' time is waiting, so three processes keep two cores busy.
-FAST = $(PYTEST) -n 3 -m "not slow and not slurm and not gpu"
+# A third of the fast tests' time is waiting, so three processes keep two cores busy. Each reads all files, so not those without a fast test.
+FAST = $(PYTEST) $(patsubst %,--ignore=%,$(shell grep -lE '^pytestmark = .*mark\.(slow|slurm)' tests/test_*.py)) -n 3 -m "not slow and not slurm and not gpu"
+# A file's tests run in one process, so the longest files begin: at the end both processes then have something to do.
+LONGEST = $(patsubst %,tests/test_%.py,examples run_failures run_env_command train_ranks run_teachers run_main_job acceptance)
 # Of the other tiers only their own files are read: collecting all of them takes ten seconds.
-SLOW = $(PYTEST) $(shell grep -l 'mark\.slow' tests/test_*.py) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not slurm and not gpu
+SLOW = $(PYTEST) --durations=15 $(LONGEST) $(filter-out $(LONGEST),$(shell grep -l 'mark\.slow' tests/test_*.py)) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not slurm and not gpu
 SLURM = $(PYTEST) $(shell grep -l 'mark\.slurm' tests/test_*.py) -m "slurm and not gpu
 # Tests on SLURM mostly wait for SLURM, so they run beside the slow ones, and are printed after them. Both use the models that one has made.
 # $(call both,LAST WORDS OF THE SELECTION)

@@ -1,6 +1,7 @@
 """Compares supervised training with a bare Hugging Face loop on the same packed rows, and with TRL's SFTTrainer on the same data.
 
     python benchmarks/sft.py [--model FOLDER_OF_A_135M_MODEL] [--threads 2] [--rounds 3]
+    python benchmarks/sft.py --threads 1 --cpu        on a machine with other work: seconds of a core, not of the clock
 
 Two sizes: the tiny model with the demo's lengths (a word and its reverse, 256 rows a step), and the model of `--model`, or one of SmolLM2
 135M's shape with random weights, on conversations of 16 to 160 tokens, 8 rows a step. Everything is in float32, on all cores.
@@ -11,8 +12,9 @@ Two sizes: the tiny model with the demo's lengths (a word and its reverse, 256 r
 
 All three take turns, block by block, in one call, so that changes of the machine's load affect all. TRL is a process of its own, which
 waits while the others compute. A rate counts the tokens of the rows, padding not; TRL's rows have one more, the line break behind the end
-mark. Its rows are tokenized before its first step, which is not counted; rlx renders a row when a step first needs it, which is. Prints one
-table.
+mark. Rendering and tokenizing rows is not counted: TRL does that for all rows before its first step; `rlx sft` does it in a thread beside
+training, in the first pass over the data. Drawing, packing and padding are counted, but for the bare loop. Prints one table, and what a
+new row costs.
 """
 
 from __future__ import annotations
@@ -99,8 +101,8 @@ def cases(folder: Path, given: str | None) -> list[Case]:
     ]
 
 
-def ours(case: Case) -> tuple[SupervisedSource, PolicyTrainer]:
-    """The source and the trainer of `rlx sft`."""
+def ours(case: Case) -> tuple[Conversations, PolicyTrainer]:
+    """The rows and the trainer of `rlx sft`."""
     tokenizer = AutoTokenizer.from_pretrained(case.model)
     chat = load_chat(tokenizer, ModelConfig(name=str(case.model), renderer="default"))
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
@@ -108,7 +110,11 @@ def ours(case: Case) -> tuple[SupervisedSource, PolicyTrainer]:
     policy = PolicyModel(model)
     objective = Objective(sft, LossTerms(aggregate="token_mean"))
     trainer = PolicyTrainer(policy, objective, torch.optim.AdamW(policy.parameters(), **ADAM), max_norm=1.0)
-    return SupervisedSource([(rows, 1.0)], batch_size=case.batch, seed=0), trainer
+    return rows, trainer
+
+
+def source_of(case: Case, rows: Conversations) -> SupervisedSource:
+    return SupervisedSource([(rows, 1.0)], batch_size=case.batch, seed=0)
 
 
 def bare_step(model: Any, optimizer: torch.optim.Optimizer, batch: MiniBatch) -> None:
@@ -132,7 +138,7 @@ def tokens_of(batch: MiniBatch) -> float:
 class Theirs:
     """TRL's process: `block` lets it train some steps and returns their seconds and tokens."""
 
-    def __init__(self, python: Path, case: Case, folder: Path, threads: int, rounds: int) -> None:
+    def __init__(self, python: Path, case: Case, folder: Path, threads: int, rounds: int, cpu: bool) -> None:
         settings = {
             "model": str(case.model),
             "data": str(case.data),
@@ -142,6 +148,7 @@ class Theirs:
             "steps": case.steps,
             "blocks": rounds + 1,
             "threads": threads,
+            "cpu": cpu,
             "lr": ADAM["lr"],
         }
         path = folder / f"{case.name}.json"
@@ -169,24 +176,26 @@ class Theirs:
 
 def compare(case: Case, folder: Path, python: Path, args: argparse.Namespace) -> None:
     """Print the case's rows of the table."""
-    source, trainer = ours(case)
+    rows, trainer = ours(case)
+    ahead, source = source_of(case, rows), source_of(case, rows)  # the first renders the rows, which the second then finds
     bare = copy.deepcopy(trainer.model.hf)
     bare.set_attn_implementation("sdpa")
     optimizer = torch.optim.AdamW(bare.parameters(), **ADAM)
     step = 0
+    now = time.process_time if args.cpu else time.perf_counter
 
     def block(run: Callable[[int], float]) -> tuple[float, float]:
-        tokens, began = 0.0, time.perf_counter()
+        tokens, began = 0.0, now()
         for number in range(step, step + case.steps):
             tokens += run(number)
-        return time.perf_counter() - began, tokens
+        return now() - began, tokens
 
-    def packed(number: int) -> MiniBatch:
+    def packed(source: SupervisedSource, number: int) -> MiniBatch:
         (batch,) = pack(source.receive(number), rank=0, ranks=1, tokens=case.row).mini_batches
         return batch
 
     def our_step(number: int) -> float:
-        batch = packed(number)
+        batch = packed(source, number)
         trainer.train_minibatch(batch)
         return tokens_of(batch)
 
@@ -194,11 +203,14 @@ def compare(case: Case, folder: Path, python: Path, args: argparse.Namespace) ->
         bare_step(bare, optimizer, made[number])
         return tokens_of(made[number])
 
-    theirs = Theirs(python, case, folder, args.threads, args.rounds)
+    theirs = Theirs(python, case, folder, args.threads, args.rounds, args.cpu)
     rates: dict[str, list[float]] = {"rlx": [], "bare": [], "TRL": []}
+    rendering = 0.0
     try:
         for number in range(args.rounds + 1):
-            made = {each: packed(each) for each in range(step, step + case.steps)}  # the bare loop need not make its batches
+            began = time.process_time()
+            made = {each: packed(ahead, each) for each in range(step, step + case.steps)}
+            rendering += time.process_time() - began
             for name, (seconds, tokens) in (("rlx", block(our_step)), ("bare", block(one_bare_step)), ("TRL", theirs.block())):
                 if number > 0:  # the first block warms caches
                     rates[name].append(tokens / seconds)
@@ -209,6 +221,7 @@ def compare(case: Case, folder: Path, python: Path, args: argparse.Namespace) ->
     for name, values in rates.items():
         shown = f"{min(values):,.0f}–{max(values):,.0f}"
         print(f"| {case.name} | {name} | {medians[name]:,.0f} | {shown} | {medians['rlx'] / medians[name]:.2f} × |", flush=True)
+    print(f"| {case.name} | rendering, drawing and packing a row: {rendering / (step * case.batch) * 1e3:.2f} ms of a core |", flush=True)
 
 
 def main() -> None:
@@ -216,6 +229,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a model of 135 million parameters; default: that shape with random weights")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each side that count")
+    parser.add_argument("--cpu", action="store_true", help="count seconds of a core; with --threads 1 other work hardly changes them")
     parser.add_argument("--only", choices=("tiny", "135M"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -2,7 +2,8 @@
 
 A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
 and gets as many concurrent requests as a step has rollouts. Prints seconds and CPU seconds per batch of rollouts, first undisturbed,
-then with one weight update as soon as the batch's first rollout has ended, applied at once or when the batch is done.
+then with one weight update as soon as the batch's first rollout has ended: applied at once, with keys and values dropped or kept, or when
+the batch is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LIMIT = 1 << 20  # tokens: more than any rollout has, so every update waits for 
 
 async def measure(run: Path, batches: int) -> None:
     from rlx.inference.protocol import GenerateRequest, Sampling, pack_ids
-    from rlx.inference.server.engine import PolicyEngine
+    from rlx.inference.server.engine import InFlight, PolicyEngine
 
     config, paths = load_run(run), RunPaths(run)
     model = paths.initial_model.read_text().strip()
@@ -39,21 +40,26 @@ async def measure(run: Path, batches: int) -> None:
         request = GenerateRequest(f"r{seed}", pack_ids(prompt), sampling)
         return sum(count for _, count in (await engine.generate(request)).versions)
 
-    async def batch(update: bool, drain: int) -> tuple[float, float, int]:
+    async def batch(in_flight: InFlight | None) -> tuple[float, float, int]:
         nonlocal serial
         began, cpu = time.perf_counter(), time.process_time()
         serial += len(prompts)
         work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
-        if update:
+        if in_flight is not None:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             engine.core.version = version - 1  # so that the same files can be loaded again
-            await engine.update_weights(paths.weights_of(version), version, drain)
+            await engine.update_weights(paths.weights_of(version), version, in_flight=in_flight)
         tokens = sum(await asyncio.gather(*work))
         return time.perf_counter() - began, time.process_time() - cpu, tokens
 
-    for what, update, drain in (("undisturbed", False, 0), ("an update in flight", True, 0), ("an update, drained", True, LIMIT)):
-        await batch(update, drain)
-        measured = [await batch(update, drain) for _ in range(batches)]
+    for what, in_flight in (
+        ("undisturbed", None),
+        ("an update in flight", InFlight()),
+        ("an update in flight, keys and values kept", InFlight(keep_kv=True)),
+        ("an update, drained", InFlight(drain_tokens=LIMIT)),
+    ):
+        await batch(in_flight)
+        measured = [await batch(in_flight) for _ in range(batches)]
         seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
         rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
         print(f"{what}: {rate}", flush=True)

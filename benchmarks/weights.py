@@ -7,7 +7,9 @@ One real server on CPU has a Hugging Face model. This process is the trainer, on
 
 Beside them, what the bytes cost alone: `copy`, one copy of the model's file; `broadcast`, a broadcast of one array of as many bytes over
 gloo between two processes that do nothing else. Prints medians, and all of them as JSON with `--json`. `held` is the time in which the
-trainer could not train. `server` is the time from telling the server until it generates with the new weights.
+trainer could not train. `write` is the time of writing the files with their checksums. `server` is the time from telling the server until
+it generates with the new weights. It says itself how long it took until it was `ready` to change them (over files it has checked them
+then), and how long it was `paused`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -30,7 +33,7 @@ from rlx.config.load import compose, to_yaml
 from rlx.inference.endpoints import endpoint_file, read_endpoints
 from rlx.inference.fleet import Fleet
 from rlx.paths import RunPaths
-from rlx.weights.publish import Subscriber
+from rlx.weights.subscribe import Subscriber
 
 LIMIT = 300.0  # seconds for one update, and for the server's start
 
@@ -111,7 +114,8 @@ class Trainer:
         await asyncio.to_thread(self.publisher.wait)
         told = time.perf_counter()
         await self._take(fleet)
-        return {"all": time.perf_counter() - began, "held": held, "server": time.perf_counter() - told}
+        ended = time.perf_counter()
+        return {"all": ended - began, "held": held, "write": self.publisher.seconds, "server": ended - told}
 
     async def gloo(self, fleet: Fleet) -> dict[str, float]:
         version, began = self.change(), time.perf_counter()
@@ -186,6 +190,10 @@ def main() -> None:
                     raise RuntimeError((paths.root / "server.log").read_text()[-3000:])
                 time.sleep(0.1)
             result = asyncio.run(measure(paths, options.model, options.rounds))
+            said = re.findall(r"ready after (\d+) ms, paused for (\d+) ms", (paths.root / "server.log").read_text())
+            for place, name in enumerate(("files", "gloo")):  # the server's own words; the first of each has more to do
+                ready, paused = zip(*said[place + 2 :: 2], strict=True)
+                result[name] |= {"ready": statistics.median(map(int, ready)) / 1e3, "paused": statistics.median(map(int, paused)) / 1e3}
         finally:
             server.kill()
             server.wait()
@@ -194,7 +202,7 @@ def main() -> None:
     print(f"{result['bytes'] / 1e6:.0f} MB, {options.rounds} rounds")
     for name, reference in (("files", "copy"), ("gloo", "broadcast")):
         one, bare = result[name], result[reference]["all"]
-        parts = ", ".join(f"{key} {one[key]:.3f} s" for key in ("held", "server"))
+        parts = ", ".join(f"{key} {one[key]:.3f} s" for key in ("held", "write", "server", "ready", "paused") if key in one)
         print(f"{name}: {one['all']:.3f} s ({parts}), {one['all'] / bare:.2f} x the {reference} ({bare:.3f} s)")
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rlx.config.load import compose
-from rlx.roles.prepare import examples_of
+from rlx.envs.demonstrations import demonstrations_of
 
 
 def main() -> None:
@@ -19,12 +19,12 @@ def main() -> None:
     cfg = compose(sys.argv[2:]).cfg
     if cfg.model.warm_start is None:
         sys.exit("the keys of the teacher are in model.warm_start, which only model=tiny has: leave model, or the experiment with one, out")
-    found = examples_of(cfg)
+    found = demonstrations_of(cfg, cfg.envs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w") as file:
         for conversations in found.values():
             for said in conversations:
-                file.write(json.dumps({"prompt": said.prompt, "completion": said.played, "tools": said.tools}) + "\n")
+                file.write(json.dumps(said.row) + "\n")
     print(f"{out}: {sum(map(len, found.values()))} rows of {', '.join(found)}")
 
 

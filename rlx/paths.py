@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+MEMBER = "run_"  # beginning of the names of the runs' directories in that of their shared trainer
+
 
 class _At:
     """A fixed place in a run directory, as an attribute of `RunPaths`."""
@@ -69,7 +71,13 @@ class RunPaths:
     # The trainer's chosen kernels: `{"logprob": backend, "layers": Liger's layer kernels, or why none}`, and `warning` if the objective's
     # bounds were measured to be too tight.
     kernels = _At("kernels.json")
+    # How a run and its shared trainer find each other (`rlx.shared.membership`).
+    membership = _At("membership")
     initial_model = _At("initial_model.txt")  # a file with the path or hub name of policy version 0, written when that version is ready
+
+    def member(self, name: str) -> RunPaths:
+        """The directory of a run in a shared trainer's: `run_NAME`."""
+        return RunPaths(self.root / f"{MEMBER}{name}")
 
     def logs(self, attempt: int) -> Path:
         return self.root / "logs" / f"attempt_{attempt}"

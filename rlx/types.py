@@ -26,6 +26,7 @@ One worked case: an episode of two turns with a tool's reply in between. The wei
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -132,7 +133,7 @@ class TrainingSample:
     ce_weights: Float | None = None  # [L]
     ref_kl_weights: Float | None = None  # [L]
     teacher_logprobs: Float | None = None  # [L]
-    adapter: int = 0  # the adapter to train with this sample; 0: the policy's own weights
+    adapter: int = 0  # in a shared trainer the slot of its run, whose adapter it trains (`rlx.models.slots`); otherwise 0
 
 
 STREAMS = {
@@ -142,6 +143,16 @@ STREAMS = {
     "teacher_logprobs": float("nan"),  # log-probability of the token under a teacher; NaN: not scored
 }
 """The optional per-token streams of a sample, each with its value for tokens of samples without the stream."""
+
+
+def check_streams(given: Iterable[str], used: Collection[str]) -> None:
+    """Raise ValueError for a stream of a batch that its objective would ignore silently. `used`: the streams that the objective reads."""
+    for name in given:
+        if name not in used:
+            uses = ", ".join(sorted(used)) or "none"
+            raise ValueError(
+                f"the batch has the stream `{name}`, but this objective consumes {uses}; leave the stream out, or use another loss"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +188,7 @@ class MicroBatch:
     rollout_lengths: Int  # [R] trainable tokens of each rollout
     group_lengths: Int  # [R] trainable tokens of each rollout's group, in the whole mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
-    adapters: Int  # [S] adapter of each sample; 0: the policy's own weights
+    adapters: Int  # [S] slot of each sample in a shared trainer; otherwise 0
     objectives: Int  # [R] number of each rollout's objective; 0 in a run with one objective
     policy_weights: Float | None = None  # [T], like the next three; None: no sample of the mini-batch has the stream
     ce_weights: Float | None = None

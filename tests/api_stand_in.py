@@ -19,7 +19,10 @@ def completion(content: str) -> dict[str, Any]:
 
 
 class Api:
-    """`mode`: `flaky` answers every third request 429 with Retry-After and every fifth 500; `slow` takes half a second; `down` fails."""
+    """`mode`: `flaky` answers every third request 429 with Retry-After and every fifth 500; `slow` takes half a second; `down` fails.
+
+    `tokens` answers with token ids and log-probabilities when they are asked for, as vLLM does.
+    """
 
     def __init__(self, mode: str) -> None:
         self.mode, self.count, self.refused = mode, 0, 0
@@ -37,7 +40,14 @@ class Api:
             return web.json_response({"error": {"message": "overloaded"}}, status=500, headers={"retry-after-ms": "20"})
         if self.mode == "slow":
             await asyncio.sleep(0.5)
-        return web.json_response(completion(asked["messages"][-1]["content"][::-1]))
+        said = completion(asked["messages"][-1]["content"][::-1])
+        if self.mode == "tokens" and asked.get("return_token_ids") and asked.get("logprobs"):
+            said["prompt_token_ids"] = [1] * 7
+            said["choices"][0] |= {
+                "token_ids": [1, 2, 3],
+                "logprobs": {"content": [{"token": "a", "logprob": -0.5, "top_logprobs": []}] * 3},
+            }
+        return web.json_response(said)
 
 
 async def serve(file: Path, mode: str) -> None:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from run_servers import Servers
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from rlx.config.load import to_yaml
 from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
@@ -26,7 +26,7 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
-from rlx.weights.files import facts
+from rlx.weights.saving import facts
 
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
@@ -149,6 +149,25 @@ class Run:
                 found = scores.gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
                 mine = turn.versions == version
                 worst = max(worst, float(np.abs(found - turn.logprobs)[mine].max()))
+        return worst
+
+    @torch.no_grad()
+    def worst_kept(self, turns: Iterable[Turn]) -> float:
+        """Like `worst` at temperature 1, for requests that kept their keys and values at updates.
+
+        A version computed the keys and values of the tokens that it read: the prompt, or the token before the first that it sampled, up
+        to the one before its last. Later versions attend to these.
+        """
+        worst = 0.0
+        for turn in turns:
+            ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long()
+            starts = [0, *(np.flatnonzero(np.diff(turn.versions)) + len(turn.prompt_ids)).tolist(), len(ids) - 1]
+            cache, scores = DynamicCache(), []
+            for version, start, end in zip(dict.fromkeys(turn.versions.tolist()), starts, starts[1:], strict=False):
+                logits = self.models[version](ids[None, start:end], past_key_values=cache, use_cache=True).logits[0]
+                scores.append(torch.log_softmax(logits.double(), dim=-1))
+            found = torch.cat(scores)[len(turn.prompt_ids) - 1 :].gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
+            worst = max(worst, float(np.abs(found - turn.logprobs).max()))
         return worst
 
 

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import public_servers
 import pytest
 from policy_stand_in import SAMPLING, StandIn, policy_of, tiny_chat
 from public_classic import local_words
@@ -103,6 +106,16 @@ class Case:
     stock: int = 2  # so many rollouts of two are played by stock verifiers, too
     free: bool = True  # an episode ends well whatever the model says
     needs: tuple[str, ...] = ()  # modules that rlx does not install
+    servers: Callable[..., AbstractContextManager[dict[str, Any]]] | None = None  # that it asks; they give the `args`
+
+    @contextmanager
+    def served(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+        """The case while its servers run, if it has any. `folder`: an empty one for their files."""
+        if self.servers is None:
+            yield self
+            return
+        with self.servers(folder, monkeypatch) as args:
+            yield replace(self, args=args)
 
 
 LOCAL = {"runtime": {"type": "subprocess"}}
@@ -114,10 +127,17 @@ def cards(prompt: str) -> str:
     return one_of("I see.", *(f"[{word}]" for word in legal))(prompt)
 
 
+SOLUTIONS = itertools.cycle(("7", "7", "8", "8"))  # two episodes that run together get a right and a wrong one each
+
+
+def proposes(prompt: str) -> str:
+    return PROBLEM if "word problem" in prompt else next(SOLUTIONS)
+
+
 KUHN = Case("kuhn_poker", cards, agent="player1", turns=1, free=False, stock=1)
 CASES = [
     KUHN,
-    Case("kuhn_poker", cards, agent="player0", turns=1, stock=0, free=False),
+    Case("kuhn_poker", cards, agent="player0", turns=1, free=False, stock=1),
     Case("reverse_text", lambda prompt: "<reversed_text>cbx</reversed_text>"),
     Case("alphabet_sort", one_of("<alphabetical_sorted>\nAnnLee\n</alphabetical_sorted>"), turns=0),
     Case("gsm8k", one_of("I add.\n#### 2", "#### 3"), {"agent": LOCAL}, stock=1),
@@ -127,17 +147,33 @@ CASES = [
     ),
     Case("scratchpad", calling("scratchpad_roundtrip", {"word": "alpha"}, lambda prompt: "alpha"), turns=2, stock=1),
     Case("interception", one_of("DETERMINISTIC_BLOCK"), {"taskset": {"task": {"judge": {"base_url": "http://127.0.0.1:9/v1"}}}}),
-    Case(
-        "proposer_solver", lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p), {"n": 2}, agent="solver", free=False, stock=1
-    ),
+    Case("proposer_solver", proposes, {"n": 2}, agent="solver", free=False, stock=1),
+    Case("proposer_solver", proposes, {"n": 2}, agent="proposer", free=False, stock=1),
     Case("wordle", one_of("I say [crane]", "[slate]"), agent="player", turns=0, needs=("nltk", "textarena")),
     Case(
-        "proposer_solver",
-        lambda p: PROBLEM if "word problem" in p else one_of("7", "8")(p),
-        {"n": 2},
-        agent="proposer",
-        stock=0,
+        "nemo_gym_weather",
+        calling("get_weather", {"city": "Paris"}, lambda prompt: "The weather in Paris is cold."),
+        turns=2,
+        stock=1,
+        servers=public_servers.weather,
+    ),
+    # A random reply may be JSON, such as a number, which OpenEnv's server refuses as a guess.
+    Case(
+        "openenv_wordle",
+        one_of("slate", "craze"),
+        agent="player",
+        turns=3,
         free=False,
+        needs=("openenv",),
+        servers=public_servers.word_game,
+    ),
+    Case(
+        "wiki_search",
+        calling("wiki_search_pages", {"query": "Ada"}, lambda prompt: "Ada"),
+        turns=2,
+        stock=1,
+        needs=("chromadb",),
+        servers=public_servers.wiki,
     ),
 ]
 

@@ -22,15 +22,20 @@ import torch.distributed as dist
 from trainer_examples import make_samples, step_batch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from rlx.config.schema import AcConfig, LoraConfig, LossTerms
-from rlx.data.packing import pack
+from rlx.config.schema import AcConfig, KlTerms, LoraConfig, LossTerms
+from rlx.data.packing import pack, pack_together
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
+from rlx.models.lora import peft_config
+from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, divide, join
 from rlx.paths import RunPaths
 from rlx.train.muon import Muon, groups_of
+from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
+from rlx.train.together import Together
+from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
 
 ERROR = "error"  # files of the ranks that failed
@@ -74,6 +79,33 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
         assert all(others == everyone[0] for others in everyone), "metrics differ between ranks"
 
 
+def train_together(folder: Path, mesh: Mesh, settings: dict) -> None:
+    """Two runs in slots of one model, of unequal size, for three steps of which the second run misses the first."""
+    lora = LoraConfig(**settings["lora"])
+    model = load_policy(str(folder / "model"), mesh, lora=lora, slots=3, ac=AcConfig(**settings.get("ac", {})), **settings["load"])
+    trainers = {}
+    for slot, groups in (0, 5), (2, 1):
+        own = Slot(model, slot)
+        own.begin(lora, seed=slot)
+        optimizer = Muon(groups_of(own.layers, own), lr=1e-2) if slot else torch.optim.AdamW(groups_of(own.layers, own), lr=1e-2)
+        objective = Objective(grpo, LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.1)))
+        trainers[slot] = PolicyTrainer(own, objective, optimizer, max_norm=0.5, mesh=mesh, reference=Reference(model, adapters=False))
+        trainers[slot].samples = make_samples(groups=groups, seed=slot)
+    metrics = []
+    for step in range(3):
+        batches = {slot: step_batch(step, [each.samples]) for slot, each in trainers.items() if step or not slot}
+        place = {"rank": mesh.data_rank, "ranks": mesh.num_data_ranks, "tokens": settings["tokens"]}
+        packed = pack_together(batches, loss_of={slot: each.losses.loss_of for slot, each in trainers.items()}, **place)
+        metrics += Together(model, mesh).train(packed, trainers, dict.fromkeys(batches, 1)).values()
+    out = folder / f"out_{mesh.world_size}"
+    named = {f"{slot} {name}": tensor for slot, each in trainers.items() for name, tensor in each.model.named_weights()}
+    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
+    static = ModelFiles.of_adapters(peft_config(model.hf, lora, str(folder / "model")), folder / "model")
+    Publisher(trainers[2].model, mesh, RunPaths(out), static, torch.float32).ensure(1)
+    if mesh.first:
+        torch.save({"gradients": whole, "metrics": metrics}, out / "results.pt")
+
+
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -101,7 +133,7 @@ def attempt(folder: Path, mesh: Mesh) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     try:
         with blocks_that_reduce() if settings.get("reduces") else nullcontext():
-            train(folder, mesh, settings)
+            (train_together if settings.get("together") else train)(folder, mesh, settings)
     except Exception as error:
         out.mkdir(exist_ok=True)
         own = out / f"{ERROR}_{mesh.rank}"

@@ -10,6 +10,7 @@ from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import LOOK, Fleet
 from rlx.inference.protocol import RESTART
 from rlx.inference.sampler import Sampler
+from rlx.inference.telling import AT_ONCE, Manner
 from rlx.types import Turn
 from rlx.weights.files import version_at
 
@@ -22,11 +23,11 @@ class Servers:
         endpoints: Sequence[Endpoint],
         request_timeout: float = 120,
         restart_timeout: float = RESTART,
-        drain_tokens: int = 0,
+        manner: Manner = AT_ONCE,
         look: float = LOOK,
         **fleet: Any,
     ) -> None:
-        self.fleet = Fleet(endpoints, restart_timeout, drain_tokens, look, **fleet)
+        self.fleet = Fleet(endpoints, restart_timeout, manner, look, **fleet)
         self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore, run=fleet.get("run", ""))
         self.fleet.on_change = self.sampler.use
 

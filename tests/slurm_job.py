@@ -24,6 +24,7 @@ def slurm(*command: str) -> str:
 
 TRAIN = (str(ROOT / "train.py"),)
 EVAL = ("-m", "rlx.cli", "eval")
+SFT = ("-m", "rlx.cli", "sft")
 
 
 def train(

@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import public_environments as v1
@@ -178,20 +179,23 @@ def test_an_environment_of_our_own_trains_as_stock_verifiers_plays_it(name: str,
 
 
 @pytest.mark.parametrize("case", v1.CASES, ids=lambda case: f"{case.name}-{case.agent}")
-def test_a_public_taskset_trains_as_stock_verifiers_plays_it(case: v1.Case, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_public_taskset_trains_as_stock_verifiers_plays_it(
+    case: v1.Case, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from rlx.envs.verifiers_v1 import load_environment
 
     installed(case.needs)
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
     v1.local_data(monkeypatch)
     v1.on_path(case.name, monkeypatch)
-    env = load_environment("e", EnvConfig(id=case.name, args=case.args, agents=[case.agent], num_tasks=3), LIMITS, 300.0)
-    task = task_of(env)
-    rollouts, heard = engine.play(env, task, lambda prompt, _: case.model(prompt), steered=1 if case.free else 2)
-    for rollout in rollouts:
-        assert rollout.status == "ok", rollout.error
-    assert case.turns in (0, len(rollouts[0].turns))
-    for rollout in rollouts[: case.stock]:
-        expected = asyncio.run(v1.stock(case, env.rows[0], v1.Replayed(heard.turns(rollout.member)), task, rollout.member))
-        v1.check_as_stock(rollout, expected)
+    with case.served(tmp_path, monkeypatch) as played:
+        env = load_environment("e", EnvConfig(id=case.name, args=played.args, agents=[case.agent], num_tasks=3), LIMITS, 300.0)
+        task = task_of(env)
+        rollouts, heard = engine.play(env, task, lambda prompt, _: case.model(prompt), steered=1 if case.free else 2)
+        for rollout in rollouts:
+            assert rollout.status == "ok", rollout.error
+        assert case.turns in (0, len(rollouts[0].turns))
+        for rollout in rollouts[: case.stock]:
+            expected = asyncio.run(v1.stock(played, env.rows[0], v1.Replayed(heard.turns(rollout.member)), task, rollout.member))
+            v1.check_as_stock(rollout, expected)
     engine.train(rollouts)

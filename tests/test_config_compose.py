@@ -252,3 +252,11 @@ def test_the_configuration_page_is_up_to_date():
 
     page = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
     assert page.read_text() == render(), "run `python -m rlx.config.docs`"
+
+
+def test_a_composition_changes_nothing_that_a_later_one_reads():
+    """Files and schema are read once in a process; each composition gets nodes of its own."""
+    before = compose([], {}).yaml
+    changed = compose(["optim.lr=0.5", "loss=gspo", "env=[sums,reverse_text]", "model.name=other", "+envs.sums.args.level=2"], {}).yaml
+    assert changed != before
+    assert compose([], {}).yaml == before

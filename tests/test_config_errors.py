@@ -54,6 +54,8 @@ CASES = {
     ),
     "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
     "weights_without_files": Case("weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"),
+    "kept_keys_beside_a_connector": Case("weight_broadcast.keep_kv=true inference.vllm={kv_offloading_size:4}"),
+    "servers_in_turn_without_files": Case("weight_broadcast.type=gloo weight_broadcast.in_turn=true"),
     "weights_by_nccl_on_cpu": Case("weight_broadcast.type=nccl"),
     "weights_by_nccl_on_a_shared_gpu": Case("weight_broadcast.type=nccl hardware=gpu1_shared", gpus=1),
     "weights_by_ipc_between_gpus": Case("weight_broadcast.type=ipc hardware=gpu2", gpus=2),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 
-from rlx.config import roots
+from rlx.config import composition, roots
 from rlx.config.checks import check
 from rlx.config.docs import render
 from rlx.config.errors import ConfigError
@@ -53,12 +54,14 @@ rollouts: 4
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with the root's primary file; the root is registered as a command's root would be."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "probe.yaml").write_text(PRIMARY)
+    assert composition.ROOTS is ROOTS  # imported before the replacement, or the whole session would keep it
     monkeypatch.setattr(roots, "ROOTS", (TRAIN, PROBE))
-    return tmp_path / "conf"
+    yield tmp_path / "conf"
+    ConfigStore.instance().repo.pop(f"{PROBE.schema_name}.yaml", None)  # a later test lists what can be chosen
 
 
 def test_groups_variables_and_the_command_line_reach_another_root(conf: Path):
@@ -132,8 +135,8 @@ class Watched:
         self._cfg, self._keys, self._prefix = cfg, keys, prefix
 
     def __getattr__(self, name: str) -> Any:
-        if not self._prefix and name == "plays":  # whether the command plays at all; a rule need not name the keys that decide it
-            return self._cfg.plays
+        if not self._prefix and name in ("plays", "hosts", "trained_elsewhere"):  # what kind of run it is; a rule need not name the keys
+            return getattr(self._cfg, name)
         if not self._prefix and isinstance(derived := getattr(type(self._cfg), name, None), property):
             return derived.fget(self)
         if not self._prefix and inspect.isfunction(derived):

@@ -8,6 +8,7 @@ import functools
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(value):
     keys = [key.replace("<name>", "reverse_text").split(".") for key in leaves(Config)]
     tried = sorted({".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1)})
     for key in tried:
-        changed = copy.deepcopy(tree)
+        changed = replace(tree, data=copy.deepcopy(tree.data))
         *above, last = key.split(".")
         section = changed.data
         for part in above:

@@ -20,7 +20,7 @@ from test_checkpoint_folders import write as write_checkpoint
 from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import console as module
 from rlx.cli import main
-from rlx.cli.console import Console, clock, count, sparkline, started_as
+from rlx.cli.console import Console, clock, count, sparkline
 from rlx.cli.show import run as show
 from rlx.config.load import compose
 from rlx.config.schema import Config
@@ -368,22 +368,12 @@ def test_an_interrupted_run_names_its_newest_checkpoint_and_the_command_that_goe
     assert "newest checkpoint" not in finished(run, state="failed").summary(1)
 
 
-def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    programs = {}
-    for name in (".venv/bin/python", ".venv/bin/rlx", "elsewhere/python3.11"):
-        programs[name] = tmp_path / name
-        programs[name].parent.mkdir(parents=True, exist_ok=True)
-        programs[name].write_text("#!/bin/sh\n")
-        programs[name].chmod(0o755)
-    python, rlx = str(programs[".venv/bin/python"]), str(programs[".venv/bin/rlx"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert started_as(python, "train.py") == ".venv/bin/python train.py"
-    assert started_as(python, rlx) == ".venv/bin/rlx train"
-    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
-    assert started_as(python, "train.py") == "python train.py"
-    assert started_as(python, "/there/rlx/cli/__main__.py") == "python -m rlx.cli train"
-    assert started_as(python, rlx) == "rlx train"
+def test_a_steps_line_has_the_reward_of_that_step_although_sampling_is_ahead(run, capsys):
+    for step in range(2):
+        add_step(run, step, at=1.0 + step)
+    MetricsWriter(RunPaths(run).metrics, "orchestrator").write(2, {"reward/mean": 0.9})
+    Console(run, compose(["max_steps=8"], {}).cfg).update()
+    assert "step 2/8   reward 0.200" in capsys.readouterr().out
 
 
 def test_an_attempt_that_goes_on_shows_nothing_of_the_one_before_it(run, capsys):

@@ -29,7 +29,12 @@ def test_the_environments_of_synthesized_data_are_suggested_for_training(tmp_pat
     [
         ([], "model=tiny_trained"),
         (["model=smollm2_135m"], "model=smollm2_135m"),
-        (["experiment=sums_smollm2", "eval.interval=5"], "model=…"),
+        (["experiment=sums_smollm2", "eval.interval=5"], "train experiment=sums_smollm2"),
+        (
+            ["--config-dir", "examples/word_guess", "experiment=word_guess"],
+            "train --config-dir examples/word_guess experiment=word_guess model=tiny_trained",
+        ),
+        (["--config-dir=examples/smollm2", "experiment=smollm2"], "train --config-dir=examples/smollm2 experiment=smollm2"),
     ],
 )
 def test_training_goes_on_with_the_model_that_was_trained(tmp_path: Path, argv: list[str], said: str) -> None:

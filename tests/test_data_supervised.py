@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import threading
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -139,20 +139,19 @@ def test_a_token_that_the_model_does_not_know_is_named() -> None:
 
 def test_one_rank_makes_the_batches_of_all_in_a_thread_and_keeps_one_ahead() -> None:
     made: list[int] = []
+    ticked = threading.Event()
 
     class Slow(SupervisedSource):
         def receive(self, step: int, tick: Any = None) -> Any:
-            time.sleep(0.3 * (step == 0))
+            assert step or ticked.wait(120), "the heartbeat goes on while a batch is made"
             made.append(step)
             return super().receive(step)
 
     def slow() -> SupervisedSource:
         return Slow([(Samples("a", samples_of(16)), 1.0)], batch_size=6, seed=1)
 
-    ticks: list[int] = []
     alone = Prepared(slow, one_process("cpu"))
-    assert same(alone.receive(0, lambda: ticks.append(1)), source_of().receive(0))
-    assert ticks, "the heartbeat goes on while a batch is made"
+    assert same(alone.receive(0, ticked.set), source_of().receive(0))
     assert same(alone.receive(1), source_of().receive(1))
     assert alone.report(0)["batch/samples"] == 6
     assert made[:2] == [0, 1]

@@ -41,6 +41,14 @@ def test_every_level_of_math_accepts_its_own_answers(level: int, checker: rlx_ma
 
 
 @pytest.mark.parametrize(
+    ("text", "answer", "boxed_answer"), [("7", "7", ""), ("<think>8</think> It is \\boxed{7}.", "7", "7"), ("\\boxed{7}", "7", "7")]
+)
+def test_a_short_reply_without_a_box_is_no_answer_where_a_box_is_required(text: str, answer: str, boxed_answer: str) -> None:
+    assert rlx_math.AnswerParser().parse(text) == answer
+    assert rlx_math.AnswerParser(require_box=True).parse(text) == boxed_answer
+
+
+@pytest.mark.parametrize(
     ("text", "same"),
     [("1,000", "1000"), ("$7$", "7"), ("7.0", "7"), ("\\frac{1}{2}", "0.5"), ("-3.", "-3"), ("50%", "50"), ("$4", "4"), ("-1/2", "-.5")],
 )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import os
+import sys
 from typing import Any
 
 import pytest
 from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
-from public_classic import check_tokens
-from public_environments import KUHN, Answers, check_as_stock, local_data, on_path, played, stock
+from public_classic import check_tokens, judge
+from public_environments import KUHN, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
+from rlx.rollout.samples import merge
 from rlx.types import Rollout
 
 REFUSED = {
@@ -24,6 +28,7 @@ REFUSED = {
     "grayscale_interception": ({}, "its prompts have images, and rlx trains on text alone"),
     "gsm8k": ({}, "its tasks run commands in the agent's sandbox (GSM8KTask.correct, GSM8KTask.setup), and rlx starts no sandbox"),
     "interception": ({}, "(envs.e.args.taskset.task.judge), which needs a key, and PRIME_API_KEY is not set"),
+    "nemo_gym_weather": ({}, "its resource server is part of the package nemo-gym, which this Python lacks"),
     "openenv_wordle": ({}, "it imports openenv when it runs, which this Python lacks"),
     "web_search_interception": (
         {},
@@ -65,11 +70,60 @@ def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatc
     assert rollout.metrics["player0/reward"] == -rollout.reward
 
 
+def keeps_notes(prompt: str) -> str:
+    """A model that asks the tool, saves the result in its notes, and answers from its notes."""
+    last = prompt.rpartition("<|im_start|>user")[2]
+    if "Notes:" in last:
+        return "<answer>first programmer</answer>"
+    answered = "<|im_start|>tool" in last
+    name, arguments = ("summarize", {"notes": "a programmer"}) if answered else ("facts_lookup", {"name": "Ada Lovelace"})
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_another_harness_a_program_that_rewrites_its_context_plays_like_in_stock_verifiers(monkeypatch):
+    """uv makes the program's own Python from a package index."""
+    on_path("glossary", monkeypatch)
+    both = f"{folder() / 'glossary'}{os.pathsep}{folder() / 'compact'}"
+    monkeypatch.syspath_prepend(str(folder() / "compact"))
+    monkeypatch.setenv("PYTHONPATH", both)
+    case = Case("glossary", keeps_notes, {"agent": {"harness": {"id": "compact"}, "runtime": {"type": "subprocess"}}})
+    env = load(case.name, case.args, [case.agent])
+    task, answers = task_of(env), Answers(case.model)
+    (rollout,) = asyncio.run(played(env, answers, task, [0]))
+    assert rollout.status == "ok", rollout.error
+    assert [len(turn.completion_ids) > 0 for turn in rollout.turns] == [True] * 3
+    assert len(merge(rollout.turns, "interleaved")) == 3, "other tools, and then the notes, begin new samples"
+    check_tokens(rollout, rollout.turns)
+    check_as_stock(rollout, asyncio.run(stock(case, env.rows[0], Answers(case.model), task)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verdict", "reward"), [("BLOCK", 1.0), ("ALLOW", 0.0)])
+def test_a_judge_that_a_task_asks_decides_the_reward_like_in_stock_verifiers(verdict, reward, monkeypatch):
+    on_path("interception", monkeypatch)
+    with judge(verdict) as endpoint:
+        args = {"taskset": {"task": {"judge": {"base_url": endpoint.url}}}}
+        case = Case("interception", one_of("I say JUDGE_BLOCK"), args)
+        env = load(case.name, case.args, [case.agent])
+        task, answers = task_of(env, 1), Answers(case.model)
+        (rollout,) = asyncio.run(played(env, answers, task, [0]))
+        asked = len(endpoint.asked)
+        assert rollout.status == "ok", rollout.error
+        check_as_stock(rollout, asyncio.run(stock(case, env.rows[1], Answers(case.model), task)))
+    assert (rollout.reward, asked, len(endpoint.asked)) == (reward, 1, 2)
+    assert "Candidate:\nI say JUDGE_BLOCK" in endpoint.asked[0]["messages"][-1]["content"]
+    check_tokens(rollout, rollout.turns)  # the judge's request is none of the policy's
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_environment_is_refused_by_one_sentence_when_it_is_loaded(name, monkeypatch):
     on_path(name, monkeypatch)
     args, sentence = REFUSED[name]
+    for module in ("chromadb", "nemo_gym", "openenv", "nltk", "textarena"):
+        monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
     assert kind_of(name, importing=False) == "v1"
     with pytest.raises((ValueError, ImportError)) as caught:
         load(name, args, [])

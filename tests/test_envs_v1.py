@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,3 +294,51 @@ def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeyp
         found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in one.turns]) for one in rollouts])
     assert found[0] == found[1]
     assert len(found[0]) == 6
+
+
+TOOL_SERVER = """
+import verifiers.v1 as vf
+
+class Toolset(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = "wiki"
+
+    async def setup(self) -> None:
+        {setup}
+
+if __name__ == "__main__":
+    Toolset.run()
+"""
+
+
+@pytest.mark.parametrize("part", ["import", "setup", "none"])
+def test_a_tool_server_that_ends_before_it_answers_says_its_last_line(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import verifiers.v1 as vf
+    from verifiers.v1.errors import ToolsetError
+    from verifiers.v1.mcp import launch
+    from verifiers.v1.runtimes import make_runtime
+
+    from rlx.envs.verifiers_v1_needs import adapt_processes
+
+    failing = "raise ConnectionError('no model')"
+    module = f"tool_server_{part}"  # verifiers starts it as `python -m MODULE`, in another folder
+    start_of_it = f"if __name__ == '__main__': {failing}" if part == "import" else ""
+    (tmp_path / f"{module}.py").write_text(start_of_it + TOOL_SERVER.format(setup=failing if part == "setup" else "pass"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def start() -> int:
+        server = importlib.import_module(module).Toolset(vf.SharedToolsetConfig())
+        runtime = make_runtime(server.config.runtime)
+        await runtime.start()
+        try:
+            async with asyncio.timeout(150):
+                return await launch.serve_in_runtime(server, runtime, exposed=True)
+        finally:
+            await runtime.stop()
+
+    adapt_processes()
+    if part == "none":
+        assert asyncio.run(start()) > 0
+    else:
+        with pytest.raises(ToolsetError, match=r"^its tool server ended with exit code 1; its last line: ConnectionError: no model$"):
+            asyncio.run(start())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
+from public_classic import judge
 from test_orchestrator_run import StandInServers, config_of, reproducible
 from test_orchestrator_run import play as play_run
 
@@ -39,16 +40,17 @@ def pool_of(id: str, workers: int = 1, *, timeout: float = 30.0, python: str | N
     return pool
 
 
-def play(envs: Sequence[Any], count: int) -> list[list[Rollout]]:
+def play(envs: Sequence[Any], count: int, members: Sequence[int] = (0,)) -> list[list[Rollout]]:
     """The rollouts of the first tasks of each environment, all played together."""
 
     async def main() -> list[list[Rollout]]:
         for env in envs:
             env.policy = policy_of(StandIn(tiny_chat(), error=0.3, delay=0.01), context_length=1000, sampling=SAMPLING)
         try:
-            calls = [env.play(task_of(env, index), [0], 0) for env in envs for index in range(count)]
-            played = [rollout for (rollout,) in await asyncio.wait_for(asyncio.gather(*calls), 600)]
-            return [played[start : start + count] for start in range(0, len(played), count)]
+            calls = [env.play(task_of(env, index), list(members), 0) for env in envs for index in range(count)]
+            played = [rollout for group in await asyncio.wait_for(asyncio.gather(*calls), 600) for rollout in group]
+            size = count * len(members)
+            return [played[start : start + size] for start in range(0, len(played), size)]
         finally:
             await asyncio.gather(*(env.close() for env in envs))
 
@@ -69,6 +71,17 @@ def test_workers_play_the_same_rollouts_as_this_process() -> None:
     there, here = play([pool, here], 24)
     assert [facts(rollout) for rollout in there] == [facts(rollout) for rollout in here]
     assert {len(rollout.turns) for rollout in there} == {1, 2, 3}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["tool", "mcp", "stateful", "rewrite", "judge", "beside", "group", "nested"])
+def test_a_worker_plays_groups_of_every_kind_of_environment_as_this_process_does(kind: str) -> None:
+    with judge("yes, it is") as endpoint:
+        args = {"url": endpoint.url} if kind == "judge" else {}
+        envs = [pool_of(f"rlx_test_{kind}", **args), load(f"rlx_test_{kind}", **args)]
+        there, here = play(envs, 6, members=range(4))
+    assert [facts(rollout) for rollout in there] == [facts(rollout) for rollout in here]
+    assert {rollout.status for rollout in there} == {"ok"}
 
 
 @pytest.mark.long

@@ -161,7 +161,8 @@ def test_a_pretrained_model_learns_as_its_page_says(there: Path) -> None:
     run_page("smollm2", sft=[f"model.name={folder}"])
     before, after = (evaluations(there / f"outputs/smollm2-{run}", "sums") for run in ("sft", "rl"))
     assert sorted(before) == sorted(after) == [0, 4, 8]
-    assert before[8] > before[0]
+    # 32 sums tell little, so two evaluations of what both runs learned are compared with the start.
+    assert (after[4] + after[8]) / 2 > before[0] + 0.05
     losses = [
         record["loss/nll"] for record, _ in read_metrics(there / "outputs/smollm2-sft/metrics.jsonl") if record["source"] == "trainer"
     ]

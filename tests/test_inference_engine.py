@@ -137,7 +137,52 @@ def test_the_workers_of_an_engine_meet_in_a_file_that_goes_away_with_the_process
 
     assert uniproc_executor.get_file_store_init_method is multiproc_executor.get_file_store_init_method is file_in_memory
     path = file_in_memory().removeprefix("file://")
+    assert Path(path).name != Path(file_in_memory()).name, "vLLM names memory after it, which a killed server leaves behind"
     store = FileStore(path, 2)
     other = f"from torch.distributed import FileStore; FileStore({path!r}, 2).set('word', 'from another process')"
     subprocess.run([sys.executable, "-c", other], check=True)
     assert store.get("word") == b"from another process"
+
+
+def test_an_update_by_hand_needs_only_a_folder_and_vllms_own_body_is_told_what_to_send(tmp_path: Path) -> None:
+    from rlx.inference.protocol import PolicyState
+    from rlx.inference.server.app import PolicyApp
+
+    loaded: list[tuple[Path, int]] = []
+
+    class Engine:
+        version = 3
+
+        async def update_weights(self, folder: Path, version: int, *_: Any) -> None:
+            loaded.append((folder, version))
+
+        def state(self) -> PolicyState:
+            return PolicyState(self.version, "model", 64)
+
+    (tmp_path / "COMPLETE").write_text('{"version": 12}')
+
+    async def answer(body: bytes) -> tuple[int, bytes]:
+        app, sent = PolicyApp(Engine(), "key", {}), []  # type: ignore[arg-type, var-annotated]
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", b"Bearer key")]
+        await app({"type": "http", "method": "POST", "path": "/update_weights", "headers": headers}, receive, send)
+        return sent[0]["status"], sent[1]["body"]
+
+    def told(body: bytes) -> tuple[int, bytes]:
+        return asyncio.run(answer(body))
+
+    assert told(b'{"weight_dir": "%s"}' % str(tmp_path).encode())[0] == 200
+    assert loaded == [(tmp_path, 12)]
+    assert told(b'{"weight_dir": "%s", "version": 7}' % str(tmp_path).encode())[0] == 200
+    assert loaded[1:] == [(tmp_path, 7)]
+    status, why = told(b'{"update_info": {}}')
+    assert (status, b"weight_dir" in why, b"update_info" in why) == (400, True, True)
+    status, why = told(b'{"weight_dir": "/nowhere"}')
+    assert (status, b"names no version" in why) == (422, True)
+    assert len(loaded) == 2

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 from rlx.config.schema import Config, HardwareConfig, InferenceConfig, ModelConfig
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint, read_endpoints
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.inference.server.policy_files import check_policy, tensor_shapes, twin_of_head
-from rlx.inference.server.worker import tensors, with_head
+from rlx.inference.server.policy_files import check_policy, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
 
@@ -154,7 +153,7 @@ def test_a_published_endpoint_is_private_and_read_back(tmp_path: Path):
 
 def config(device: str, tensor_parallel: int = 1, **inference: object) -> Config:
     made = Config(max_steps=1, seq_len=128, seed=3)
-    made.model = ModelConfig(name="qwen", dtype="bfloat16")
+    made.model = ModelConfig(name="qwen", dtype="bfloat16", num_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
     made.hardware = HardwareConfig(name="x", device=device, tensor_parallel=tensor_parallel)
     made.inference = InferenceConfig(**inference)  # type: ignore[arg-type]
     return made
@@ -171,6 +170,23 @@ def test_on_cpu_the_engine_is_eager_in_this_process_and_never_splits_a_prefill()
     assert arguments["max_model_len"] == 128
     assert "gpu_memory_utilization" not in arguments
     assert environment(cpu, {})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_on_cpu_the_cache_is_as_large_as_the_sequences_can_use_but_at_most_a_gibibyte_if_one_fits():
+    tiny = config("cpu", max_num_seqs=4)
+    token = 2 * 2 * 2 * 8 * 2  # keys and values of two layers, with two heads of eight numbers of 16 bits
+
+    def cache(**keys: int) -> int:
+        for name, value in keys.items():
+            setattr(tiny if name == "seq_len" else tiny.inference, name, value)
+        return engine_arguments(tiny, "folder", 0)["kv_cache_memory_bytes"]
+
+    assert cache() == 2 * 4 * 128 * token
+    assert cache(seq_len=129) == 2 * 4 * 160 * token  # whole blocks of 32
+    assert cache(max_model_len=64) == 2 * 4 * 64 * token
+    assert cache(max_num_seqs=10**6) == 2**30
+    assert cache(max_model_len=2**23) == 2 * 2**23 * token > 2**30
+    assert cache(kv_cache_gb=2) == 2**31
 
 
 def test_on_gpu_the_engine_has_its_own_process_and_cuda_graphs():

@@ -15,7 +15,10 @@ from test_inference_clients import SAMPLING
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, present_servers
 from rlx.inference.protocol import InferenceError, RequestRefused, ServerUnreachable
+from rlx.inference.telling import Manner
 from rlx.paths import RunPaths
+
+IN_TURN = Manner(in_turn=True)
 
 
 def versions(stand: Stand) -> set[int]:
@@ -102,6 +105,43 @@ def test_requests_on_a_server_that_dies_go_elsewhere_at_once_and_updates_do_not_
         assert versions(first) == {1}
 
     play(scene, Stand(0.3), Stand(0.3), look=0.1)
+
+
+def test_servers_in_turn_are_updated_one_at_a_time() -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        updating, at_once, old = asyncio.ensure_future(client.update(Path("weights"), 1)), [], []
+        while not updating.done():
+            at_once.append(sum(stand.updating for stand in stands))
+            old.append(sum(stand.version == 0 for stand in stands))
+            await asyncio.sleep(0.002)
+        await updating
+        assert set(at_once) <= {0, 1}
+        assert {3, 2, 1} <= set(old), "two serve while the third is updated"
+        assert client.fleet.version == 1
+        assert {update["together"] for stand in stands for update in stand.updates} == {1}
+
+    play(scene, Stand(0.1), Stand(0.1), Stand(0.1), manner=IN_TURN)
+
+
+def test_an_update_in_turn_does_not_wait_for_a_server_that_dies_and_waits_for_any_if_all_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.inference.replica.GONE", 0.3)
+
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        await first.__aexit__()  # noticed in its own turn
+        await asyncio.wait_for(client.update(Path("weights"), 1), 60)
+        assert (client.fleet.version, client.fleet.size, second.version) == (1, 1, 1)
+        await first.__aenter__()
+        await until(lambda: client.fleet.size == 2)
+        for stand in (first, second):
+            await stand.__aexit__()
+        updating = asyncio.ensure_future(client.update(Path("weights"), 2))
+        await asyncio.sleep(1.0)
+        assert not updating.done()
+        await first.__aenter__()
+        await asyncio.wait_for(updating, 60)
+        assert (client.fleet.version, first.version, second.version) == (2, 2, 1)
+
+    play(scene, Stand(0.2), Stand(0.2), manner=IN_TURN, look=0.1)
 
 
 def test_requests_on_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_it_answers() -> None:
@@ -232,7 +272,7 @@ def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_t
         started = time.monotonic()
         with pytest.raises(ServerUnreachable, match="does not answer"):
             await client.generate([1], SAMPLING, "a")
-        assert time.monotonic() - started > 0.6
+        assert time.monotonic() - started > 2.1
         await stand.__aenter__()
 
-    play(scene, Stand(), request_timeout=0.3, restart_timeout=0.7, look=60)
+    play(scene, Stand(), request_timeout=2, restart_timeout=2.2, look=60)  # even a busy machine sees a closed port within 2 s

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference_server import EXACT, Run, prompts, under_load
+from inference_server import EXACT, Run, prompts, running, under_load
 from run_servers import Servers
 
 from rlx.config.load import load_run, to_yaml
@@ -20,7 +20,7 @@ from rlx.parallel.transfer import Announced, Group
 from rlx.types import Turn
 from rlx.waiting import UNFIT
 from rlx.weights.memory import Offers
-from rlx.weights.publish import Subscriber
+from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,7 @@ def test_weights_from_memory_are_exact_in_flight_and_survive_a_broken_transfer(r
 
             async def change() -> None:
                 for version in (1, 2, 3):
+                    await running(client, 8)
                     await asyncio.sleep(0.3)
                     trainer.offer(version)
                     if version == 2:

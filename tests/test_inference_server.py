@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import stat
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from rlx.inference.endpoints import endpoint_file
 from rlx.inference.protocol import ContextTooLong, RequestRefused, UpdateRefused
+from rlx.inference.telling import Manner
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
 from rlx.policy.endpoint import Capabilities, check
@@ -33,10 +35,14 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(tmp_path_factory.mktemp("run"), tied=True)
-    run.start()
-    run.ready()
-    yield run
-    run.stop()
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", temporary)  # a short path: vLLM's sockets are there, too
+        run.start()
+        run.ready()
+        yield run
+        run.stop()
+        left = [file.name for file in Path(temporary).glob("vllm_dist_*")]
+        assert left == [], "vLLM leaves such a file at every start, unless it is given another place"
 
 
 def talk(run: Run, conversation: Callable[[Servers], Awaitable[T]]) -> T:
@@ -107,8 +113,8 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
     ids = prompts(12, seed=3)
 
     async def conversation(client: Servers) -> list[list[Turn]]:
-        async with Servers(run.ready(), request_timeout=120, drain_tokens=100) as draining:
-            flying = [asyncio.create_task(sample(client, one, seed, max_tokens=100, min_tokens=95)) for seed, one in enumerate(ids)]
+        async with Servers(run.ready(), request_timeout=120, manner=Manner(drain_tokens=60)) as draining:
+            flying = [asyncio.create_task(sample(client, one, seed, max_tokens=60, min_tokens=55)) for seed, one in enumerate(ids)]
             await running(client, len(ids))
             update = asyncio.create_task(draining.update(folder, 1))
             await asyncio.sleep(0.1)

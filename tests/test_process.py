@@ -1,8 +1,9 @@
-"""What a process says last when a full disk ends it, and which memory it keeps."""
+"""What a process says last when a full disk ends it, which memory it keeps, and how it imports large libraries."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlx.paths import RunPaths
-from rlx.process import full_disk, say_full_disk
+from rlx.process import full_disk, importing, say_full_disk
 from rlx.runs.status import Cause, Status, read_status
 
 
@@ -132,3 +133,28 @@ def test_a_process_that_keeps_freed_memory_gets_no_new_pages_for_the_same_arrays
         for way in ("plain", "keep")
     )
     assert keeping < plain / 20, (plain, keeping)
+
+
+def test_no_garbage_collection_runs_during_a_large_import_and_later_ones_leave_out_what_was_imported():
+    gc.unfreeze()
+    with importing():
+        assert not gc.isenabled()
+        kept = [[number] for number in range(10_000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= len(kept)
+
+
+def test_garbage_collection_goes_on_after_an_import_that_fails():
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_garbage_collection_that_was_off_before_an_import_stays_off():
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -53,7 +53,6 @@ def test_a_record_is_written_as_soon_as_its_evaluation_has_ended(tmp_path: Path,
         role.evaluations.begin(version)
 
     monkeypatch.setattr(role.updates, "reach", reach)
-    monkeypatch.setattr(beside, "prune", lambda *_: None)
     asyncio.run(role._work())
     assert seen == [[0], [0, 1]]
     assert role.evaluations.recorded == [0, 1, 2]  # type: ignore[attr-defined]

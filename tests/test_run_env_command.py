@@ -18,7 +18,7 @@ import pytest
 from main_job import read_metrics
 from public_classic import folder, judge
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 Rlx = Callable[..., subprocess.CompletedProcess]
 
 
@@ -89,11 +89,14 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
 
 @pytest.mark.long
 def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_a_python_of_its_own(rlx: Rlx, tmp_path: Path) -> None:
-    """Its verifiers is 0.4, which has v1 only and another `mcp` than vLLM's; the model is one that rlx has trained before."""
+    """Its verifiers is 0.4, which has v1 only and another `mcp` than vLLM's; the model is one that rlx has trained before.
+
+    An environment of the run's own verifiers plays beside it.
+    """
     rlx("train", "max_steps=1", "run.name=first")
     rlx("env", "init", "other-one", "--v1")
     project = tmp_path / "work" / "other-one" / "pyproject.toml"
-    project.write_text(project.read_text().replace("verifiers>=0.3.1", "verifiers>=0.4"))
+    project.write_text(project.read_text().replace("verifiers>=0.3.1", "verifiers>=0.4,<0.5"))
     refused = rlx("env", "install", "./other-one", code=1)
     assert "other-one was not installed: it needs other versions of packages that rlx runs on here (verifiers 0.3.1)" in refused.stderr
     assert "rlx env install ./other-one --python other-one" in refused.stderr
@@ -103,9 +106,11 @@ def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_
     assert own == f"envs.custom.python={tmp_path}/pythons/other-one/bin/python"
     weights = tmp_path / "work" / "outputs" / "first" / "weights" / "step_1"
     model = ["model=tiny_trained", f"model.name={weights}"]
-    rlx("train", "env=custom", "envs.custom.id=other-one", own, *model, "max_steps=3", "run.name=mine")
+    rlx("train", "env=[reverse_text,custom]", "envs.custom.id=other-one", own, *model, "max_steps=3", "run.name=mine")
     records = read_metrics(tmp_path / "work" / "outputs" / "mine")
     assert [record["step"] for record in records if record["source"] == "trainer"] == [0, 1, 2]
+    played = {key for record in records for key in record if key.startswith("env/") and key.endswith("/trained_share")}
+    assert played == {"env/reverse_text/trained_share", "env/custom/trained_share"}, "verifiers 0.3.1 and 0.4 play in one mix"
     log = (tmp_path / "work" / "outputs" / "mine" / "logs" / "attempt_0" / "env_custom_0.log").read_text()
     assert "Traceback" not in log
     with pytest.raises(importlib.metadata.PackageNotFoundError):  # the checkout's own Python was not touched

@@ -47,7 +47,7 @@ def pid_of(job: MainJob, replica: int) -> int:
 
 def test_the_only_server_is_killed_and_serves_again_with_the_runs_version(start: Callable[..., MainJob]) -> None:
     """Rollouts, requests and updates have less time than vLLM needs to start, and ten times what they take."""
-    short = ("orchestrator.rollout_timeout=10", "inference.request_timeout=10", "weight_broadcast.timeout=10")
+    short = ("orchestrator.rollout_timeout=15", "inference.request_timeout=15", "weight_broadcast.timeout=15")
     job = start("run", *ON_POLICY, *short, "max_steps=8")
     job.until_step(2)
     os.kill(pid_of(job, 0), signal.SIGKILL)

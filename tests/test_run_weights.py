@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from main_job import MainJob
+from test_run_resume import checkpoints, kill_everything
 
 from rlx.paths import COMPLETE
 
@@ -88,4 +90,44 @@ def test_a_trainer_that_is_killed_in_mid_transfer_ends_the_run_as_its_cause(star
     os.kill(job.pids()["trainer"], signal.SIGKILL)
     assert job.wait(120) == 1, job.text()
     assert job.status()["cause"]["role"] == "trainer"
+    job.wait_until_nothing_is_left()
+
+
+@pytest.mark.long
+def test_over_gloo_two_servers_get_every_version_beside_training_and_evaluations_also_after_a_kill(start: Callable[..., MainJob]) -> None:
+    keys = ("max_async_level=1", "orchestrator.batch_size=32", "model.dtype=float32", "max_steps=8", "ckpt.interval=2", GLOO)
+    more = ("hardware.inference_replicas=2", "eval.interval=4", "eval.num_examples=8", "eval.rollouts_per_example=2")
+    killed = start("run", *keys, *more)
+    killed.until(lambda: checkpoints(killed) and max(checkpoints(killed)) >= 4, "checkpoint 4")
+    os.kill(killed.pids()["trainer"], signal.SIGSTOP)  # it must not end before all are found
+    kill_everything(killed)
+    resumed_at = max(checkpoints(killed))
+    assert resumed_at < 8
+    job = start("run", *keys, *more, "resume=latest")
+    assert job.wait() == 0, job.text()
+    trained = job.metrics("trainer")
+    assert [record["step"] for record in trained] == list(range(8))
+    on_policy = []
+    for record in trained:
+        step, mismatch = record["step"], record["mismatch/kl"]
+        versions = {version for rollout in job.rollouts(step) for version in rollout["versions"]}
+        assert versions <= {max(step - 1, 0), step}, (step, versions)
+        if versions == {step}:
+            on_policy.append(step)
+            assert mismatch < 1e-6, "the servers have the trainer's weights"
+        assert mismatch < 0.1, "of one step at most between sampling and training"
+    assert {0, resumed_at} <= set(on_policy)
+    assert [record["step"] for record in job.metrics("eval")] == [0, 4, 8]
+    for server in (0, 1):
+        served = set()
+        for attempt in (0, 1):
+            log = (job.run_dir / f"logs/attempt_{attempt}/inference_{server}.log").read_text()
+            told = re.findall(r"version (\d+): ready after .*; compared ([\d.]+) % of the served weights", log)
+            assert {share for _, share in told} == {"100.0"}, log[-3000:]
+            numbers = [int(version) for version, _ in told]
+            assert numbers == sorted(set(numbers)), "each version once, in order"
+            assert attempt == 0 or min(numbers) >= resumed_at
+            served |= set(numbers)
+        assert len(served) >= 4
+        assert 8 in served, "the last version is evaluated on both"
     job.wait_until_nothing_is_left()

@@ -186,6 +186,32 @@ def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) 
     assert "at most 768 = 8 × seq_len 96" in said
 
 
+def test_a_cluster_trains_on_all_its_gpus(data: Path, capsys: pytest.CaptureFixture) -> None:
+    keys = (
+        "launcher=slurm",
+        "slurm=example",
+        "hardware=node8x2",
+        "model=qwen3_8b",
+        "seq_len=2048",
+        "trainer.micro_batch_tokens=null",
+        "val.name=null",
+    )
+    assert main([*command(data, "run", *keys, "dry_run=true")[3:]]) == 0
+    said = capsys.readouterr().out
+    assert said.count("FSDP2 over 16 ranks") == 16, "no evaluation, so no servers"
+    assert "#SBATCH --nodes=2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_sweep_trains_adapters_of_several_ranks(data: Path) -> None:
+    done = sft(data, "sweep", "-m", "lora.rank=2,4", "max_steps=3", "val.name=null", "ckpt.interval=null")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (2, 4):
+        (adapter,) = data.glob(f"sweep/*{rank}*/weights/step_3/adapter_config.json")
+        assert json.loads(adapter.read_text())["r"] == rank
+
+
 @pytest.mark.slow
 def test_the_warm_start_of_a_run_is_what_rlx_sft_makes_of_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=8")]

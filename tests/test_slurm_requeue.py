@@ -5,6 +5,7 @@ At `max_async_level=0` on CPU a run's metrics are bitwise equal however often it
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from main_job import reproducible_lines
-from slurm_job import EVAL, TRAIN, SlurmJob, slurm, train
+from slurm_job import EVAL, SFT, TRAIN, SlurmJob, slurm, train
 
+from rlx.config.schema import WarmStartConfig
+from rlx.models import tiny
 from rlx.rollout.scored import PLAYED
 
 pytestmark = [pytest.mark.slurm]
-STEPS = 12  # the run must still be training when SLURM has carried out what a test asks for after step 4
+STEPS = 18  # the run must still be training when SLURM has carried out what a test asks for after step 4
 SMALL = ("max_async_level=0", "orchestrator.batch_size=64", f"max_steps={STEPS}")
 RUN = ("hardware=cpu_3nodes", *SMALL, "ckpt.interval=3", "launcher.preempt_grace=40")
 
@@ -113,3 +116,33 @@ def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_
     before = int(re.search(r"version 0: (\d+) rollouts are done already", log)[1])
     assert 8 <= before < 128 * 8
     assert (job.run_dir / "summary.csv").read_text() == (tmp_path / "whole" / "summary.csv").read_text()
+
+
+@pytest.mark.long
+def test_supervised_training_over_three_nodes_that_was_requeued_has_the_weights_of_one_machine_that_was_left_alone(
+    submit, tmp_path, model_cache
+):
+    steps = 60
+    words = [f"{number * 7919 % 9973:05}" for number in range(256)]
+    rows = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]} for word in words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=2), 128), tiny.build_tokenizer(128), tmp_path / "model")
+    data = (f"data.name={tmp_path}/rows.jsonl", "data.batch_size=36", "seq_len=96", "trainer.micro_batch_tokens=128")
+    run = ("hardware.trainer_processes=3", f"max_steps={steps}", "ckpt.interval=20", "launcher.preempt_grace=40")
+    keys = ("model=tiny_trained", f"model.name={tmp_path}/model", *data, *run)
+    done = train("hardware=cpu", f"run.dir={tmp_path / 'whole'}", *keys, cwd=tmp_path, cache=model_cache, command=SFT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    job = submit("run", "hardware=cpu_3nodes", *keys, command=SFT)
+    job.until_step(4)
+    signal_before_the_time_limit(job)
+    assert job.until_over() == "completed", job.text()
+    status = job.status()
+    assert (status["attempt"], status["step"], status["job"], job.state(), job.left()) == (1, steps, job.id, "COMPLETED", [])
+    hosts = {(p["role"], p["replica"]): p["host"] for p in status["processes"]}
+    assert hosts == {("trainer", 0): "node1", ("trainer", 1): "node2", ("trainer", 2): "node3"}
+    log = (job.run_dir / "logs" / "attempt_1" / "launcher.log").read_text()
+    assert 5 <= int(re.search(r"resuming after (\d+) steps", log)[1]) < steps, "from the checkpoint of the notice"
+    assert job.reproducible_lines() == reproducible_lines(tmp_path / "whole")
+    one, other = ((tmp_path / each / "weights" / f"step_{steps}" / "COMPLETE").read_text() for each in ("whole", "run"))
+    assert one == other, "the same weights, by their checksums"

@@ -52,7 +52,7 @@ def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, t
     try:
         # The command returns long before the runs end.
         assert "(6 already queued or running)" in train(*line, cwd=tmp_path, cache=model_cache).stdout
-        done = train(*line, "launcher.wait=true", cwd=tmp_path, cache=model_cache, timeout=800)
+        done = train(*line, "launcher.wait=true", cwd=tmp_path, cache=model_cache, timeout=1500)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[0].startswith("6 runs in")
         assert [row.split()[1] for row in done.stdout.splitlines()[-6:]] == ["completed"] * 6

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import ERROR, train
+from rank_worker import ERROR, train, train_together
 from safetensors.torch import load_file, save_file
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
@@ -95,6 +95,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "experts_of_pieces_and_parts": ("qwen3_moe", {"divided": {"expert": 4, "context": 2, "tensor": 2}}),
     "adapters": ("qwen3_tied", {"lora": {"rank": 4}}),
     "adapters_recomputed": ("qwen3_tied", {"lora": {"rank": 4}, "ac": {"freq": 1}}),
+    "adapters_of_two_runs": ("qwen3_tied", {"together": True, "lora": {"rank": 4}, "tokens": 60}),
+    "adapters_of_two_runs_recomputed": ("llama_untied", {"together": True, "lora": {"rank": 4}, "ac": {"freq": 1}}),
     "adapters_bfloat16": ("qwen3_tied", {"lora": {"rank": 4}, "load": {"dtype": "bfloat16"}}),
     "bfloat16": ("qwen3_tied", {"load": {"dtype": "bfloat16"}, "ac": {"freq": 1}}),
     "pieces_bfloat16": ("gemma2", {"load": {"dtype": "bfloat16"}, "divided": {"context": 2}}),
@@ -111,7 +113,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for case, (name, keys) in CASES.items():
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
-        train(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
+        run = train_together if settings.get("together") else train
+        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
     return folders
 
 
@@ -155,8 +158,14 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
         trained = [load_file(version / ADAPTER) for version in versions]
     else:
         trained = [AutoModelForCausalLM.from_pretrained(version).state_dict() for version in versions]
+    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     for key, tensor in trained[0].items():
-        torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
+        if "muon" in CASES[case][1] and "proj" in key:
+            # Newton-Schulz in bfloat16: rounding is 1 % of a step, and 4 % was seen where singular values are small. Halves that are made
+            # orthogonal by themselves are 30 % off.
+            assert float((trained[1][key] - tensor).norm()) <= 0.1 * float((tensor - start[key]).norm()), key
+        else:
+            torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
         assert len(scores.samples) == len(make_samples(seed=record["step"]))
         assert record["policy/entropy"] == pytest.approx(mean_over_updates(scores), rel=2e-3)
     assert not list(paths.batches.glob("*.batch")), "batches must be deleted once received"
-    assert versions(paths) == [1, 2, 3]
+    assert versions(paths.weights) == [1, 2, 3]
     assert verify(paths.weights_of(STEPS))["version"] == STEPS
     trained, initial = (AutoModelForCausalLM.from_pretrained(folder) for folder in (paths.weights_of(STEPS), tmp_path / "one" / "initial"))
     assert not torch.equal(trained.model.norm.weight, initial.model.norm.weight)
@@ -187,7 +187,7 @@ def test_a_number_that_is_not_finite_stops_the_role_with_a_reason(tmp_path):
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "NotFiniteError: optimizer step 2: the loss is nan" in output
-    assert versions(paths) == [1]
+    assert versions(paths.weights) == [1]
 
 
 @pytest.mark.slow

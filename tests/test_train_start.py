@@ -21,6 +21,7 @@ from rlx.paths import RunPaths
 from rlx.roles.trainer import Trainer
 from rlx.train import build, checkpoint
 from rlx.train.checkpoint import Progress, Saver
+from rlx.train.role import allocator_variables
 from rlx.train.watch import Watch
 from rlx.waiting import wait_for
 
@@ -52,6 +53,20 @@ def test_cuda_is_touched_after_the_servers_that_share_the_gpu_answer(layout, sec
     with pytest.raises(Stop):
         Trainer(config(layout, **sections), paths, Place.of({}), Watch(paths, "trainer", first=True, grace=1.0))
     assert called == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "present", "expected"),
+    [
+        ({}, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, {}),
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, {}),
+        ({"weight_broadcast": {"type": "ipc"}}, {}, {}),
+    ],
+)
+def test_segments_of_cuda_memory_grow_unless_the_user_says_otherwise_or_servers_map_them(sections, present, expected) -> None:
+    assert allocator_variables(config("gpu1_shared", **sections), present) == expected
+    assert allocator_variables(config("cpu"), present) == {}
 
 
 def test_a_model_that_takes_long_to_load_gives_signs_of_life(tmp_path: Path, monkeypatch) -> None:

@@ -278,7 +278,7 @@ def test_metrics_of_several_mini_batches_are_merged_by_their_meaning():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"ce_weights": 1.0}, "the batch has the stream `ce_weights`, but this objective consumes policy_weights"),
-    ({"adapter": 2}, "a sample is for adapter 2, but this trainer trains the policy's own weights"),
+    ({"adapter": 2}, "a sample is for the adapter of slot 2, but this trainer trains slot 0"),
 ])  # fmt: skip
 def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(change, message):
     samples = make_samples()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,16 @@ def test_a_damaged_file_hides_no_other(damage: str, paths: RunPaths, tmp_path: P
         assert "not shown: " in capsys.readouterr().out
     assert main(["show", str(mine.root)]) == 2
     assert "ends within its compressed data" in capsys.readouterr().err
+
+
+def test_show_prints_different_examples_before_members_of_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    line = {"metrics": {}, "rewards": {}, "num_tokens": 3, "reward": 1.0, "status": "ok"}
+    (tmp_path / "results.jsonl").write_text(
+        "".join(json.dumps({**line, "example_id": n, "member": m}) + "\n" for n in range(3) for m in (0, 1))
+    )
+    for options, examples in ((), [0, 1, 2]), (("count=5",), [0, 1, 2, 0, 1]), (("sort=example",), [0, 0, 1]):
+        assert main(["show", str(tmp_path), *options]) == 0
+        assert [int(n) for n in re.findall(r"example (\d)", capsys.readouterr().out)] == examples
 
 
 def test_odd_shapes_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from rlx.heartbeat import FETCHING, SILENT, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import read_endpoints
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
+from rlx.roles.prepare import follow
 from rlx.train.watch import Watch
 from rlx.waiting import Pause, WaitTimeout, wait_for
+from rlx.weights import hub
 
 
 class Clock:
@@ -82,6 +86,35 @@ def test_the_initial_model_is_waited_for_as_long_as_somebody_makes_it(clock: Clo
     assert seconds_until_given_up(lambda: load_tokenizer(config, paths, beat)) == pytest.approx(60 + SILENT + 10, rel=0.02)
 
 
+def test_a_trainer_waits_for_the_initial_model_as_long_as_somebody_makes_it(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "TIMEOUT", 10)
+    paths, until = RunPaths(tmp_path), clock.now + 60
+    watch, prepare = Watch(paths, None, first=True, grace=1.0), Heartbeat(paths, "prepare")
+    monkeypatch.setattr(watch, "tick", lambda: clock.now < until and prepare.beat("loading environments"))
+    took = seconds_until_given_up(lambda: hub.initial_model(Config(max_steps=1), paths, one_process("cpu"), watch))
+    assert took == pytest.approx(60 + SILENT + 10, rel=0.02)
+
+
+def test_a_warm_start_whose_trainer_says_nothing_is_as_silent_as_its_trainer(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = clock.now
+    trainer = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now > began + 100:
+            trainer.kill()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(SystemExit):
+        follow(trainer, RunPaths(tmp_path / "warm"), 5, Heartbeat(RunPaths(tmp_path), "prepare"))
+    beat = read_heartbeats(RunPaths(tmp_path))["prepare"]
+    assert (beat["phase"], beat["time"]) == ("starting the warm start", began)
+
+
 def test_a_file_that_somebody_left_behind_is_no_work(clock: Clock, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     assert not AtWork(paths, "prepare")()
@@ -108,9 +141,9 @@ def test_a_process_in_a_long_call_goes_on_beating_and_stops_with_it(tmp_path: Pa
 def test_a_call_that_takes_longer_than_its_limit_stops_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
     heartbeat = Heartbeat(RunPaths(tmp_path), "inference_0")
-    with heartbeat.during("loading a model", limit=0.1):
+    with heartbeat.during("loading a model", limit=1.0):
         first = heartbeat.path.read_text()
-        time.sleep(0.3)
+        time.sleep(1.3)
         last = heartbeat.path.read_text()
         time.sleep(0.2)
         assert heartbeat.path.read_text() == last != first

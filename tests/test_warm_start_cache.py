@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlx.config.load import compose, to_yaml
+from rlx.config.roots import SFT
 from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths, write_text
@@ -87,8 +88,11 @@ def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
         config_of("envs.reverse_text.weight=2"),
         config_of("env=[sums,reverse_text]"),
         config_of("model.context_length=128"),
+        config_of("envs.reverse_text.num_tasks=5"),
+        config_of("envs.reverse_text.split=eval"),
+        config_of("model.renderer=qwen3"),
     ]
-    assert len({folder(config) for config in (same, *others)}) == 7
+    assert len({folder(config) for config in (same, *others)}) == 10
     assert folder(config_of("seed=3", "loss=gspo", "max_steps=2", "seq_len=32")) == folder(same)
 
 
@@ -128,8 +132,10 @@ def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path):
     for half in (folder, left_behind):
         write_text(half / "model.safetensors", "half")
     heartbeat = Heartbeat(RunPaths(tmp_path), "prepare")
+    settings = [f"model.warm_start.{name}={value}" for name, value in SMALL.items()]
+    config = compose(["hardware=cpu", "data=fake", *settings], {}, SFT).cfg  # which begins with random weights
     with prepare.locked(folder, heartbeat):
-        prepare.make(config_of(), {}, folder, heartbeat)
+        prepare.make(config, {}, folder, heartbeat)
     assert (folder / COMPLETE).exists()
     assert not left_behind.exists()
     AutoModelForCausalLM.from_pretrained(folder)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
+from rlx.config.checks import check
+from rlx.config.load import compose
 from rlx.config.schema import WarmStartConfig
+from rlx.config.tree import Origins
+from rlx.config.warm_start import supervised
 from rlx.data.conversations import Conversation
 from rlx.data.demonstrations import choose, counts_by_weight
 from rlx.data.masks import Marked, mark, to_sample
+from rlx.data.packing import pack
+from rlx.models import tiny
 from rlx.models.tiny import build_model, build_tokenizer
+from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
-from rlx.train.warm_start import warm_start
+from rlx.policy.source import source_of
+from rlx.train.build import build
 from rlx.types import Turn
 
 WORDS = ["abc", "hello", "word", "xyzzy"]
@@ -174,20 +184,45 @@ def answer_loss(model, demonstrations):
     return torch.cat(losses).mean().item()
 
 
-def test_five_steps_lower_the_loss_and_repeat_exactly(chat):
+@pytest.fixture
+def trained(tmp_path, chat):
+    """A function that runs the warm start's configuration as the trainer role does: (model, records of the steps)."""
+
+    def train(rows, *more):
+        shape = [f"model.warm_start.{name}={value}" for name, value in {"steps": 5, "batch_size": 8, **SHAPE}.items()]
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = compose(["hardware=cpu", *shape, *more], {}).cfg
+        cfg = supervised(config, data, tmp_path / "sft", 1)
+        assert check(cfg, Origins()) == []
+        tiny.save(build_model(config.model.warm_start, config.model.context_length), chat.tokenizer, tmp_path / "initial")
+        trainer = build(cfg, str(tmp_path / "initial"), one_process(torch.device("cpu")), lambda phase: nullcontext())
+        source = source_of(cfg, RunPaths(tmp_path / "sft"), trainer.mesh, str(tmp_path / "initial"))
+        records = []
+        for step in range(cfg.max_steps):
+            batch = pack(source.receive(step, lambda: None), rank=0, ranks=1, tokens=cfg.micro_batch_tokens)
+            records.append(trainer.train_batch(batch) | source.report(step))
+        trainer.model.hf.set_attn_implementation("sdpa")  # the packed attention works only on the trainer's rows
+        return trainer.model.hf, records
+
+    return train
+
+
+def test_five_steps_lower_the_loss_and_repeat_exactly(chat, trained):
+    rows = [{"prompt": row["prompt"], "completion": answer} for row, answer in zip(ROWS, ANSWERS, strict=True)]
     demonstrations = demonstrations_of(chat)
-    reported: list[tuple[int, float]] = []
-    samples = [to_sample(part, env="words") for part in demonstrations]
-    model = warm_start(SMALL, samples, 256, lambda step, loss: reported.append((step, loss)))
+    model, records = trained(rows)
     before, after = answer_loss(build_model(SMALL, 256), demonstrations), answer_loss(model, demonstrations)
     assert after < before - 0.05
-    assert [step for step, _ in reported] == [1, 2, 3, 4, 5]
-    assert reported[0][1] == pytest.approx(before, abs=1e-5)  # a batch of 8 holds all four twice
-    again = warm_start(SMALL, samples, 256, lambda step, loss: None)
+    assert records[0]["loss/nll"] == pytest.approx(before, abs=1e-5)  # a batch of 8 holds all four twice
+    rates = [record["optim/lr"] for record in records]
+    assert rates == pytest.approx([3e-3 * step / 5 for step in range(1, 6)]), "the warm-up of twenty steps is cut to five"
+    again, _ = trained(rows)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_a_demonstration_beyond_the_context_is_refused_with_both_lengths():
-    long = to_sample(Marked(token_ids=[1] * 70, trained=[False] * 60 + [True] * 10), env="words")
-    with pytest.raises(ValueError, match=r"70 tokens, but model\.context_length=64"):
-        warm_start(SMALL, [long], 64, lambda step, loss: None)
+def test_a_demonstration_beyond_the_context_is_left_out_and_counted(trained):
+    rows = [{"prompt": "a", "completion": "b" * 60}, *({"prompt": word, "completion": word} for word in WORDS)]
+    _, records = trained(rows, "model.context_length=64", "seq_len=64")
+    assert sum(record["data/overlong"] for record in records) == 8  # 40 places for five rows
+    assert max(record["batch/tokens"] for record in records) < 8 * 64

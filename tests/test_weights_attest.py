@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from rlx.inference.server.served import compare, faithful
+from rlx.inference.server.served import Compared, Split, compare, faithful, settle
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import attest
-from rlx.weights.attest import checksum
-from rlx.weights.files import ModelFiles, facts
+from rlx.weights.attest import ROW, as_checksum, checksum, partial_sum
+from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
+from rlx.weights.saving import facts
 
 
 def by_hand(tensor: torch.Tensor) -> str:
@@ -94,8 +95,8 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
     facts_of = written(model, kept)
     layers = {model.attn.o_proj: kept}
     every = frozenset(facts_of)
-    assert compare(model, layers, facts_of, every) == 1.0
-    assert compare(model, layers, {}, every) == 0.0
+    assert compare(model, layers, facts_of, every) == (1.0, {}, {})
+    assert compare(model, layers, {}, every).share == 0.0
     with torch.no_grad():
         model.attn.qkv_proj.weight[5, 0] += 1
         model.embed_tokens.weight[14] += 1  # padding
@@ -107,15 +108,22 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
         compare(model, layers, facts_of, every)
 
 
-def test_what_is_cut_cast_or_renamed_is_not_compared_and_the_share_says_so() -> None:
+def test_what_is_cut_cast_or_renamed_is_not_compared_and_named_with_its_share() -> None:
     model = engine_model()
     facts_of = {
         "norm.weight": facts(model.norm.weight),
         "cut.weight": facts(torch.zeros(4, 4)),
-        "elsewhere.weight": facts(torch.zeros(4)),
+        "layers.0.elsewhere.weight": facts(torch.zeros(1)),
+        "layers.1.elsewhere.weight": facts(torch.zeros(3)),
         "attn.qkv_proj.bias": facts(torch.zeros(8, dtype=torch.bfloat16)),
     }
-    assert compare(model, {}, facts_of, frozenset(facts_of)) == 4 / 32
+    share, left_out = settle([compare(model, {}, facts_of, frozenset(facts_of))])
+    assert share == 4 / 32
+    assert left_out == {
+        "cut.weight (served under another name or shape)": 16 / 32,
+        "layers.*.elsewhere.weight (served under another name or shape)": 4 / 32,
+        "attn.qkv_proj.bias (cast to float32)": 8 / 32,
+    }
 
 
 def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
@@ -130,7 +138,9 @@ def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
     names = faithful(model, {}, {name: tensor.shape for name, tensor in files.items()}, files.items())
     assert names == {"embed_tokens.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
     trained = {name: facts(tensor.to(torch.float32)) for name, tensor in files.items()}
-    assert compare(model, {}, trained, names) == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4))
+    found = compare(model, {}, trained, names)
+    assert found.share == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4))
+    assert found.left_out["norm.weight"][0] == "rearranged by the engine"
 
 
 def test_the_manifest_of_a_version_has_the_sums_of_what_is_in_its_file(tmp_path: Path) -> None:
@@ -144,3 +154,81 @@ def test_the_manifest_of_a_version_has_the_sums_of_what_is_in_its_file(tmp_path:
     manifest = json.loads((folder / COMPLETE).read_text())
     assert manifest["tensors"] == {name: facts(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {fact["dtype"] for fact in manifest["tensors"].values()} == {"bfloat16"}
+
+
+def workers(ranks: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The models of a tensor-parallel engine's workers, and the tensors of the files."""
+    torch.manual_seed(1)
+    files = {
+        "embed_tokens.weight": torch.randn(13, 4), "norm.weight": torch.randn(6), "attn.o_proj.weight": torch.randn(6, 16),
+        "attn.q_proj.weight": torch.randn(8, 6), "attn.k_proj.weight": torch.randn(4, 6), "attn.v_proj.weight": torch.randn(4, 6),
+        "attn.q_proj.bias": torch.randn(8), "attn.k_proj.bias": torch.randn(4), "attn.v_proj.bias": torch.randn(4),
+        "odd.weight": torch.randn(3, 2 * ranks),
+    }  # fmt: skip
+    models = []
+    for rank in range(ranks):
+        model = nn.Module()
+        table = torch.zeros(16, 4)
+        table[:13] = files["embed_tokens.weight"]
+        fused = {kind: torch.cat([files[f"attn.{p}_proj.{kind}"].chunk(ranks)[rank] for p in "qkv"]) for kind in ("weight", "bias")}
+        model.embed_tokens, model.norm, model.odd = Layer(weight=(16 // ranks, 4)), Layer(weight=(6,)), Layer(weight=(3, 2))
+        model.attn = nn.Module()
+        model.attn.qkv_proj = Layer(weight=fused["weight"].shape, bias=fused["bias"].shape)
+        model.attn.o_proj = Layer(weight=(6, 16 // ranks))
+        values = {
+            "embed_tokens.weight": table.chunk(ranks)[rank], "norm.weight": files["norm.weight"],
+            "attn.o_proj.weight": files["attn.o_proj.weight"].chunk(ranks, 1)[rank],
+            "odd.weight": files["odd.weight"].chunk(ranks, 1)[rank],
+            "attn.qkv_proj.weight": fused["weight"], "attn.qkv_proj.bias": fused["bias"],
+        }  # fmt: skip
+        model.load_state_dict(values)
+        model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        models.append(model)
+    return models, files
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_slices_of_tensor_parallel_workers_together_are_what_was_trained_and_one_wrong_slice_is_named(ranks: int) -> None:
+    models, files = workers(ranks)
+    trained, shapes = {name: facts(tensor) for name, tensor in files.items()}, {name: tensor.shape for name, tensor in files.items()}
+
+    def found() -> list[Compared]:
+        return [
+            compare(model, {}, trained, faithful(at_start, {}, shapes, files.items(), Split(rank, ranks)), Split(rank, ranks))
+            for rank, (model, at_start) in enumerate(zip(models, workers(ranks)[0], strict=True))
+        ]
+
+    share, left_out = settle(found())
+    odd = {"attn.k_proj.bias (a slice of odd size)": 4, "attn.v_proj.bias (a slice of odd size)": 4} if ranks == 4 else {}
+    total = sum(tensor.numel() for tensor in files.values())
+    assert left_out == {name: size / total for name, size in odd.items()}
+    assert share == pytest.approx(1 - sum(odd.values()) / total)
+    for name, rank in (("attn.o_proj", 1), ("embed_tokens", 0), ("odd", ranks - 1)):
+        weight = models[rank].get_submodule(name).weight
+        with torch.no_grad():
+            weight[0, 0] += 1
+        with pytest.raises(ValueError, match=rf"1 of \d+ tensors differ: {name}\.weight$"):
+            settle(found())
+        with torch.no_grad():
+            weight.copy_(workers(ranks)[0][rank].get_submodule(name).weight)
+    models[0], models[1] = models[1], models[0]
+    with pytest.raises(ValueError, match="tensors differ: attn"):
+        settle(found())
+
+
+def test_a_tensor_that_one_worker_cannot_compare_is_left_out_and_named() -> None:
+    models, files = workers(2)
+    trained = {name: facts(tensor) for name, tensor in files.items()}
+    every = frozenset(files)
+    found = [compare(model, {}, trained, every - ({"odd.weight"} if rank else set()), Split(rank, 2)) for rank, model in enumerate(models)]
+    share, left_out = settle(found)
+    mine = files["odd.weight"].numel() / sum(tensor.numel() for tensor in files.values())
+    assert (share, left_out) == (pytest.approx(1 - mine), {"odd.weight (rearranged by the engine)": mine})
+
+
+def test_partial_sums_of_long_tensors_cross_the_rows_of_the_checksum() -> None:
+    tensor = torch.randn(5, 3 * ROW)
+    for dim, parts in ((0, tensor.split(2)), (1, tensor.split(ROW // 2 + 2, 1))):
+        starts = np.cumsum([0, *(part.shape[dim] for part in parts)]).tolist()
+        found = [partial_sum(part, tensor.shape, start, dim) for part, start in zip(parts, starts, strict=False)]
+        assert as_checksum(sum(part for part in found if part is not None)) == checksum(tensor)

@@ -60,7 +60,7 @@ def test_a_preemption_ends_the_wait_and_a_version_in_memory_goes_to_the_disk(bro
     with pytest.raises(Preempted):
         weights.serve_while(lambda tick: tick(), preempted)
     weights.leave_on_disk(3)
-    assert versions(paths) == ([3] if memory else [])
+    assert versions(paths.weights) == ([3] if memory else [])
     assert phases == (["sending version 3, step 2", "writing version 3, step None"] if memory else [])
     assert weights.times.keys() == {"time/write_weights", "time/send_weights"}
 

@@ -134,7 +134,7 @@ def test_a_write_that_fails_leaves_no_version(source, paths, monkeypatch):
     def disk_full(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", disk_full)
+    monkeypatch.setattr("rlx.weights.saving.save", disk_full)
     with pytest.raises(PublishFailed, match=r"version 1 of the weights could not be written: OSError: disk full\. Free some space"):
         save(make_model(), source, paths, 1)
     assert latest_version(paths) is None

@@ -121,7 +121,7 @@ def test_a_server_with_the_secret_of_another_attempt_does_not_believe_the_traine
 def test_a_server_that_ends_does_not_wait_for_the_trainer_any_more(mailbox: Mailbox) -> None:
     server = Asking(mailbox)
     server.call.end()
-    server.join(1)
+    server.join(20)
     assert "this server ends" in str(server.error)
 
 

@@ -17,7 +17,8 @@ from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.weights import files
 from rlx.weights.files import ModelFiles
-from rlx.weights.publish import Publisher, PublishFailed, Subscriber
+from rlx.weights.publish import Publisher, PublishFailed
+from rlx.weights.subscribe import Subscriber
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_a_writer_that_fails_is_heard_at_once_and_leaves_nothing(paths: RunPaths
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "sum_of_bytes", full)
+    monkeypatch.setattr("rlx.weights.saving.sum_of_bytes", full)
     publisher.gather(1)
     publisher.announce(1)
     said = r"version 1 of the weights could not be written: OSError: \[Errno 28\] No space left on device\. Free some space .*resume=latest"
@@ -90,7 +91,7 @@ def test_old_versions_go_when_a_new_one_appears_but_not_the_protected_ones(paths
         publisher.gather(version)
         publisher.announce(version, keep_last=2, protect={2})
     publisher.close()
-    assert files.versions(paths) == [2, 4, 5]
+    assert files.versions(paths.weights) == [2, 4, 5]
 
 
 def test_a_version_that_is_missing_is_made_from_the_weights_as_they_are(paths: RunPaths) -> None:

@@ -65,8 +65,8 @@ def test_a_transfer_that_takes_no_tensor_for_too_long_ends_the_trainer_and_a_slo
     from rlx.inference.server.senders import watched
 
     taken, ends = 0, []
-    with watched(lambda: taken, 0.4, ends.append):
-        for _ in range(8):
+    with watched(lambda: taken, 1.5, ends.append):
+        for _ in range(20):
             time.sleep(0.1)
             taken += 1
     assert not ends

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -57,6 +58,7 @@ class Checkpoints:
         self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
         self.facts, self.with_orchestrator, self.is_evaluated, self.tick = facts, with_orchestrator, is_evaluated, tick
         self.mesh, self.first = trainer.mesh, trainer.mesh.first
+        self.patient = True  # False: `save` does not wait for the orchestrator's part; call `finish(wait=False)` now and then
         self.saved: int | None = None  # step of this attempt's last complete checkpoint
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
@@ -94,7 +96,7 @@ class Checkpoints:
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
         self._pending = (step, saving)
         if not self.config.save_async:
-            self.finish()
+            self.finish(wait=self.patient)
 
     def prepare(self) -> None:
         """Call it after the first step: does slow preparations, so that the first checkpoint need not wait for them."""
@@ -114,22 +116,37 @@ class Checkpoints:
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete the checkpoint being written in the background. If it is not ready, wait for it, or with `wait=False` return."""
-        if self._pending is None or not (wait or self._pending[1].done):
+        if self._pending is None or not (wait or (self._pending[1].done and (self.patient or self._answered(self._pending[0])))):
             return
         (step, saving), self._pending = self._pending, None
         self._or_fail(step, lambda: self._complete(step, saving))
         self.saved = step
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is not complete yet."""
+        return self._pending is not None
+
+    def _answered(self, step: int) -> bool:
+        """Whether the orchestrator's part of a checkpoint is there; only rank 0 waits for it."""
+        return not self.first or not self.with_orchestrator or listed(self._part(step))
+
+    def _part(self, step: int) -> Path:
+        return folders.writing(self.paths, step) / folders.ORCHESTRATOR / STATE
 
     def protected(self) -> set[int]:
         """Steps whose weights must be kept, because a checkpoint of that step exists or is being written."""
         return {*folders.steps(self.paths), *([self._pending[0]] if self._pending else [])}
 
     def close(self) -> None:
-        self.finish()
-        self._finish_pruning()
-        self._pruner.shutdown()
-        if self._saver is not None:
-            self._saver.close()
+        """Wait for what is being written, and end the threads. Raises CheckpointFailed, OSError."""
+        try:
+            self.finish()
+            self._finish_pruning()
+        finally:
+            self._pruner.shutdown()
+            if self._saver is not None:
+                self._saver.close()
 
     def _complete(self, step: int, saving: Saving) -> None:
         files = {f"{folders.TRAINER}/{name}": record for name, record in saving.files().items()}
@@ -137,7 +154,7 @@ class Checkpoints:
             return
         if self.with_orchestrator:
             name = f"{folders.ORCHESTRATOR}/{STATE}"
-            path = folders.writing(self.paths, step) / name
+            path = self._part(step)
             wait_for(lambda: listed(path), f"the orchestrator's part of checkpoint {step} ({path})", ORCHESTRATOR_TIMEOUT, tick=self.tick)
             content = path.read_bytes()
             files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}

@@ -61,7 +61,7 @@ class Console(Display):
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""
         h = self.history
-        reward = h.last("reward/mean", "orchestrator")
+        reward = h.trained("reward/mean", "orchestrator")
         parts = []
         if reward is not None:
             text = f"reward {reward:.3f}"

@@ -81,7 +81,7 @@ class SftConsole(Console):
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
         sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
-        learn = (f"{train} {self._env()} {self._model(kept)} {weights}", "reinforcement learning from the result")
+        learn = (f"{train} {self._learner(kept)} {weights}", "reinforcement learning from the result")
         suggestions = [
             *([] if self.cfg.lora.on else [learn]),  # adapters are no model to start from
             (f"{sft} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
@@ -89,12 +89,16 @@ class SftConsole(Console):
         ]
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
-    def _model(self, given: list[str]) -> str:
-        """The option of a model whose weights come from a folder; a gap to fill if an experiment has chosen the model."""
-        choice = next((part for part in given if part.startswith("model=")), None)
+    def _learner(self, given: list[str]) -> str:
+        """The options of environments and model for reinforcement learning: the experiment of this run if it has one."""
+        model = [part for part in given if part.startswith("model=")]
         if self.cfg.model.warm_start is not None:
-            return "model=tiny_trained"
-        return "model=…" if choice is None else shlex.quote(choice)
+            model = ["model=tiny_trained"]  # whose weights come from a folder
+        if experiment := [part for part in given if part.startswith("experiment=")]:
+            places = [n for n, part in enumerate(given) if part.startswith("--config-dir")]
+            folder = [part for n in places for part in given[n : n + (1 if "=" in given[n] else 2)]]
+            return shlex.join([*folder, *experiment, *model])
+        return f"{self._env()} {shlex.join(model) or 'model=…'}"
 
     def _env(self) -> str:
         """The environments that the run evaluates on, or that `rlx synthesize` played for the data, if they are shipped options; otherwise

@@ -74,6 +74,8 @@ class PlayDisplay(Display):
         if now is None:
             self._new_phases()
             return
+        if now["done"] < now["total"] and 1 < self.cfg.total_steps <= self._finished():
+            return  # the last evaluation has ended since it wrote this
         shown = (now["what"], now["done"])
         changed = shown != self._shown
         since = time.time() - self._printed_at

@@ -17,7 +17,7 @@ usage: rlx show RUN [step=N] [filter='CONDITIONS'] [sort=COLUMN] [count=M]
 
 RUN is a run directory, the folder of an evaluation, or one file of rollouts.
 
-  rlx show outputs/mine                                   {HOW_MANY} rollouts of the newest step
+  rlx show outputs/mine                                   {HOW_MANY} rollouts of the newest step, of different examples
   rlx show outputs/mine step=12 count=10                  ten rollouts of step 12
   rlx show outputs/mine filter='reward<0.5 env=math'      of all steps, {HOW_MANY} that meet the conditions
   rlx show outputs/mine sort=-tokens count=1              the longest of the newest step
@@ -27,6 +27,7 @@ rlx view --help explains conditions and columns. rlx view RUN shows the same in 
 
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import TRAIN, Rollouts
+    from rlx.runs.selection import one_of_each
     from rlx.view.chosen import choose, damaged, parse, say
     from rlx.view.lines import plain
 
@@ -39,6 +40,8 @@ def run(argv: list[str]) -> int:
         newest = max(source.step for source in sources)
         rollouts.sources = [source for source in sources if source.step == newest]
     table, rows = choose(rollouts, options)
+    if "sort" not in options:
+        rows = one_of_each(table, rows)
     shown = [plain(table.record(int(row))) for row in rows[: int(options.get("count", HOW_MANY))]]
     say(["\n\n".join(shown) if shown else "no rollout meets these conditions", *damaged(rollouts)])
     return 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from rlx.cli.command import Command
+    from rlx.config.schema import Config
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
 
@@ -31,6 +35,8 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train
                                                         a job on a cluster: docs/slurm.md
   rlx train run.name=mine resume=latest                 resume outputs/mine from its newest checkpoint
   rlx train resume=outputs/mine max_steps=200           a new run, from the newest checkpoint of outputs/mine
+  rlx train run.name=host trainer.max_concurrent_runs=2 lora.rank=16
+                                                        a trainer for the adapters of several runs: docs/many_runs.md
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 
 groups (from `conf/`, `slurm/` and `sweeps/`; with --config-dir also from your own directory)
@@ -53,6 +59,10 @@ def command() -> Command:
     from rlx.cli.command import Command
     from rlx.cli.console import Console
     from rlx.cli.console_bench import BenchConsole
+    from rlx.cli.console_shared import SharedConsole
     from rlx.config.roots import TRAIN
 
-    return Command(TRAIN, lambda run_dir, cfg, argv: (BenchConsole if cfg.bench else Console)(run_dir, cfg, argv))
+    def display(run_dir: Path, cfg: Config, argv: Sequence[str]) -> Console:
+        return (BenchConsole if cfg.bench else SharedConsole if cfg.hosts else Console)(run_dir, cfg, argv)
+
+    return Command(TRAIN, display)

@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -27,7 +27,6 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
@@ -39,7 +38,7 @@ from rlx.config.inherited import Inherited
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
-from rlx.config.sources import is_shipped, label, search_path
+from rlx.config.sources import Repository, is_shipped, label, search_path
 from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -143,7 +142,7 @@ def _compose(
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables, inherited)
-    repository = _Repository(loader.repository)
+    repository = Repository(loader.repository, root.schema, {SCHEMA, root.schema_name})
     _refuse_other_command(repository, name, root)
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
@@ -186,14 +185,6 @@ def make_loader(directories: list[str], layout: str | None = None) -> ConfigLoad
     OmegaConf.register_new_resolver("rlx.layout", lambda: layout or choose_layout()[0], replace=True)
     OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     return ConfigLoaderImpl(search_path(directories))
-
-
-class _Repository(CachingConfigRepository):
-    """Hydra's own copies all that is stored, in case its search path changes. Ours does not, and the copy was a tenth of composing."""
-
-    def __init__(self, delegate: IConfigRepository) -> None:
-        self.delegate = delegate
-        self.cache: dict[str, ConfigResult | None] = {}
 
 
 class _SweepLoader(ConfigLoaderImpl):

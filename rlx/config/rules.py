@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlx.config.declared import Declared
@@ -26,7 +27,8 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def applies(keys: Iterable[str], root: type) -> bool:
+@functools.cache
+def applies(keys: tuple[str, ...], root: type) -> bool:
     """Whether a root has all the keys that a rule reads."""
     return all(has_key(root, key) for key in keys)
 

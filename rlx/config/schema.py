@@ -255,8 +255,24 @@ class TrainingRoot(CommandConfig):
         return self.trainer_ranks // self.trainer.ranks_of_a_row
 
     @property
+    def hosts(self) -> bool:
+        """Whether this is a shared trainer: it trains runs that other commands start, and plays nothing itself."""
+        return self.trainer.max_concurrent_runs is not None
+
+    @property
+    def trained_elsewhere(self) -> bool:
+        """Whether a shared trainer trains this run, so that it starts no trainer itself."""
+        return self.trainer.shared is not None
+
+    @property
+    def trainer_gpus(self) -> int:
+        return 0 if self.trained_elsewhere else self.trainer_ranks
+
+    @property
     def trainer_ranks(self) -> int:
-        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves places for."""
+        """Trainer processes: `hardware.trainer_processes`, or what the layout leaves places for; 1 for those of a shared trainer."""
+        if self.trained_elsewhere:
+            return 1
         hardware = self.hardware
         if hardware.trainer_processes is not None:
             return hardware.trainer_processes
@@ -298,11 +314,19 @@ class Config(EvaluatedRun):
 
     @property
     def plays(self) -> bool:
-        return self.replay is None and not self.bench
+        return self.replay is None and not self.bench and not self.hosts
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return not self.hosts  # its runs have theirs
+
+    @property
+    def num_servers(self) -> int:
+        return 0 if self.hosts or self.inference.base_url else self.hardware.inference_replicas
 
     @property
     def records_scores(self) -> bool:
-        return self.orchestrator.save_batches and self.plays
+        return self.orchestrator.save_batches and self.plays and not self.trained_elsewhere
 
     @property
     def has_orchestrator(self) -> bool:

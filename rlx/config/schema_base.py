@@ -58,6 +58,11 @@ class CommandConfig:
         return 0
 
     @property
+    def trainer_gpus(self) -> int:
+        """GPUs of the trainer processes that the command starts itself."""
+        return self.trainer_ranks
+
+    @property
     def num_servers(self) -> int:
         """Inference servers that the command starts itself."""
         return 0
@@ -83,7 +88,7 @@ class CommandConfig:
         if self.hardware.device == "cpu":
             return 0
         inference = self.num_servers * self.hardware.tensor_parallel
-        return max(inference, self.trainer_ranks) if self.hardware.shared else inference + self.trainer_ranks
+        return max(inference, self.trainer_gpus) if self.hardware.shared else inference + self.trainer_gpus
 
 
 @dataclass

@@ -149,7 +149,12 @@ class InferenceConfig:
     max_model_len: int | None = key(None, "context length of the engine, in tokens; null: `seq_len`", low=2)
     max_num_seqs: int = key(256, "maximum number of sequences decoded together", low=1)
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
-    kv_cache_gb: float = key(1.0, "memory of the key-value cache on CPU, in GiB", above=0)
+    kv_cache_gb: float | None = key(
+        None,
+        "memory of the key-value cache on CPU, in GiB; null: twice what `max_num_seqs` sequences of full length take, but at most 1 GiB "
+        "unless one sequence takes more",
+        above=0,
+    )
     enforce_eager: bool | None = key(None, "run without CUDA graphs; null: eager on CPU, graphs on GPU")
     startup_timeout: float = key(
         600.0,
@@ -195,8 +200,18 @@ class WeightBroadcastConfig(UpdateConfig):
     drain_tokens: int = key(
         16,
         "an update waits for the requests in flight if each has at most this many tokens left; otherwise, and with 0, "
-        "they continue under the new version with recomputed keys and values",
+        "they continue under the new version (`keep_kv`)",
         low=0,
+    )
+    keep_kv: bool = key(
+        False,
+        "requests in flight keep their keys and values at an update; false: they compute all of them again under the new version, which "
+        "takes one prefill (docs/weights.md)",
+    )
+    in_turn: bool = key(
+        False,
+        "several servers get a version one after the other, so that the others generate meanwhile; false: all at the same time. Only from "
+        "files",
     )
 
     @property

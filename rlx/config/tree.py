@@ -85,6 +85,7 @@ def types_of(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
+@functools.cache
 def split_optional(kind: Any) -> tuple[Any, bool]:
     """A type without `None`, and whether it allowed `None`."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):

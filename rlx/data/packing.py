@@ -12,12 +12,13 @@ micro-batch. Rollouts of one group stay together if they fit, so that the traine
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
-from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample
+from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
 
@@ -51,12 +52,54 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Calla
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
-    packed = [_pack_mini_batch(samples, rank, ranks, tokens, loss_of) for samples in batch.mini_batches]
+    return _rank_batch(batch, [_pack_mini_batch(samples, rank, ranks, tokens, loss_of) for samples in batch.mini_batches])
+
+
+def pack_together(
+    batches: Mapping[int, StepBatch], *, rank: int, ranks: int, tokens: int, loss_of: Mapping[int, Callable[[str], LossOf]]
+) -> dict[int, RankBatch]:
+    """Pack the batches of several runs, by slot, into common rows, as `pack` packs one.
+
+    The result has every run's part: row i of mini-batch j of all runs that have a mini-batch j is one row of the model, in the order of the
+    slots. A run without a sample in a row has a dummy there. Each run's counts are its own, so each is trained as if it were alone.
+    Raises the same errors.
+    """
+    batches = {slot: _labelled(batch, slot) for slot, batch in sorted(batches.items())}
+    minis: dict[int, list[MiniBatch]] = {slot: [] for slot in batches}
+    for number in range(max(len(batch.mini_batches) for batch in batches.values())):
+        samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
+        for sample in chain.from_iterable(samples.values()):
+            _check(sample, tokens)
+        groups = {slot: _groups(_trained(own), loss_of[slot]) for slot, own in samples.items()}
+        rows = _rows_of(rank, ranks, _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens))
+        for slot, own in samples.items():
+            streams = _streams_of(_trained(own))
+            parts = [[unit for unit in row if unit.samples[0].adapter == slot] for row in rows]
+            minis[slot].append(
+                MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=_counts(groups[slot]))
+            )
+    return {slot: _rank_batch(batch, minis[slot]) for slot, batch in batches.items()}
+
+
+def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
+    """Raise the ValueError that packing raises for a sample of this batch, or training for a stream that is not in `used`."""
+    for samples in batch.mini_batches:
+        check_streams(_streams_of(_trained(samples)), used)
+    for sample in chain.from_iterable(batch.mini_batches):
+        _check(sample, tokens)
+
+
+def _labelled(batch: StepBatch, slot: int) -> StepBatch:
+    """The batch with samples for the adapter in `slot`."""
+    return replace(batch, mini_batches=tuple(tuple(replace(sample, adapter=slot) for sample in own) for own in batch.mini_batches))
+
+
+def _rank_batch(batch: StepBatch, mini_batches: Sequence[MiniBatch]) -> RankBatch:
     everything = [sample for samples in batch.mini_batches for sample in samples]
     return RankBatch(
         step=batch.step,
-        mini_batches=tuple(mini_batch for mini_batch, _ in packed),
-        num_tokens=sum(total for _, total in packed),
+        mini_batches=tuple(mini_batches),
+        num_tokens=sum(len(sample.token_ids) for sample in _trained(everything)),
         sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
     )
 
@@ -73,20 +116,21 @@ def samples_in_rows(
     return [[sample for unit in row for sample in unit.samples] for row in rows]
 
 
-def _pack_mini_batch(
-    samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf]
-) -> tuple[MiniBatch, int]:
-    """This rank's part, and the number of tokens on all ranks."""
+def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf]) -> MiniBatch:
+    """This rank's part."""
     for sample in samples:
         _check(sample, tokens)
     trained = _trained(samples)
-    groups = _groups(trained, loss_of)
-    streams = [name for name in STREAMS if any(getattr(sample, name) is not None for sample in trained)]
-    mini_batch = MiniBatch(
+    groups, streams = _groups(trained, loss_of), _streams_of(trained)
+    return MiniBatch(
         micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _all_rows(groups, ranks, tokens))),
         counts=_counts(groups),
     )
-    return mini_batch, sum(len(sample.token_ids) for sample in trained)
+
+
+def _streams_of(samples: Sequence[TrainingSample]) -> list[str]:
+    """The optional streams that some of the samples have."""
+    return [name for name in STREAMS if any(getattr(sample, name) is not None for sample in samples)]
 
 
 def _trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -217,9 +261,9 @@ def _pieces(groups: list[list[_Unit]], limit: int) -> list[list[_Unit]]:
     return pieces
 
 
-def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
+def _micro_batch(row: list[_Unit], streams: Sequence[str], slot: int = 0) -> MicroBatch:
     if not row:
-        return _dummy(streams)
+        return _dummy(streams, slot)
     samples = [sample for unit in row for sample in unit.samples]
     lengths = [len(sample.token_ids) for sample in samples]
     rollout_ids = [i for i, unit in enumerate(row) for _ in unit.samples]
@@ -252,7 +296,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str]) -> MicroBatch:
     )
 
 
-def _dummy(streams: Sequence[str]) -> MicroBatch:
+def _dummy(streams: Sequence[str], slot: int) -> MicroBatch:
     """One token, nothing to train, for a rank with less work than others, because collectives need all ranks."""
     one_int, one_float = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
     return MicroBatch(
@@ -268,7 +312,7 @@ def _dummy(streams: Sequence[str]) -> MicroBatch:
         rollout_lengths=one_int,
         group_lengths=one_int,
         cu_seqlens=np.array([0, 1], dtype=np.int32),
-        adapters=one_int,
+        adapters=np.full(1, slot, dtype=np.int32),
         objectives=one_int,
         **{name: np.full(1, STREAMS[name], dtype=np.float32) for name in streams},
     )

@@ -163,7 +163,7 @@ def _v1(config: EnvConfig, found: About) -> About:
     from verifiers.v1.utils.loaders import taskset_config_type
 
     from rlx.envs.verifiers_v1 import V1Environment, block_of, tasks_of, trained_agents
-    from rlx.envs.verifiers_v1_needs import Needs, hooks, scripts_in_this_python
+    from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks
 
     where = f"envs.{NAME}"
     block, chosen = block_of(where, config)
@@ -182,7 +182,7 @@ def _v1(config: EnvConfig, found: About) -> About:
     module = importlib.import_module(module_of(config.id))
     found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(module) or ""))
     try:
-        scripts_in_this_python()
+        adapt_processes()
         env = load_v1(block)
         tasks = tasks_of(where, env, config.num_tasks)
         kinds = type(env.taskset).task_type()

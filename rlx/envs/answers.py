@@ -43,6 +43,11 @@ class Conversation:
     played: list[Message]  # after the prompt
     tools: list[dict[str, Any]] | None  # functions in OpenAI's form
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The conversation as a row for `rlx sft`."""
+        return {"prompt": self.prompt, "completion": self.played, "tools": self.tools}
+
 
 def conversations(environment: Any, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int) -> list[Conversation]:
     """One conversation per row, in their order. `environment`: as `rlx.envs.load.load_one` returns it, classic or v1.

@@ -38,9 +38,10 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
     if not module.isidentifier():
         raise ValueError(f"{env_id!r} is not the name of an environment: write the name of an installed module, or owner/name")
     found = _read(module)
+    own = (_folder("verifiers") / "v1" / "tasksets" / module / "__init__.py").is_file()
     if found is None:
-        if (_folder("verifiers") / "v1" / "tasksets" / module / "__init__.py").is_file():
-            return "v1"  # one of verifiers' own
+        if own:
+            return "v1"
         raise ValueError(
             f"the environment {env_id!r} is not installed: there is no module {module}. "
             f"Install it into this Python ({sys.executable}), for example with rlx env install FOLDER"
@@ -48,6 +49,8 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
     classic, v1 = found
     if classic and has_classic():
         return "classic"
+    if own:  # verifiers takes its own taskset before a package of the same name, which may be what the taskset imports (textarena)
+        return "v1"
     if classic is None or v1 is None:
         if not importing:
             raise Unclear(f"the source of {module} does not show whether it is a classic environment or a v1 taskset; importing it does")

@@ -17,6 +17,7 @@ from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 from rlx.paths import listed
+from rlx.process import importing
 
 if TYPE_CHECKING:
     from rlx.paths import RunPaths
@@ -37,10 +38,12 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
     os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., Local]
-    if kind_of(config.id) == "v1":
-        from rlx.envs.verifiers_v1 import load_environment as load
-    else:
-        from rlx.envs.verifiers_v0 import load_environment as load
+    kind = kind_of(config.id)
+    with importing():
+        if kind == "v1":
+            from rlx.envs.verifiers_v1 import load_environment as load
+        else:
+            from rlx.envs.verifiers_v0 import load_environment as load
     return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
 
 

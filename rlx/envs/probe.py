@@ -17,6 +17,7 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,11 +129,25 @@ def why(name: str, env_id: str, error: BaseException) -> Probed:
             what = f"{env_id} is installed, but something that it imports is not: {text}"
             fix = f"install what is missing into this Python ({sys.executable})"
         return Probed(problem=what, fix=fix)
-    if isinstance(inner, ValueError) and str(inner).startswith(f"envs.{name}: "):  # a sentence of our own
-        return Probed(
-            problem=str(inner).removeprefix(f"envs.{name}: ").rstrip("."), fix="change what it names, or choose another environment"
-        )
-    return Probed(problem=f"loading {env_id} failed: {text}", fix=f"correct {section_of(name)}.args, or the environment")
+    if isinstance(inner, KeyError) and (columns := _columns(inner)):
+        text += f". Its data set has the columns {', '.join(columns)}; verifiers reads `prompt`, or makes it from `question`"
+    correct = f"correct {section_of(name)}.args, or the environment"
+    if isinstance(inner, ValueError | RuntimeError) and str(inner).startswith(f"envs.{name}: "):  # a sentence of our own
+        fix = "change what it names, or choose another environment" if isinstance(inner, ValueError) else correct
+        return Probed(problem=str(inner).removeprefix(f"envs.{name}: ").rstrip("."), fix=fix)
+    return Probed(problem=f"loading {env_id} failed: {text}", fix=correct)
+
+
+def _columns(error: KeyError) -> list[str]:
+    """The columns of the data set in which a column was looked for: that of the innermost frame which has one; empty if none has."""
+    found: list[str] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "os":
+            return []  # what is missing is a variable of the environment
+        for value in frame.f_locals.values():
+            if type(value).__module__ == "datasets.arrow_dataset" and type(value).__name__ == "Dataset":
+                found = [column for column in value.column_names if column != "example_id"]  # verifiers adds it
+    return found
 
 
 # what an answer depends on

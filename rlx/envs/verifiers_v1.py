@@ -43,7 +43,7 @@ from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools
-from rlx.envs.verifiers_v1_needs import Needs, scripts_in_this_python
+from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
@@ -52,7 +52,7 @@ from rlx.types import Rollout, Status, Task
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STARTUP_TIMEOUT = 120.0  # seconds for the tool servers that all rollouts share
+STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
 
@@ -69,7 +69,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
     block, chosen = block_of(where, config)
-    scripts_in_this_python()
+    adapt_processes()
     try:
         env = load_v1(block)
     finally:
@@ -160,9 +160,10 @@ class V1Environment:
         await asyncio.shield(self._up)
 
     async def _serve(self, up: asyncio.Future[None]) -> None:
+        limit = asyncio.timeout(STARTUP_TIMEOUT)
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(STARTUP_TIMEOUT):
+                async with limit:
                     await stack.enter_async_context(self.env.serving())
                 give_clients(self.env._interception)
                 up.set_result(None)
@@ -171,7 +172,7 @@ class V1Environment:
             if up.done():
                 log.warning("%s: stopping its servers failed", self.name, exc_info=True)
             else:
-                text = in_one_line(error, self.sources) or f"not within {STARTUP_TIMEOUT:g} s"
+                text = f"not within {STARTUP_TIMEOUT:g} s" if limit.expired() else in_one_line(error, self.sources)
                 up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:

@@ -7,6 +7,7 @@ processes of this machine; sandboxes and containers are never started.
 from __future__ import annotations
 
 import ast
+import asyncio
 import dis
 import importlib.metadata
 import importlib.util
@@ -26,8 +27,10 @@ import verifiers.v1 as vf
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 from verifiers.v1.configs.client import BaseClientConfig, resolve_api_key
+from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import SubprocessRuntime
 
 from rlx.envs.verifiers_v1_client import PolicyEndpoint
@@ -35,6 +38,7 @@ from rlx.envs.verifiers_v1_client import PolicyEndpoint
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # the form that PEP 723 gives
 HOOKS = ("setup", "finalize")
 CONNECT_TIMEOUT = 3.0  # seconds
+_serve_in_runtime = launch.serve_in_runtime
 
 
 class Needs:
@@ -59,6 +63,7 @@ class Needs:
         classes += [(type(server), vf.Toolset) for server in self._servers(env)]
         if lacking := sorted(set().union(*(missing_imports(each, base) for each, base in classes))):
             yield f"it imports {', '.join(lacking)} when it runs, which this Python lacks; install it ({sys.executable})"
+        yield from self._resource_server(env)
         for where, endpoint in endpoints(config, self.key):
             yield from self._endpoint(where, endpoint)
         if first is not None:
@@ -126,6 +131,17 @@ class Needs:
                 "runtime.type to subprocess"
             )
 
+    def _resource_server(self, env: vf.Env) -> Iterator[str]:
+        """A taskset of NeMo Gym asks a server, which verifiers starts from the package nemo-gym."""
+        nemo = sys.modules.get("verifiers.v1.tasksets.nemo_gym")  # not imported: the taskset is of another kind
+        if nemo is None or not isinstance(env, nemo.NeMoGymEnv) or env.config.taskset.task.resources_url is not None:
+            return
+        if not _is_installed("nemo_gym"):
+            yield (
+                f"its resource server is part of the package nemo-gym, which this Python lacks ({sys.executable}); install it (it needs "
+                f"Python 3.12 or newer), or point {self.key}.taskset.task.resources_url to a server that runs"
+            )
+
     def _endpoint(self, where: str, endpoint: BaseClientConfig) -> Iterator[str]:
         host = urlsplit(endpoint.base_url).hostname or ""
         if host.endswith("pinference.ai") and resolve_api_key(endpoint) == "EMPTY":
@@ -189,9 +205,14 @@ def is_met(requirement: Requirement) -> bool:
         return False
 
 
-def scripts_in_this_python() -> None:
-    """Make verifiers run scripts of local agents in this Python if it has their packages, instead of installing them with uv."""
+def adapt_processes() -> None:
+    """Change two things about the processes of this machine that verifiers starts.
+
+    Scripts of local agents run in this Python if it has their packages, instead of in one that uv installs. A tool server that ends before
+    it serves raises what it said; verifiers would go on waiting for it, for three minutes.
+    """
     SubprocessRuntime.prepare_uv_script = _prepared
+    launch.serve_in_runtime = _serving
 
 
 async def _prepared(self: Any, script: str | bytes, env: dict | None = None, *, activate: bool = True) -> list[str]:
@@ -201,6 +222,30 @@ async def _prepared(self: Any, script: str | bytes, env: dict | None = None, *, 
     name = f"script-{abs(hash(text)):x}.py"
     await self.write(name, text.encode())
     return [sys.executable, str(Path(self.workdir, name))]
+
+
+async def _serving(server: Any, runtime: Any, **keys: Any) -> int:
+    """The port of a tool server that answers. Raises ToolsetError with the server's last words if it has failed."""
+    processes = getattr(runtime, "_background", None)
+    if processes is None:  # it runs elsewhere
+        return await _serve_in_runtime(server, runtime, **keys)
+    number = len(processes)
+    answering = asyncio.ensure_future(_serve_in_runtime(server, runtime, **keys))
+    try:
+        while len(processes) == number and not answering.done():
+            await asyncio.sleep(0.02)
+        if len(processes) > number:
+            ending = asyncio.ensure_future(processes[number].wait())
+            await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
+            log = Path(runtime.workdir) / f"vf_tool_{server.server_name}.log"
+            if ending.done() and ending.result() != 0 and not answering.done() and log.is_file():
+                said = log.read_text(errors="replace").split("\n")
+                last = next((line.strip() for line in reversed(said) if line.strip()), "none")
+                raise ToolsetError(f"its tool server ended with exit code {ending.result()}; its last line: {last}")
+            ending.cancel()
+        return await answering
+    finally:
+        answering.cancel()
 
 
 def endpoints(config: BaseModel, where: str) -> Iterator[tuple[str, BaseClientConfig]]:
@@ -269,4 +314,4 @@ def missing_imports(of: type, base: type) -> set[str]:
 
 
 def _is_installed(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None

@@ -39,6 +39,7 @@ from rlx.inference.protocol import (
     names_version,
 )
 from rlx.inference.replica import Replica
+from rlx.inference.telling import AT_ONCE, Manner, tell_all, tell_in_turn
 from rlx.types import WeightVersion
 from rlx.waiting import all_of
 
@@ -58,7 +59,7 @@ class Fleet:
         self,
         endpoints: Sequence[Endpoint],
         restart_timeout: float = RESTART,
-        drain_tokens: int = 0,
+        manner: Manner = AT_ONCE,
         look: float = LOOK,
         find: Callable[[], Sequence[Endpoint]] | None = None,
         hung: float = HUNG,
@@ -66,7 +67,7 @@ class Fleet:
     ) -> None:
         """`restart_timeout`: seconds for which a lone server may be unreachable during an update.
 
-        `drain_tokens`: see `protocol.UpdateRequest`. `look`: seconds between two checks of the servers.
+        `manner`: how updates treat requests in flight. `look`: seconds between two checks of the servers.
         `find`: the servers that the run has at the moment, called in a thread at every check; None: they never change.
         `hung`: seconds for an answer in such a check, if other servers answer.
         `run`: the run's directory, which claims the servers: no other run can change their weights meanwhile (`protocol.Claim`).
@@ -78,7 +79,7 @@ class Fleet:
         self._patience = 600.0  # seconds for the latest update
         self._servers = [Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
-        self._drain_tokens = drain_tokens
+        self._manner = manner
         self._look = look
         self._find = find
         self._hung = hung
@@ -123,45 +124,17 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout) as limit:
                 self._limit = (limit, timeout)
-                await self._tell_all(servers, weights)
+                how = tell_in_turn if self._manner.in_turn else tell_all
+                missing = await how(servers, lambda server, together: self._tell(server, weights, together), self._count_anew)
         except TimeoutError:
             raise ServerUnreachable(
                 f"not all servers had version {weights.version} after {timeout:g} s (weight_broadcast.timeout)"
             ) from None
         finally:
             self._limit = None
-        self._weights, self.version = weights, weights.version
-
-    async def _tell_all(self, servers: Sequence[Replica], weights: WeightVersion) -> None:
-        """Load a version into these servers concurrently. Once one has it, those that do not answer or missed the trainer are left out."""
-        telling = {asyncio.ensure_future(self._tell(server, weights, len(servers))): server for server in servers}
-        waiting, loaded = set(telling), 0
-        missing: list[tuple[Replica, InferenceError]] = []
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    try:
-                        task.result()
-                        loaded += 1
-                    except (ServerUnreachable, WeightsGone) as error:
-                        missing.append((telling[task], error))
-                missed = [error for _, error in missing if isinstance(error, WeightsGone)]
-                if waiting and all(telling[task].asks for task in waiting):
-                    self._count_anew()
-                if loaded or missed:
-                    for task in [task for task in waiting if telling[task].gone]:
-                        waiting.discard(task)
-                        task.cancel()
-                        missing.append((telling[task], ServerUnreachable(f"{telling[task].endpoint.name} does not answer")))
-            if not loaded:
-                raise missed[0] if missed else missing[0][1]
-        finally:
-            for task in telling:
-                task.cancel()
-            await asyncio.gather(*telling, return_exceptions=True)
         for server, why in missing:
             self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
+        self._weights, self.version = weights, weights.version
 
     def _count_anew(self) -> None:
         """The time of the update in progress begins anew."""
@@ -354,7 +327,8 @@ class Fleet:
     async def _load(self, server: Replica, weights: WeightVersion, together: int = 1) -> None:
         """`together`: servers that are told this now."""
         where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
-        request = where | {"drain_tokens": self._drain_tokens, "run": self._run, "together": together, "timeout": self._patience}
+        manner = {"drain_tokens": self._manner.drain_tokens, "keep_kv": self._manner.keep_kv}
+        request = where | manner | {"run": self._run, "together": together, "timeout": self._patience}
         deadline = time.monotonic() + min(FAILING, self._restart_timeout)
         while True:
             status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())

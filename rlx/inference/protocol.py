@@ -86,6 +86,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     waiting: int = 0  # requests queued
     kv_cache_usage: float = 0.0  # share of the key-value cache in use
     attested: float = 0.0  # fraction of the served weights that were compared with the trainer's checksums
+    not_compared: dict[str, float] = {}  # the rest: names (`*` for the layer's number) and why → share of the weights
     preemptions: int = 0  # requests that lost their cache to others, since the server started; weight updates do not count
     weights: str = ""  # path of the served version
     asking: bool = False  # it waits until the trainer is ready to send a version; that takes as long as the trainer's step
@@ -102,10 +103,11 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Body of `POST /update_weights`."""
 
     weight_dir: str  # or for the kind `memory` the trainer's address
-    version: Annotated[int, Meta(ge=0)]
-    # What the folder holds: a model, or adapters for the server's own. `memory`: the trainer sends the model.
-    kind: Literal["files", "adapter", "memory"] = "files"
+    version: Annotated[int, Meta(ge=0)] | None = None  # None: that of the folder's manifest
+    # A model, or adapters for the server's own; None: what the folder holds. `memory`: the trainer sends the model.
+    kind: Literal["files", "adapter", "memory"] | None = None
     drain_tokens: Annotated[int, Meta(ge=0)] = 0  # finish requests in flight first if each has at most this many tokens left
+    keep_kv: bool = False  # requests in flight go on with the keys and values that they have; False: these are computed again
     run: str = ""  # `Claim.run`
     together: Annotated[int, Meta(ge=1)] = 1  # servers that are told this at the same time; one transfer serves them
     timeout: float = 600.0  # seconds for each part of a transfer from memory

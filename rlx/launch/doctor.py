@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.kernels.toolchain import missing_part
 from rlx.paths import cache_root
@@ -245,7 +246,7 @@ def needed_memory(cfg: CommandConfig) -> float:
     hosts, cuda = cfg.hardware.nodes, cfg.hardware.device == "cuda"
     need = 2.0 * PROCESS  # orchestrator and supervisor
     if isinstance(cfg, PlayRoot):
-        engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + cfg.inference.kv_cache_gb * 2**30)
+        engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + kv_cache_bytes(cfg))
         need += engine * cfg.num_servers / hosts
     if isinstance(cfg, Config):
         trainer = trainer_memory(cfg)

@@ -93,7 +93,8 @@ def _bucket(
         visible = bucket.visible(window)
         out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
     else:
-        mask = bucket.visible(window)
+        summed = q.is_cpu and not torch.compiler.is_compiling()  # what is kept from layer to layer would break a compiled layer's graph
+        mask = bucket.summand(window, q.dtype) if summed else bucket.visible(window)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 

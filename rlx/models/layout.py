@@ -22,7 +22,9 @@ from torch import Tensor
 
 Kind = Literal["shared", "varlen", "rows"]
 
-MIN_SHARED = 4  # shortest common beginning worth a trunk, tokens
+MIN_SHARED = 3  # shortest common beginning worth a trunk, tokens: the head of a ChatML turn
+MIN_SHARE = 1 / 16  # of a sample that the beginning must be, because attention in branches costs more than plain causal attention
+READ = 0.9  # a larger share of the computed tokens is not worth a selection
 TREE_TOKENS = 64  # a trunk and its branches form one attention block up to this many tokens in total
 BRANCH_TOKENS = 32  # branches attend in one block up to this many tokens: fewer, larger products
 FILL = 0.75  # a block joins a bucket if it fills at least this share of both sides; the rest is padding
@@ -42,6 +44,7 @@ class Bucket:
     distance: Tensor  # [S, Q, L] int32 position of the query − position of the key, for sliding windows
     longest: int  # largest distance + 1
     _windows: dict[int, Tensor] = field(default_factory=dict)
+    _summands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> Tensor | None:
         """The mask for a layer that sees only the last `window` tokens; None: plain causal."""
@@ -52,9 +55,35 @@ class Bucket:
             self._windows[window] = mask & (self.distance < window)[:, None]
         return self._windows[window]
 
+    def summand(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """`visible` as attention on a CPU adds it to the scores: 0, or -inf where a key is hidden. All layers share it."""
+        visible = self.visible(window)
+        if visible is None:
+            return None
+        key = (window, dtype)
+        if key not in self._summands:
+            self._summands[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        return self._summands[key]
+
     def causal(self) -> Tensor:
         """The mask as a tensor, also for plain causal attention."""
         return (self.distance >= 0)[:, None] if self.mask is None else self.mask
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Computed tokens `start` … `end` - 1, padding included, belong to the adapter in `slot`."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Here:
+    """The stretches of the row that is computed at the moment. All layers of a model share one; so does a backward that recomputes."""
+
+    stretches: tuple[Stretch, ...] = ()  # empty: as without adapters
 
 
 @dataclass(slots=True)
@@ -68,8 +97,10 @@ class Layout:
     buckets: tuple[Bucket, ...] = ()
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
     keys_once: bool = False  # whether every block's keys are its queries, so that `order` holds for keys, too
+    read: Tensor | None = None  # [U] int64 computed tokens that predict a trainable one, ascending; None: nearly all, or unknown
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` only
     max_length: int = 0  # longest segment, `varlen` only
+    stretches: tuple[Stretch, ...] = ()  # of the flattened computed tokens, in their order; empty if the model has no slots
 
     @property
     def num_tokens(self) -> int:
@@ -85,12 +116,27 @@ class _Tree:
     trunk: int
 
 
-def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray, kind: Kind, device: torch.device | str) -> Layout:
-    """Plan a micro-batch: token_ids [T], cu_seqlens [S+1], loss_mask [T] (True if position t predicts a trainable token)."""
+def build_layout(
+    token_ids: np.ndarray,
+    cu_seqlens: np.ndarray,
+    loss_mask: np.ndarray,
+    kind: Kind,
+    device: torch.device | str,
+    slots: Sequence[int] | None = None,
+) -> Layout:
+    """Plan a micro-batch: token_ids [T], cu_seqlens [S+1], loss_mask [T] (True if position t predicts a trainable token).
+
+    `slots` [S]: of a model with several adapters, that of each sample; non-decreasing.
+    """
     samples = [(int(start), _needed(loss_mask[start:end])) for start, end in pairwise(cu_seqlens)]
     if kind == "rows":
-        return _rows(token_ids, samples, device)
-    trees = list(_trees(token_ids, samples)) if kind == "shared" else [_Tree([sample], sample[1]) for sample in samples]
+        return _rows(token_ids, samples, device, slots)
+    # Samples of two adapters share nothing, not even equal tokens.
+    parts = [samples] if slots is None else _by_slot(samples, slots)
+    if kind == "shared":
+        trees = [tree for part in parts for tree in _trees(token_ids, part)]
+    else:
+        trees = [_Tree([sample], sample[1]) for sample in samples]
     where = np.full(len(token_ids), -1, dtype=np.int64)
     source: list[np.ndarray] = []  # positions of the computed tokens in the micro-batch
     position: list[np.ndarray] = []
@@ -121,6 +167,12 @@ def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.nd
         where=where,
         kind=kind,
     )
+    read = np.unique(where[loss_mask])
+    if slots is not None:  # adapters of slots count on all computed tokens
+        slot_of = {start: slot for (start, _), slot in zip(samples, slots, strict=True)}
+        layout.stretches = _stretches([(slot_of[tree.samples[0][0]], _size(tree)) for tree in trees])
+    elif 0 < len(read) < READ * count:
+        layout.read = _tensor(read, device)
     if kind == "varlen":
         lengths = [length for _, length in samples]
         layout.cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
@@ -133,6 +185,30 @@ def build_layout(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.nd
     return layout
 
 
+def _by_slot(samples: Sequence[tuple[int, int]], slots: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The samples of each slot, in the order of the slots."""
+    assert all(one <= other for one, other in pairwise(slots)), "the samples of a row are not ordered by slot"
+    return [[sample for sample, slot in zip(samples, slots, strict=True) if slot == each] for each in dict.fromkeys(slots)]
+
+
+def _size(tree: _Tree) -> int:
+    """Tokens that a tree computes."""
+    return tree.trunk + sum(max(length - tree.trunk, 0) for _, length in tree.samples)
+
+
+def _stretches(sizes: Sequence[tuple[int, int]]) -> tuple[Stretch, ...]:
+    """One stretch for each slot: `sizes` are (slot, computed tokens) of neighbours."""
+    found: list[Stretch] = []
+    end = 0
+    for slot, size in sizes:
+        if found and found[-1].slot == slot:
+            found[-1] = Stretch(slot, found[-1].start, end + size)
+        else:
+            found.append(Stretch(slot, end, end + size))
+        end += size
+    return tuple(found)
+
+
 def _needed(loss_mask: np.ndarray) -> int:
     """Number of a sample's tokens up to the last position that predicts a trainable token; at least one."""
     trainable = np.flatnonzero(loss_mask)
@@ -140,16 +216,19 @@ def _needed(loss_mask: np.ndarray) -> int:
 
 
 def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterator[_Tree]:
-    """Runs of neighbours with a common beginning. A sample joins the run if that saves at least as many tokens as closing the run."""
+    """Runs of neighbours with a common beginning.
+
+    A sample joins the run if that saves at least as many tokens as closing the run, and as beginning a run with its next neighbour.
+    """
     tree: _Tree | None = None
-    for start, length in samples:
+    for number, (start, length) in enumerate(samples):
         if tree is not None:
-            first = tree.samples[0][0]
-            limit = min(tree.trunk, length)
-            differs = np.flatnonzero(token_ids[first : first + limit] != token_ids[start : start + limit])
-            common = int(differs[0]) if len(differs) else limit
+            common = _common(token_ids, (tree.samples[0][0], tree.trunk), (start, length))
             members = len(tree.samples)
-            if common >= MIN_SHARED and members * common >= (members - 1) * tree.trunk:
+            joins = common >= max(MIN_SHARED, MIN_SHARE * length) and members * common >= (members - 1) * tree.trunk
+            if joins and number + 1 < len(samples) and common < length:
+                joins = 2 * common >= _common(token_ids, (start, length), samples[number + 1])
+            if joins:
                 tree.samples.append((start, length))
                 tree.trunk = common
                 continue
@@ -159,7 +238,16 @@ def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterato
         yield tree
 
 
-def _rows(token_ids: np.ndarray, samples: Sequence[tuple[int, int]], device: torch.device | str) -> Layout:
+def _common(token_ids: np.ndarray, one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Length of the common beginning of two samples, each (start, number of tokens)."""
+    limit = min(one[1], other[1])
+    differs = np.flatnonzero(token_ids[one[0] : one[0] + limit] != token_ids[other[0] : other[0] + limit])
+    return int(differs[0]) if len(differs) else limit
+
+
+def _rows(
+    token_ids: np.ndarray, samples: Sequence[tuple[int, int]], device: torch.device | str, slots: Sequence[int] | None = None
+) -> Layout:
     longest = max(length for _, length in samples)
     rows = np.zeros((len(samples), longest), dtype=np.int64)
     where = np.full(len(token_ids), -1, dtype=np.int64)
@@ -167,7 +255,8 @@ def _rows(token_ids: np.ndarray, samples: Sequence[tuple[int, int]], device: tor
         rows[i, :length] = token_ids[start : start + length]
         where[start : start + length] = np.arange(i * longest, i * longest + length)
     positions = torch.arange(longest, device=device).expand(len(samples), longest)
-    return Layout(token_ids=_tensor(rows, device), position_ids=positions, where=where, kind="rows")
+    stretches = _stretches([(slot, longest) for slot in slots or ()])
+    return Layout(token_ids=_tensor(rows, device), position_ids=positions, where=where, kind="rows", stretches=stretches)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
+from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
 from rlx.parallel.mesh import Mesh
 
@@ -50,6 +51,7 @@ def load_policy(
     compile: bool = False,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
+    slots: int | None = None,
     seed: int = 0,
     trained: bool = True,
     read: bool = True,
@@ -57,6 +59,7 @@ def load_policy(
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
     With `lora`, only adapters are trained, drawn from `seed`; they have the dtype `optimization_dtype`, the frozen parameters `dtype`.
+    `slots`: several adapters, for the runs of a shared trainer (`rlx.models.slots`).
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
@@ -85,16 +88,18 @@ def load_policy(
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
             keep_float32_buffers(hf)
-            if lora is not None:
+            here = add_slots(hf, lora, slots, master) if lora is not None and slots is not None else None
+            if lora is not None and here is None:
                 add_adapters(hf, lora, master)
         model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
+        model.slots = here
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         model.liger = apply_liger(hf, liger, device)
         _split(hf, mesh, dense=not trained)
         if ac is not None:
-            checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and lora.dropout > 0)
+            checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
         if compile:
             compile_layers(model)
         if sharded:

@@ -30,7 +30,14 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 PREFIX = "base_model.model."  # of PEFT's names
 
 
-class LoraLinear(nn.Linear):
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with one adapter (`LoraLinear`) or several (`rlx.models.slots`)."""
+
+    active: bool  # False: it computes as without adapters
+    dropout: float = 0.0  # of the one adapter; several have their own
+
+
+class LoraLinear(AdaptedLinear):
     """A frozen linear layer with an adapter."""
 
     lora_A: nn.Parameter  # [r, in]
@@ -48,16 +55,6 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=device))
 
-    @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
-        """Initialise the adapter, or this rank's shards of it. A is drawn as PEFT draws it: uniform with the variance 1 / (3 in)."""
-        bound = 1 / math.sqrt(self.in_features)
-        a: Tensor = torch.empty(self.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        if isinstance(self.lora_A, DTensor):
-            a = distribute_tensor(a.to(self.lora_A.device), self.lora_A.device_mesh, self.lora_A.placements, src_data_rank=None)
-        self.lora_A.copy_(a)
-        self.lora_B.zero_()
-
     def forward(self, input: Tensor) -> Tensor:
         """[…, in] → […, out]. Dropout only where gradients are recorded: scores must be those of the model that is served."""
         output = F.linear(input, self.weight, self.bias)
@@ -69,6 +66,17 @@ class LoraLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+@torch.no_grad()
+def draw(lora_a: Tensor, lora_b: Tensor, generator: torch.Generator) -> None:
+    """Initialise A [r, in] and B [out, r], or this rank's shards. A is drawn as PEFT draws it: uniform with the variance 1 / (3 in)."""
+    bound = 1 / math.sqrt(lora_a.shape[1])
+    a: Tensor = torch.empty(lora_a.shape).uniform_(-bound, bound, generator=generator)
+    if isinstance(lora_a, DTensor):
+        a = distribute_tensor(a.to(lora_a.device), lora_a.device_mesh, lora_a.placements, src_data_rank=None)
+    lora_a.copy_(a)
+    lora_b.zero_()
 
 
 def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None) -> None:
@@ -87,7 +95,10 @@ def draw_adapters(hf: Any, seed: int) -> None:
     """Initialise a model's adapters, whole or sharded. A `seed` gives the same ones on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted(hf).values():
-        layer.draw(generator)
+        parts: Any = layer.modules()  # the layer itself, or the adapters of its slots
+        for part in parts:
+            if PARAMETERS[0] in part._parameters:
+                draw(part.lora_A, part.lora_B, generator)
 
 
 def targets(hf: Any, wanted: list[str]) -> list[str]:
@@ -114,9 +125,9 @@ def _names(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def adapted(model: nn.Module) -> dict[str, LoraLinear]:
+def adapted(model: nn.Module) -> dict[str, AdaptedLinear]:
     """The layers with adapters, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
 from rlx.models.head import logit_scale, logit_softcap
-from rlx.models.layout import Kind, Layout
+from rlx.models.last import skip_unread
+from rlx.models.layout import Here, Kind, Layout
 from rlx.models.lora import adapted
 from rlx.parallel.row import Row
 
@@ -50,6 +51,7 @@ class PolicyModel(nn.Module):
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
+        self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.row = row
@@ -60,6 +62,8 @@ class PolicyModel(nn.Module):
             raise ValueError(f"{row.keys} cuts rows into pieces, but {whole}; leave it out")
         if not self.padded:
             hf.set_attn_implementation(NAME)
+            if row is None:
+                skip_unread(self.layers[-1])
 
     def layout_kind(self, device: torch.device) -> Kind:
         """How to run micro-batches on this device. Raises ValueError for `varlen` without CUDA."""
@@ -79,6 +83,8 @@ class PolicyModel(nn.Module):
 
         index [N] into the flattened computed tokens, labels [N], temperature [N] → (logp [N], entropy [N]), float32.
         """
+        if self.slots is not None:
+            self.slots.stretches = layout.stretches
         ids, positions, count = layout.token_ids, layout.position_ids, len(index)
         extra: dict[str, Any] = {} if layout.kind == "rows" else {"layout": layout}
         if self.row is not None:

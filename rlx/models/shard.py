@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
+from rlx.models.last import read_all
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
@@ -56,6 +57,7 @@ def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> Checkpoint
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:
     """Compile every decoder layer for all lengths. `keys` go to torch.compile."""
+    read_all(model.layers[-1])
     for layer in model.layers:
         layer.compile(dynamic=True, **keys)
 

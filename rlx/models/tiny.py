@@ -1,7 +1,7 @@
 """The project's own tiny model: a Qwen3 architecture of under a million parameters, and its character tokenizer.
 
 This module builds both and saves them as a Hugging Face folder that `AutoTokenizer`, `AutoModelForCausalLM` and vLLM load.
-`rlx.train.warm_start` trains the model; `rlx.roles.prepare` caches it.
+`rlx.roles.prepare` has `rlx sft` train the model, and caches it.
 
 The vocabulary is fixed: four marks, four role names, newline, tab and printable ASCII; everything else is `<|unk|>`.
 A role name is one token only at the head of a ChatML message. Elsewhere it is spelled in characters, so that a model that works on

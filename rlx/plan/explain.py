@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
+from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
@@ -303,7 +304,7 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
         f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"
     ]
     if cpu:
-        budget = cfg.inference.kv_cache_gb * 2**30
+        budget = kv_cache_bytes(cfg)
         lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
     else:
         share = cfg.inference.gpu_memory_utilization

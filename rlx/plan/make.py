@@ -52,6 +52,10 @@ def _playing(cfg: PlayWithModel, specs: Specs, role: str) -> Iterator[ProcessSpe
 
 def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     """The processes of a command that trains."""
+    if isinstance(cfg, Config) and cfg.trainer.shared is not None:  # the shared trainer makes the initial model and trains
+        yield from specs.servers(cfg, place_servers(cfg))
+        yield specs.one("orchestrator")
+        return
     inference, trainers = place(cfg)
     replays = isinstance(cfg, Config) and cfg.replay is not None
     if cfg.model.prepared and not replays:
@@ -65,7 +69,8 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     if cfg.has_orchestrator:
         yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):
-        yield specs.one("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous)
+        module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
+        yield specs.one("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous, module=module)
         return
     ranks_per_host = cfg.trainer_ranks // len(trainers)
     # No torchrun here: it would need a port before its host is known, and would stop its ranks on SLURM's SIGTERM.

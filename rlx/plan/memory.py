@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx.config.kv_cache import kv_token_bytes
 from rlx.config.rows import BYTES, activation_bytes
 from rlx.config.schema import PlayRoot, TrainingRoot
 
@@ -134,14 +135,10 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
 
 
 def engine_memory(cfg: PlayRoot) -> EngineMemory:
-    model, parallel = cfg.model, cfg.hardware.tensor_parallel
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    # If there are fewer key-value heads than GPUs, heads are copied, never split.
-    heads = max(1.0, model.num_key_value_heads / parallel)
-    kv_token = 2 * model.num_layers * heads * head_dim * BYTES[model.dtype]
+    model, kv_token = cfg.model, kv_token_bytes(cfg)
     together = min(cfg.inference.max_num_seqs, cfg.concurrency)
     return EngineMemory(
-        weights=model.num_parameters * BYTES[model.dtype] / parallel,
+        weights=model.num_parameters * BYTES[model.dtype] / cfg.hardware.tensor_parallel,
         kv_token=kv_token,
         kv_longest=kv_token * cfg.max_model_len,
         kv_wanted=kv_token * cfg.seq_len * together,

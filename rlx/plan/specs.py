@@ -33,8 +33,12 @@ class Specs:
         ranks: int = 1,
         env: dict[str, str] | None = None,
         service: bool = False,
+        module: str | None = None,
     ) -> ProcessSpec:
-        """A process of `rlx/roles/<role>.py` on a host, with GPUs of that host. `ranks`: under torchrun, if more than one."""
+        """A process of `rlx/roles/<role>.py` on a host, with GPUs of that host. `ranks`: under torchrun, if more than one.
+
+        `module`: another file in `rlx/roles/` for this role.
+        """
         hardware = self.cfg.hardware
         common = {
             "PYTHONUNBUFFERED": "1",
@@ -45,7 +49,7 @@ class Specs:
             "TOKENIZERS_PARALLELISM": "false",
             **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # the order of nvidia-smi and SLURM
         }
-        module = ("-m", f"rlx.roles.{role}", "--run-dir", str(self.run_dir))
+        command = ("-m", f"rlx.roles.{module or role}", "--run-dir", str(self.run_dir))
         return ProcessSpec(
             role=role,
             replica=replica,
@@ -53,7 +57,7 @@ class Specs:
             gpus=gpus,
             ports=ports or {},
             env=common | (env or {}),
-            argv=(self.python, *_torchrun(ranks), *module, *(("--replica", str(replica)) if service else ())),
+            argv=(self.python, *_torchrun(ranks), *command, *(("--replica", str(replica)) if service else ())),
             service=service,
         )
 

@@ -28,7 +28,7 @@ from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.paths import RunPaths, listed
-from rlx.process import die_with_parent, end_at_once
+from rlx.process import die_with_parent, end_at_once, importing
 from rlx.stacks import answer
 from rlx.waiting import UNFIT, wait_for
 from rlx.weights.hub import fetch
@@ -69,7 +69,8 @@ def main() -> int:
     checking = subprocess.Popen(CHECK) if config.hardware.device == "cuda" else None  # takes as long as importing vLLM
     import uvloop
 
-    import rlx.inference.server.app  # noqa: F401  (the heavy imports)
+    with importing():
+        import rlx.inference.server.app  # noqa: F401  (the heavy imports)
 
     if checking is not None and not compiled(checking, config.inference.startup_timeout, heartbeat):
         return 1  # it has said why

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
@@ -28,6 +29,7 @@ from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
+from rlx.inference.telling import Manner
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
@@ -46,6 +48,7 @@ from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import check_rows, keep_digests
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
+from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
@@ -67,14 +70,16 @@ class Orchestrator:
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
         teaching: Teaching | None = None,
+        member: Member | None = None,
     ) -> None:
+        """`member`: of a shared trainer; None: the run has a trainer of its own."""
         self.config = config
         self.paths = paths
         self.sampler, self.fleet = sampler, fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
         self.teaching = teaching or Teaching()
-        self.envs = envs
+        self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
         self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
@@ -119,6 +124,7 @@ class Orchestrator:
         limit = None  # seconds for each part of the end
         try:
             forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
+            forever += [self.member.stay()] if self.member is not None else []
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
         except asyncio.CancelledError:
@@ -146,6 +152,8 @@ class Orchestrator:
         parts = [self._train(), self.updates.follow()]
         if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
             parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins this checkpoint after its last version
+        if self.member is not None:
+            parts.append(self.member.ended())  # nobody else of this run would notice that its last checkpoint failed
         await first_failure(*parts, forever=[self.fleet.held()])
 
     async def _train(self) -> None:
@@ -215,27 +223,34 @@ class Orchestrator:
             await asyncio.sleep(1.0)
 
 
-async def orchestrate(config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat) -> None:
+async def orchestrate(
+    config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat, member: Member | None
+) -> None:
     """Connect to the run's servers and run to the end."""
-    drain = config.weight_broadcast.drain_tokens
+    update = config.weight_broadcast
+    manner = Manner(update.drain_tokens, update.keep_kv, update.in_turn)
     async with (
-        connect_servers(config, paths, envs, chat, heartbeat.beat, drain_tokens=drain) as (fleet, sampler),
+        connect_servers(config, paths, envs, chat, heartbeat.beat, manner) as (fleet, sampler),
         Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching).run()
+        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member).run()
 
 
 def main() -> int:
     """The role as a process. Returns its exit code."""
     config, paths, heartbeat = begin("orchestrator", __doc__, load_run)
+    member = None
+    if config.trainer.shared is not None:
+        member = Member(paths, Path(config.trainer.shared))
+        member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared}"))
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     for name in config.envs:
         check_rows(name, envs[name].rows)
     keep_digests(paths, envs)
-    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat), paths)
+    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member), paths)
 
 
 if __name__ == "__main__":
-    end(main, "orchestrator")
+    end(main, "orchestrator", plain=(PutOut,))

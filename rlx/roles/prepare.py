@@ -1,10 +1,11 @@
 """The prepare role: makes the initial model before a run, or finds it in the cache, and writes its path to `initial_model.txt`.
 
-    hash the recipe → cached? → environments' rows → demonstrations → supervised training → folder in the cache → initial_model.txt
+    hash the recipe → cached? → environments' rows → demonstrations → `rlx sft` → folder in the cache → initial_model.txt
 
-The recipe is everything that determines what the model learns: the `model.warm_start` section; the environments with their arguments,
-weights and code; and the code that makes the tokenizer, the demonstrations and the model. If the model is cached, neither torch nor
-verifiers is imported.
+The warm start is a run of `rlx sft` in a temporary directory: its configuration (`rlx.config.warm_start`) and its trainer. The recipe
+is everything that determines what the model learns: the `model.warm_start` section; the environments with their arguments, weights and
+code; and the code that makes the tokenizer, the demonstrations and the model. If the model is cached, neither torch nor verifiers is
+imported.
 
 With `model.gguf` it makes a plain model folder of that file instead. The recipe is then the file's digest.
 """
@@ -20,43 +21,50 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlx
 from rlx.config.chat_format import template_path
-from rlx.config.load import load_command
-from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
-from rlx.heartbeat import Heartbeat
+from rlx.config.load import load_command, to_yaml
+from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, SftRoot
+from rlx.config.warm_start import supervised
+from rlx.heartbeat import AtWork, Heartbeat
 from rlx.lock import try_lock
+from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
-from rlx.process import die_with_parent, keep_freed_memory, say_full_disk
+from rlx.process import die_with_parent, say_full_disk
 from rlx.stacks import answer
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.envs.answers import Conversation
     from rlx.policy.chat import Chat
-    from rlx.types import TrainingSample
 
 log = logging.getLogger("rlx.prepare")
 CODE = (
-    "models/tiny.py",
+    "config/warm_start.py",
+    "data/conversations.py",
     "data/demonstrations.py",
     "data/masks.py",
     "data/supervised.py",
-    "train/warm_start.py",
     "envs/answers.py",
+    "envs/demonstrations.py",
+    "losses/sft.py",
+    "models/tiny.py",
     "policy/chat.py",
 )
 """Files under `rlx/`; a change in one of them gives another model."""
+OF_ENVS = ("id", "args", "weight", "num_tasks", "split")  # keys of an environment that decide what its demonstrations are
 SAY_EVERY = 10  # optimizer steps between two log lines
+FOLLOW = 0.1  # seconds between two looks at the trainer of the warm start
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
 
 
@@ -106,8 +114,9 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
         "context_length": config.model.context_length,
         "chat_template": config.model.chat_template and digest([template_path(config.model.chat_template)]),
         "chat_template_kwargs": config.model.chat_template_kwargs,
+        "renderer": config.model.renderer,
         "envs": {
-            name: {"id": env.id, "args": env.args, "weight": env.weight, "code": environment_digest(env.id)}
+            name: {key: getattr(env, key, None) for key in OF_ENVS} | {"code": environment_digest(env.id)}
             for name, env in envs_of(config).items()
         },
         "code": digest([Path(rlx.__path__[0]) / name for name in CODE]),
@@ -169,98 +178,121 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
 
 
 def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
-    """Train the tiny model on the environments' examples and save it in `folder`."""
-    assert config.model.warm_start is not None
-    settings = replace(config.model.warm_start, steps=config.model.warm_start.steps * len(envs_of(config)))
+    """Make the tiny model in `folder`: random weights, which `rlx sft` trains on the environments' examples if there are any.
 
-    heartbeat.beat("loading environments")
-    examples = examples_of(config)
+    The trainer role runs in the directory of such a run, as a process of this one. It loads its libraries while rows are made here.
+    """
+    run = RunPaths(folder.with_name("sft"))
+    if not (envs := envs_of(config)):
+        build(config, {}, folder, heartbeat)
+        return
+    assert isinstance(config, PlayRoot)
+    rows = run.root / "demonstrations.jsonl"
+    cfg = supervised(config, rows, run.root, len(envs))
+    write_text(run.config, to_yaml(cfg))
+    with started([sys.executable, "-m", "rlx.roles.trainer", "--run-dir", str(run.root)]) as trainer:
+        from rlx.envs.demonstrations import demonstrations_of
+        from rlx.envs.pool import FIRST_LOAD
+
+        initial = run.root / "initial"
+        loading, limit = "loading environments", FIRST_LOAD * len(envs)
+        # The trainer looks for this process in its own run, and waits as long as it is at work.
+        with heartbeat.during(loading, limit=limit), Heartbeat(run, "prepare").during(loading, limit=limit):
+            examples = demonstrations_of(config, envs)
+        said = build(config, examples, initial, heartbeat)
+        write_text(rows, "".join(json.dumps(conversation.row) + "\n" for conversation in said))
+        write_text(run.initial_model, f"{initial}\n")
+        follow(trainer, run, cfg.max_steps, heartbeat)
+    os.replace(run.weights_of(cfg.max_steps), folder)
+
+
+def build(config: CommandConfig, examples: Mapping[str, list[Conversation]], folder: Path, heartbeat: Heartbeat) -> list[Conversation]:
+    """Write the tiny model with random weights. Returns the examples that it can learn.
+
+    Raises ValueError if it could learn none of an environment.
+    """
     heartbeat.beat("importing torch")
-    keep_freed_memory()
-    from rlx.data.conversations import RowError
     from rlx.models import tiny
     from rlx.policy.chat import load_chat
     from rlx.policy.templates import read_template, refusal
-    from rlx.train.warm_start import warm_start
 
-    tokenizer = tiny.build_tokenizer(config.model.context_length, settings.tool_calls)
+    settings, length = config.model.warm_start, config.model.context_length
+    assert settings is not None
+    tokenizer = tiny.build_tokenizer(length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
     chat = load_chat(tokenizer, config.model)
     if text := refusal(config.model.name, chat, {name: tools_of(conversations) for name, conversations in examples.items()}):
         raise ValueError(text)
-    demonstrations = []
-    for name, conversations in examples.items():
-        try:
-            said = samples_of(name, conversations, chat)
-        except RowError as error:
-            raise ValueError(f"envs.{name}: a demonstration cannot be trained on: {error}") from error
-        short = [sample for sample in said if len(sample.token_ids) <= config.model.context_length]
-        if not short:
-            shortest = min(len(sample.token_ids) for sample in said)
-            raise ValueError(
-                f"envs.{name}: the shortest of {len(said)} demonstrations has {shortest} tokens, more than "
-                f"model.context_length={config.model.context_length}; raise model.context_length"
-            )
-        log.info("%s: %d demonstrations; skipped %d that are too long", name, len(short), len(said) - len(short))
-        demonstrations += short
-
-    phase = "warm start"
-
-    def report(step: int, loss: float) -> None:
-        nonlocal phase
-        if step % SAY_EVERY == 0 or step in (1, settings.steps):
-            phase = f"warm start {step}/{settings.steps} loss {loss:.2f}"
-            log.info(phase)
-        heartbeat.beat(phase, step)
-
-    if demonstrations:
-        model = warm_start(settings, demonstrations, config.model.context_length, report)
-    else:
-        model = tiny.build_model(settings, config.model.context_length)  # of `rlx sft`: its own rows train it
-    tiny.save(model, tokenizer, folder)
+    learned = [conversation for name, conversations in examples.items() for conversation in fitting(name, conversations, chat, length)]
+    tiny.save(tiny.build_model(settings, length), tokenizer, folder)
+    return learned
 
 
-def samples_of(env: str, conversations: Sequence[Conversation], chat: Chat) -> list[TrainingSample]:
-    """The samples of an environment's conversations, marked as `rlx sft` marks its rows. Raises RowError."""
+def fitting(env: str, conversations: Sequence[Conversation], chat: Chat, length: int) -> list[Conversation]:
+    """The demonstrations of an environment of which a sample fits into `length` tokens.
+
+    Raises ValueError if none is so short, or if one cannot be trained on.
+    """
     from rlx.data.conversations import Conversation as Messages
-    from rlx.data.masks import mark, to_sample
+    from rlx.data.conversations import RowError
+    from rlx.data.masks import mark
 
-    said = [Messages(messages=[*c.prompt, *c.played], first=len(c.prompt), tools=c.tools) for c in conversations]
-    return [to_sample(part, env=env) for conversation in said for part in mark(conversation, chat)]
+    shortest, kept = sys.maxsize, []
+    for c in conversations:
+        try:
+            parts = mark(Messages(messages=[*c.prompt, *c.played], first=len(c.prompt), tools=c.tools), chat)
+        except RowError as error:
+            raise ValueError(f"envs.{env}: a demonstration cannot be trained on: {error}") from error
+        shortest = min(shortest, here := min(map(len, parts)))
+        if here <= length:  # the trainer leaves out its other samples
+            kept.append(c)
+    if kept:
+        if left_out := len(conversations) - len(kept):
+            log.info("%s: %d demonstrations; left out %d that are too long", env, len(kept), left_out)
+        return kept
+    raise ValueError(
+        f"envs.{env}: the shortest of {len(conversations)} demonstrations has {shortest} tokens, more than "
+        f"model.context_length={length}; raise model.context_length"
+    )
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with this block."""
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def follow(trainer: subprocess.Popen[bytes], run: RunPaths, steps: int, heartbeat: Heartbeat) -> None:
+    """Report the trainer's steps and heartbeats as this process's own until it has ended. Exits with its code if it failed."""
+    working = AtWork(run, "trainer")
+    phase, step, read = "starting the warm start", 0, 0
+    heartbeat.beat(phase, step)
+    while True:
+        code = trainer.poll()
+        for record, after in read_metrics(run.metrics, read):
+            step, read = record["step"] + 1, after
+            if step % SAY_EVERY == 0 or step in (1, steps):
+                phase = f"warm start {step}/{steps} loss {record['loss/nll']:.2f}"
+                log.info(phase)
+        if working():  # a hung trainer makes this process silent, so `launcher.heartbeat_timeout` bounds both
+            heartbeat.beat(phase, step)
+        if code is not None:
+            break
+        time.sleep(FOLLOW)
+    if code != 0:
+        log.error("the trainer of the warm start ended with code %d; its output is above, its keys are in model.warm_start", code)
+        sys.exit(max(code, 1))
 
 
 def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     """The functions that the conversations of an environment offer, each once."""
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
-
-
-def examples_of(config: CommandConfig) -> dict[str, list[Conversation]]:
-    """What a teacher says, by environment. Each environment gets its share of `num_examples`."""
-    if not isinstance(config, PlayRoot) or not envs_of(config):
-        return {}
-    from rlx.data.demonstrations import choose, counts_by_weight
-    from rlx.envs.answers import answer_text, conversations
-    from rlx.envs.kinds import kind_of
-    from rlx.envs.load import load_one, settings_of
-
-    settings = config.model.warm_start
-    assert settings is not None
-    counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in envs_of(config).items()})
-    found = {}
-    for name, env in envs_of(config).items():
-        if counts[name] == 0:
-            continue
-        trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
-        environment = load_one(name, trained, settings_of(config, env))
-        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
-            raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
-                "`answer` with a text; choose a model that is trained already"
-            )
-        rows = choose(environment.rows, counts[name], settings.seed)
-        found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)
-    return found
 
 
 if __name__ == "__main__":

@@ -26,17 +26,15 @@ from rlx.config.schema import TrainingRoot
 from rlx.inference.endpoints import wait_for_neighbours
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, write_text
 from rlx.process import say_full_disk
 from rlx.tracking import tracked
 from rlx.train.role import begin
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
-from rlx.waiting import LEFT, Preempted, wait_for
+from rlx.waiting import LEFT, Preempted
 
 log = logging.getLogger("rlx.trainer")
-
-INITIAL_MODEL_TIMEOUT = 3600.0  # seconds to wait for the initial model (a warm start or a download)
 
 
 class Trainer:
@@ -53,11 +51,12 @@ class Trainer:
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
         from rlx.weights.broadcast import Broadcast
+        from rlx.weights.hub import TIMEOUT, initial_model
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
-        self.mesh = build_mesh(cfg, paths, place, timeout=INITIAL_MODEL_TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
-        name = self.initial_model()
+        self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        name = initial_model(cfg, paths, self.mesh, watch)
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(start := read_start(paths)) is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer)
@@ -75,27 +74,6 @@ class Trainer:
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
-
-    def initial_model(self) -> str:
-        """Folder or hub name of the initial model. Waits until the model exists and is on this host's disk.
-
-        Raises Preempted if there is only one trainer process; several ranks leave later, together.
-        """
-        from rlx.weights.hub import fetch
-
-        path = self.paths.initial_model
-        self.watch.beat("waiting for the initial model")
-        tick = self.watch.tick if self.mesh.world_size == 1 else self.watch.beat_on  # several ranks leave together, with a checkpoint
-
-        def read() -> bytes:
-            what = f"the initial model ({path})"
-            wait_for(lambda: listed(path), what, INITIAL_MODEL_TIMEOUT, poll=0.05, tick=tick)
-            return path.read_bytes()
-
-        name = self.mesh.read(read).decode().strip()
-        for wanted in filter(None, (name, self.cfg.ref.name)):
-            fetch(wanted, self.watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
-        return name
 
     def resume(self, folder: Path, step: int) -> None:
         """Load the state of a checkpoint and make sure that its policy version is published for the servers."""

@@ -27,7 +27,6 @@ from rlx.rollout.stalls import explainer
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
 from rlx.waiting import Preempted, at_most, first_failure
-from rlx.weights.files import prune
 
 log = logging.getLogger("rlx.evaluator")
 
@@ -64,7 +63,7 @@ class Beside:
         while self.updates.version < self.config.max_steps:
             await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
             await self.evaluations.leave(delays=False)
-        await asyncio.to_thread(prune, self.paths, self.config.versions_kept, folders.steps(self.paths))  # as the trainer does
+        await asyncio.to_thread(self.updates.published.prune, self.config.versions_kept, folders.steps(self.paths))  # as the trainer does
 
     async def _beat(self) -> None:
         """Report the phase; leave when the run is preempted."""

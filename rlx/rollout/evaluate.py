@@ -33,13 +33,14 @@ from rlx.config.schema import EvaluatedRun, PlayRoot, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
-from rlx.paths import COMPLETE, RunPaths, listed
+from rlx.paths import RunPaths, listed
 from rlx.rollout.batch import means
 from rlx.rollout.models import check_version
 from rlx.rollout.play import GLANCE, Job, Player, jobs_of
 from rlx.rollout.results import Outcome, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
+from rlx.weights.subscribe import Subscriber
 
 log = logging.getLogger("rlx.evaluation")
 
@@ -106,7 +107,8 @@ class Evaluations:
         """Versions from `oldest` to `first_step` whose evaluation a kill interrupted, if their weights are still there."""
         done = {record["step"] for record, _ in read_metrics(self.paths.metrics) if record["source"] == "eval"}
         lacking = [v for v in range(oldest, self.first_step) if is_due(self.config, v) and v not in done]
-        there = [version for version in lacking if version == 0 or (self.paths.weights_of(version) / COMPLETE).is_file()]
+        published = Subscriber(self.paths)
+        there = [version for version in lacking if version == 0 or published.on_disk(version)]
         for version in lacking:
             what = "is evaluated first" if version in there else "cannot be evaluated any more: its weights are gone"
             log.info("version %d was not evaluated; it %s", version, what)

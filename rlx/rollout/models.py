@@ -25,14 +25,14 @@ from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
 from rlx.inference.sampler import Sampler
+from rlx.inference.telling import AT_ONCE, Manner
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.types import Rollout
-from rlx.weights.files import version_at
-from rlx.weights.publish import Subscriber
+from rlx.weights.subscribe import Subscriber, saved
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +87,11 @@ class Served:
     async def reach(self, version: int) -> None:
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
-            where = Path(self.config.weights_dir) / f"step_{version}"
-            await self.fleet.update(version_at(where, version), self.config.weight_broadcast.timeout)
+            weights = saved(self.config.weights_dir, version)
+            await self.fleet.update(weights, self.config.weight_broadcast.timeout)
             origin = await self.origin()
             assert origin.attested is not None
-            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, where)
+            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, weights.where)
         self.version = self.sampler.version = version
 
     async def origin(self) -> Origin:
@@ -153,10 +153,10 @@ async def connect_servers(
     envs: Mapping[str, Local],
     chat: Chat,
     beat: Callable[[str], None],
-    drain_tokens: int = 0,
+    manner: Manner = AT_ONCE,
     adopt: bool = False,
 ) -> AsyncIterator[tuple[Fleet, Sampler]]:
-    """Wait for the servers and let the environments play on them. `drain_tokens`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
+    """Wait for the servers and let the environments play on them. `manner`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
 
     Raises InferenceError if servers of others have another model. Adapters, which a server adds to its own model, would fit that as well.
     """
@@ -168,7 +168,7 @@ async def connect_servers(
     patience = config.inference.startup_timeout
     run = "" if adopt else str(paths.root)
     async with (
-        Fleet(endpoints, patience, drain_tokens, find=lambda: present_servers(config, paths), run=run) as fleet,
+        Fleet(endpoints, patience, manner, find=lambda: present_servers(config, paths), run=run) as fleet,
         Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
     ):
         fleet.on_change = sampler.use
@@ -186,7 +186,8 @@ async def connect_endpoint(
 ) -> ApiModel:
     """Let the environments play at `client.base_url`. `stack` closes the connections.
 
-    Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, or takes no tools although an environment has some.
+    Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, takes no tools although an environment has some,
+    or returns no tokens although `client.tokens` asks for them.
     """
     client = config.client
     assert client.base_url is not None
@@ -202,6 +203,7 @@ async def connect_endpoint(
             timeout=client.timeout,
             max_retries=client.max_retries,
             names=client.parameters,
+            tokens=client.tokens,
         )
         stack.push_async_callback(policy.close)
         envs[name].policy = policy
@@ -209,7 +211,7 @@ async def connect_endpoint(
         policy.standing = policies[0].standing  # all ask the same endpoint, with the same key
     beat(f"asking {client.base_url} for {config.model.name}")
     try:
-        await check(policies[0], tools=any(env.tools for env in envs.values()))
+        await check(policies[0], tokens=client.tokens, tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
         if policies[0].refused is None:
             raise

@@ -12,7 +12,7 @@ from rlx.inference.protocol import WeightsGone
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.waiting import Pause
-from rlx.weights.publish import Subscriber
+from rlx.weights.subscribe import Subscriber
 
 POLL = 0.01  # seconds between the first checks for a new version
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import yaml
 
@@ -33,6 +33,7 @@ from rlx.process import full_disk
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import RunLock
+from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
@@ -54,6 +55,8 @@ def settle(cfg: C, label: str) -> C:
     The default is `outputs/<label>-<short id>`; for a dry run `outputs/dry_run-<label>`, which the next dry run replaces.
     """
     directory = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir else None
+    if isinstance(cfg, Config) and cfg.trainer.shared is not None:
+        return cast("C", member_of(cfg, directory))
     label = re.sub(r"[^\w.+-]+", "_", label)
     default = f"dry_run-{label}" if cfg.dry_run else f"{label}-{secrets.token_hex(3)}"
     name = cfg.run.name or (directory.name if directory else default)
@@ -75,13 +78,16 @@ def create(
     Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
+    cfg = replace(cfg, model=with_absolute_files(cfg.model))
+    if isinstance(cfg, Config) and cfg.trainer.shared is not None:
+        check_shared(cfg)
+        wait_until_let_go(paths, RunPaths(Path(cfg.trainer.shared)))
     if isinstance(cfg, Config) and cfg.replay is not None:
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
         if Path(str(cfg.replay)).resolve() == paths.root.resolve():
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
-    cfg = replace(cfg, model=with_absolute_files(cfg.model))
     if isinstance(cfg, SynthesizeRoot) and not cfg.play and not (cfg.resume is not None and paths.finished.is_file()):
         raise ConfigError(
             f"play=false needs resume=latest of a synthesis that has played; resume={cfg.resume or 'null'}, and {paths.root} holds no "
@@ -287,6 +293,11 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
+    if clean and (runs := members_in(root)):
+        raise ConfigError(
+            f"clean=true would delete the runs of the shared trainer in {root}: {', '.join(runs)}.\n"
+            "  fix: resume=latest, which keeps them; or remove them first"
+        )
     _refuse_taken(paths, clean=clean)
     lock = _alone(paths)
     _refuse_taken(paths, clean=clean)  # again, now that the lock keeps others out
@@ -350,11 +361,16 @@ def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: S
     _keep_secrets(paths, cfg)
     if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
         write_text(paths.initial_model, f"{started_from}\n")
-    elif not cfg.model.prepared and not paths.initial_model.exists():
+    elif not cfg.model.prepared and not paths.initial_model.exists() and not _is_member(cfg):
         # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")
     _describe(paths, cfg, overrides, plan)
+
+
+def _is_member(cfg: CommandConfig) -> bool:
+    """Whether a shared trainer trains the run; it writes the name of its initial model."""
+    return isinstance(cfg, Config) and cfg.trainer.shared is not None
 
 
 def _keep_secrets(paths: RunPaths, cfg: CommandConfig) -> None:

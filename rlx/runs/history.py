@@ -67,6 +67,11 @@ class History:
         values = self.series(name, source, self.first)[-over:]
         return sum(values) / len(values) if values else None
 
+    def trained(self, name: str, source: str) -> float | None:
+        """The value of the step that the trainer finished last: the orchestrator is ahead of it. Before the first one, the newest value."""
+        value = self.records[source].get(self.steps - 1, {}).get(name) if self.steps > self.first else None
+        return self.last(name, source) if value is None else value
+
     def speed(self, name: str, over: int | None = None, first: int | None = None) -> float | None:
         """One of `SPEEDS` over this attempt's last `over` steps, or over all from step `first` on: what was done by the seconds it took.
 

@@ -170,7 +170,7 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
         has = f"it has those of steps {recorded[0]} … {recorded[-1]}" if recorded else "it has none (orchestrator.save_batches=false?)"
         raise ConfigError(f"{run.root} has no recorded batch of step {step}; {has}.\n  fix: name one of those with --step")
     initial = paths.initial_model.read_text().strip() if paths.initial_model.is_file() else None
-    here = versions(paths)
+    here = versions(paths.weights)
     follows = cfg.ref.sync_interval is not None and cfg.uses_reference
     if other.uses_reference and other.ref.sync_interval is not None and (other.ref != cfg.ref or not cfg.uses_reference):
         raise ConfigError(

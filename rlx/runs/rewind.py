@@ -76,7 +76,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("step_*"))):
         raise ConfigError(
             f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
-            f"and {len(versions(paths))} policy versions in {paths.weights}.\n"
+            f"and {len(versions(paths.weights))} policy versions in {paths.weights}.\n"
             f"  fix: restore a checkpoint's files; or start anew, with another run.name=, or with clean=true instead of resume={wanted}, "
             "which deletes this run"
         )
@@ -102,7 +102,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     _forget_processes(paths)
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)
-    for version in versions(paths):
+    for version in versions(paths.weights):
         if version > done or (version == done and not _whole(paths.weights_of(version), warn)):
             shutil.rmtree(paths.weights_of(version))  # the trainer exports the checkpoint's version again
     return start

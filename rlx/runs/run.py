@@ -26,6 +26,7 @@ from rlx.paths import RunPaths
 from rlx.plan.record import read_plan
 from rlx.runs.history import History
 from rlx.runs.jobs import ENDED, GONE, job_of
+from rlx.runs.members import members_in
 from rlx.runs.status import FINAL, Status, read_status
 from rlx.types import ProcessSpec
 
@@ -183,7 +184,7 @@ class Run:
 
 
 def find(root: Path, depth: int = 3) -> Iterator[Run]:
-    """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. Does not search inside a run directory.
+    """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. In a run directory only a shared trainer's runs.
 
     A folder in which nothing may be read counts as a run: its properties raise ConfigError. One that may only not be listed is skipped.
     """
@@ -193,6 +194,8 @@ def find(root: Path, depth: int = 3) -> Iterator[Run]:
         is_run = True
     if is_run:
         yield Run(root)
+        for name in members_in(root):
+            yield from find(root / name, 0)
         return
     try:
         if depth:

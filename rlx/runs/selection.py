@@ -114,6 +114,15 @@ def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = Fals
     return rows[np.argsort(keys, kind="stable")]  # numpy sorts NaN to the end
 
 
+def one_of_each(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows with the first of every example first: members of one group often say the same."""
+    columns = table.columns
+    examples = np.stack([columns[name][rows] for name in ("set", "env", "example")])
+    first = np.zeros(len(rows), dtype=bool)
+    first[np.unique(examples, axis=1, return_index=True)[1]] = True
+    return np.concatenate([rows[first], rows[~first]])
+
+
 def newest_first(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows by step, the newest first."""
     return sort(table, rows, "step", descending=True)

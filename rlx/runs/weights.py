@@ -12,8 +12,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.paths import COMPLETE, RunPaths
-from rlx.weights.files import ADAPTER_CONFIG
+from rlx.paths import RunPaths
+from rlx.weights.files import ADAPTER_CONFIG, versions
 
 P = TypeVar("P", bound=PlayWithModel)
 
@@ -28,7 +28,7 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
             raise ConfigError(f"steps={cfg.steps} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
         return cfg
     folder, run = find_weights(cfg.weights_dir)
-    there = complete(folder)
+    there = versions(folder)
     missing = sorted(set(cfg.steps or ()) - set(there) - {0})
     if missing:
         has = ", ".join(map(str, there)) or "none"
@@ -57,7 +57,7 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
             raise ConfigError(f"step={cfg.step} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
         return cfg
     folder, run = find_weights(cfg.weights_dir)
-    there = complete(folder)
+    there = versions(folder)
     if cfg.step is None and not there:
         raise ConfigError(f"{folder} has no complete step_N.\n  fix: name another weights_dir, or step=0 for the run's initial model")
     if cfg.step not in (None, 0, *there):
@@ -87,12 +87,6 @@ def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:
         raise ConfigError(f"the initial model of {run} is gone, and its weights are adapters for it.\n  fix: restore that model's folder")
 
 
-def complete(folder: Path) -> list[int]:
-    """The N of all complete `step_N` in a folder, in order."""
-    found = [path.name.removeprefix("step_") for path in folder.glob("step_*") if (path / COMPLETE).is_file()]
-    return sorted(int(name) for name in found if name.isdecimal())
-
-
 def initial_model(cfg: PlayWithModel) -> str | None:
     """The model from which the servers start if `weights_dir` names a run's weights: its initial model, or weights of the same shape.
 
@@ -106,7 +100,7 @@ def initial_model(cfg: PlayWithModel) -> str | None:
     file = RunPaths(run).initial_model
     if _is_there(file):
         return file.read_text().strip()
-    return str(folder / f"step_{complete(folder)[0]}")
+    return str(folder / f"step_{versions(folder)[0]}")
 
 
 def _is_there(file: Path) -> bool:

@@ -13,6 +13,7 @@ from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import check_division, load_policy
+from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
@@ -29,25 +30,10 @@ def build(
     `resumes`: a checkpoint is loaded afterwards, so the initial weights need not be read. `working` is entered around each load, which may
     take minutes, with the name of the phase.
     """
-    loading: dict[str, Any] = {
-        "dtype": cfg.model.dtype,
-        "reduce_dtype": cfg.trainer.reduce_dtype,
-        "attention": cfg.model.attention,
-        "logprob_backend": cfg.model.logprob_backend,
-        "liger": cfg.model.liger,
-        "cpu_offload": cfg.trainer.fsdp_cpu_offload,
-        "reshard_after_forward": cfg.trainer.reshard_after_forward,
-        "compile": cfg.trainer.compile,
-        "trust_remote_code": cfg.model.trust_remote_code,
-    }
     lora = cfg.lora if cfg.lora.on else None
-    master = cfg.trainer.optimization_dtype
-    trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "seed": cfg.seed}
     if cfg.uses_reference and cfg.ref.name is not None:  # before the policy is loaded, which may take minutes
         check_division("ref.name", cfg.ref.name, mesh, trust_remote_code=cfg.model.trust_remote_code)
-    with working("loading the model"):
-        model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, **trained, **loading)
-    log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
+    model = policy_of(cfg, source, mesh, working, resumes=resumes)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:
         reference = Reference(model, adapters=False)
@@ -55,7 +41,7 @@ def build(
         # A frozen reference needs only its compute dtype. One that follows the policy would lose small changes in that dtype.
         master = cfg.model.dtype if cfg.ref.sync_interval is None else cfg.trainer.optimization_dtype
         with working("loading the reference model"):
-            frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, trained=False, **loading)
+            frozen = load_policy(cfg.ref.name or source, mesh, optimization_dtype=master, trained=False, **_loading(cfg))
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)
@@ -69,6 +55,33 @@ def build(
         mesh=mesh,
         reference=reference,
     )
+
+
+def policy_of(
+    cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]], *, resumes: bool = False
+) -> PolicyModel:
+    """The model that is trained; of a shared trainer with an adapter for each run. For the arguments see `build`."""
+    master, lora, slots = cfg.trainer.optimization_dtype, cfg.lora if cfg.lora.on else None, cfg.trainer.max_concurrent_runs
+    trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "slots": slots}
+    with working("loading the model"):
+        model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, seed=cfg.seed, **trained, **_loading(cfg))
+    log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
+    return model
+
+
+def _loading(cfg: TrainingRoot) -> dict[str, Any]:
+    """What the policy and a reference have in common."""
+    return {
+        "dtype": cfg.model.dtype,
+        "reduce_dtype": cfg.trainer.reduce_dtype,
+        "attention": cfg.model.attention,
+        "logprob_backend": cfg.model.logprob_backend,
+        "liger": cfg.model.liger,
+        "cpu_offload": cfg.trainer.fsdp_cpu_offload,
+        "reshard_after_forward": cfg.trainer.reshard_after_forward,
+        "compile": cfg.trainer.compile,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
 
 
 def losses_of(cfg: TrainingRoot) -> LossMix:

@@ -132,11 +132,13 @@ class Saver:
             self._stager.close()
 
 
-def load(folder: Path, trainer: PolicyTrainer) -> Progress:
+def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progress:
     """Load the state in `folder` into a trainer of the same model and optimizer, on any number of ranks. Every rank calls this.
 
-    Random states are restored if the number of ranks is the same. If no reference was saved, it never moved, so a reference that follows
-    the policy starts as the initial policy.
+    Random states are restored if the number of ranks is the same and the trainer is `alone`. If no reference was saved, it never moved, so
+    a reference that follows the policy starts as the initial policy.
+    `alone`: whether the process trains nothing else. Otherwise its random state, which is of all runs, stays as it is, and the model's
+    packed forward is not checked, because a model with several adapters has passed that when it was loaded.
     Raises ValueError if the state belongs to another model or optimizer, if it holds a moved reference that this trainer
     would ignore, or if the model fails `check_packed_forward`.
     """
@@ -154,7 +156,7 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
         log.info("the reference starts as the initial policy, because %s has no reference that followed the policy", folder)
         state["reference"] = {}
     mesh = trainer.mesh
-    if f"random.{mesh.world_size - 1}" in stored and f"random.{mesh.world_size}" not in stored:
+    if alone and f"random.{mesh.world_size - 1}" in stored and f"random.{mesh.world_size}" not in stored:
         entry: Any = stored[f"random.{mesh.rank}"]
         state["random"] = {str(mesh.rank): torch.empty(entry.size, dtype=torch.uint8)}
     else:
@@ -183,7 +185,8 @@ def load(folder: Path, trainer: PolicyTrainer) -> Progress:
             f"the adapters in {folder} belong to another model: they were trained beside {state['base']['name']} (digest "
             f"{state['base']['digest']}), not {trainer.model.base['name']} ({trainer.model.base['digest']}). Resume with the same model.*"
         )
-    check_packed_forward(trainer.model, trainer.device)
+    if alone:
+        check_packed_forward(trainer.model, trainer.device)
     if trainer.losses.adapts:  # otherwise beta comes from the configuration
         trainer.losses.load_state_dict(state["objective"])
     return progress

@@ -14,6 +14,7 @@ as in other frameworks' numbers, although this trainer computes it only for trai
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.types import StepBatch
 
+OTHER_SLOT = re.compile(r"\.slots\.[1-9]")  # names of the parameters of all adapters but one (`rlx.models.slots`)
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, by a part of the device's name (NVIDIA's data sheets)."""
 
@@ -44,7 +46,8 @@ class Flops:
         """Of a `…ForCausalLM` of transformers, also if it is sharded."""
         config = hf.config.get_text_config()
         looked_up = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
-        met = [(p, 1.0) for p in hf.parameters() if p.dim() == 2 and id(p) not in looked_up]  # with the share of it that a token meets
+        # With the share of it that a token meets. It meets one of several adapters, which are of one size.
+        met = [(p, 1.0) for name, p in hf.named_parameters() if p.dim() == 2 and id(p) not in looked_up and not OTHER_SLOT.search(name)]
         head = hf.get_output_embeddings().weight
         met += [(head, 1.0)] if id(head) in looked_up else []  # tied: one tensor, looked up and multiplied
         active = getattr(config, "num_experts_per_tok", 1) / max(_num_experts(config), 1)

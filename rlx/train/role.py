@@ -7,17 +7,29 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
-from rlx.process import die_with_parent, keep_freed_memory, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, importing, keep_freed_memory, set_cpu_threads, sigterm_is_a_notice
 from rlx.stacks import answer
 
 C = TypeVar("C", bound=TrainingRoot)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
+
+
+def allocator_variables(cfg: TrainingRoot, present: Mapping[str, str]) -> dict[str, str]:
+    """What torch's CUDA allocator needs to hear before torch is imported; nothing if the user has told it something.
+
+    Rows differ in length from step to step, so blocks of fixed size leave gaps that nothing fits into. Segments that grow do not. Weights
+    that servers map from this process (`weight_broadcast.type=ipc`) stay in ordinary segments.
+    """
+    if cfg.hardware.device != "cuda" or cfg.transfer == "ipc" or any(present.get(name) for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def begin(name: str, doc: str | None, read: Callable[[Path], C]) -> tuple[C, RunPaths, Place]:
@@ -47,7 +59,12 @@ def begin(name: str, doc: str | None, read: Callable[[Path], C]) -> tuple[C, Run
     if place.world_size != cfg.trainer_ranks:
         raise ValueError(f"{place.world_size} trainer processes were started, but hardware.trainer_processes requires {cfg.trainer_ranks}")
 
-    import torch
+    os.environ |= allocator_variables(cfg, os.environ)
+    with importing():
+        import torch
+
+        import rlx.models.load
+        import rlx.train.checkpoint  # noqa: F401  (with these come transformers and all large parts of torch)
 
     set_cpu_threads(cfg.hardware.cpu_threads)  # torch is loaded now
     if cfg.hardware.device == "cpu":

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,14 @@ from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
-from rlx.models.layout import Layout, build_layout
+from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import free_gathered
+from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
-from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch
+from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, check_streams
 
 IN_TOKENS = {"teacher_logprobs": "teacher_logp"}  # streams with another name in `TokenBatch`
 OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
@@ -34,10 +36,9 @@ OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "po
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
-    """A micro-batch on the device: the model's inputs, and the tensors of its N tokens that a loss reads."""
+class Inputs:
+    """A micro-batch on the device: the tensors of its N tokens that the model and a loss read."""
 
-    layout: Layout
     index: Tensor  # [N] int64 into the computed tokens
     labels: Tensor  # [N] int64
     temperature: Tensor  # [N]
@@ -66,7 +67,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: PolicyModel,
+        model: PolicyModel | Slot,
         objective: Objective | LossMix,
         optimizer: torch.optim.Optimizer,
         *,
@@ -76,11 +77,15 @@ class PolicyTrainer:
         mesh: Mesh | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`mesh` says where the model computes and with which ranks; None: one process, on the parameters' device.
+        """`model`: the policy; or a slot, whose rows `rlx.train.together` computes.
+
+        `mesh` says where the model computes and with which ranks; None: one process, on the parameters' device.
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
-        self.model, self.losses, self.optimizer = model, LossMix.of(objective), optimizer
+        self.model: Any = model
+        self.losses, self.optimizer = LossMix.of(objective), optimizer
+        self.slot = model.number if isinstance(model, Slot) else 0
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
         self.updates = 0  # optimizer steps done
@@ -110,7 +115,7 @@ class PolicyTrainer:
         """
         for mini_batch in batch.mini_batches:
             for micro_batch in mini_batch.micro_batches:
-                self._refuse_what_nobody_uses(micro_batch)
+                self.refuse_what_nobody_uses(micro_batch)
         self.forward_only = []
         began, of = time.perf_counter(), iterations * len(batch.mini_batches)
         before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
@@ -122,12 +127,17 @@ class PolicyTrainer:
                 starts(len(records), of)
                 step = batch.step if batch.sampled else None
                 metrics = self.train_minibatch(mini_batch, step=step, before=scores, fresh=not records)
-                if self.warning is None and not records and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
-                    self.warning = self.losses.warning(metrics)
+                if not records:
+                    self.warn_of(metrics)
                 (records if mini_batch.trains else empty).append(metrics)
         values = merge_metrics(records or empty)
         values["time/forward_backward"] += scored
         return values
+
+    def warn_of(self, metrics: dict[str, float]) -> None:
+        """Look for a warning in the metrics of a batch's first optimizer step."""
+        if self.warning is None and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
+            self.warning = self.losses.warning(metrics)
 
     def give_up(self) -> None:
         """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
@@ -172,8 +182,15 @@ class PolicyTrainer:
         before any change.
         """
         started = time.perf_counter()
-        where = f"optimizer step {self.updates}"
         stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
+        return self.update(stats, mini_batch, step=step, started=started)
+
+    def update(self, stats: Stats, mini_batch: MiniBatch, *, step: int | None, started: float) -> dict[str, float]:
+        """The optimizer step after the gradients of a mini-batch are accumulated, with their `stats` of this rank.
+
+        `started`: `time.perf_counter()` before the first forward. See `train_minibatch`.
+        """
+        where = f"optimizer step {self.updates}"
         metrics = self._reduce(stats, mini_batch)
         if step is None:
             metrics = _of_supervised(metrics)
@@ -200,39 +217,53 @@ class PolicyTrainer:
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
         for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
             self.before_micro_batch()
-            inputs = self._inputs(micro_batch, self.model)
-            logp, entropy = self.model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
+            inputs, logp, entropy = self._forward(micro_batch, self.model)
             self.after_forward(micro_batch, logp, entropy)
-            tokens = TokenBatch(
-                logp=logp,
-                old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,
-                inference_logp=inputs.inference_logp,
-                entropy=entropy,
-                advantages=inputs.advantages,
-                rollout_ids=inputs.rollout_ids,
-                rollout_lengths=inputs.rollout_lengths,
-                group_lengths=inputs.group_lengths,
-                ref_logp=scores.ref_logp,
-                sampled=inputs.sampled,
-                objectives=inputs.objectives,
-                **inputs.streams,
-            )
-            if step is not None:
-                newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
-                tokens = replace(tokens, on_policy=newest & fresh)
-            loss, more = self.losses(tokens, mini_batch.counts)
-            if step is not None:
-                versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
-                _add_lag(more, step - versions, mini_batch.num_loss_tokens)
-            else:
-                own = logp.detach()
-                trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
-                more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
+            loss, more = self.loss_of(inputs, logp, entropy, scores, mini_batch, step=step, fresh=fresh)
             if not self._backward(loss, logp, entropy):
                 self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
             stats.add(more)
-            del loss, logp, entropy, tokens  # they hold the activations of a row that had no backward, during the next forward
+            del loss, logp, entropy  # they hold the activations of a row that had no backward, during the next forward
         return stats
+
+    def loss_of(
+        self,
+        inputs: Inputs,
+        logp: Tensor,
+        entropy: Tensor,
+        scores: Before,
+        mini_batch: MiniBatch,
+        *,
+        step: int | None,
+        fresh: bool,
+    ) -> tuple[Tensor, Stats]:
+        """A micro-batch's share of the loss, and its stats. logp [N] and entropy [N] are of its tokens; `step` as in `train_minibatch`."""
+        tokens = TokenBatch(
+            logp=logp,
+            old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,
+            inference_logp=inputs.inference_logp,
+            entropy=entropy,
+            advantages=inputs.advantages,
+            rollout_ids=inputs.rollout_ids,
+            rollout_lengths=inputs.rollout_lengths,
+            group_lengths=inputs.group_lengths,
+            ref_logp=scores.ref_logp,
+            sampled=inputs.sampled,
+            objectives=inputs.objectives,
+            **inputs.streams,
+        )
+        if step is not None:
+            newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
+            tokens = replace(tokens, on_policy=newest & fresh)
+        loss, more = self.losses(tokens, mini_batch.counts)
+        if step is not None:
+            versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
+            _add_lag(more, step - versions, mini_batch.num_loss_tokens)
+        else:
+            own = logp.detach()
+            trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
+            more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
+        return loss, more
 
     def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> bool:
         """Add the row's gradients. A row whose tokens do not move the loss (all groups with equal rewards) costs no backward.
@@ -252,16 +283,22 @@ class PolicyTrainer:
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
         """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
-        model = model or self.model
-        inputs = self._inputs(micro_batch, model)
         with torch.no_grad():
-            return model(inputs.layout, inputs.index, inputs.labels, inputs.temperature)
+            _, logp, entropy = self._forward(micro_batch, model or self.model)
+        return logp, entropy
 
-    def _inputs(self, micro_batch: MicroBatch, model: PolicyModel) -> _Inputs:
-        m, device = micro_batch, self.device
-        self._refuse_what_nobody_uses(m)
-        scored = m.scored
-        layout = build_layout(m.token_ids, m.cu_seqlens, scored, model.layout_kind(device), device)
+    def _forward(self, micro_batch: MicroBatch, model: PolicyModel) -> tuple[Inputs, Tensor, Tensor]:
+        """(inputs, logp [N], entropy [N]) of a micro-batch alone in its row."""
+        self.refuse_what_nobody_uses(micro_batch)
+        m = micro_batch
+        layout = build_layout(m.token_ids, m.cu_seqlens, m.scored, model.layout_kind(self.device), self.device)
+        inputs = self.inputs(m, layout.where)
+        logp, entropy = model(layout, inputs.index, inputs.labels, inputs.temperature)
+        return inputs, logp, entropy
+
+    def inputs(self, micro_batch: MicroBatch, where: np.ndarray) -> Inputs:
+        """A micro-batch on the device. `where` [T]: the index of each of its tokens in the computed tokens of the row (`Layout.where`)."""
+        m, device, scored = micro_batch, self.device, micro_batch.scored
 
         def trainable(array, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array[scored]).to(device=device, dtype=dtype)
@@ -271,9 +308,8 @@ class PolicyTrainer:
 
         streams = {name: getattr(m, name) for name in STREAMS if getattr(m, name) is not None}
 
-        return _Inputs(
-            layout=layout,
-            index=trainable(layout.where, torch.int64),
+        return Inputs(
+            index=trainable(where, torch.int64),
             labels=trainable(m.labels, torch.int64),
             temperature=trainable(m.temperature, torch.float32),
             inference_logp=trainable(m.inference_logprobs, torch.float32),
@@ -288,16 +324,11 @@ class PolicyTrainer:
             sampled=None if m.ce_weights is None else trainable(m.loss_mask, torch.bool),
         )
 
-    def _refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
+    def refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
         """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
-        for name in STREAMS:
-            if getattr(micro_batch, name) is not None and name not in self.losses.streams:
-                uses = ", ".join(sorted(self.losses.streams)) or "none"
-                raise ValueError(
-                    f"the batch has the stream `{name}`, but this objective consumes {uses}; leave the stream out, or use another loss"
-                )
-        if micro_batch.adapters.any():
-            raise ValueError(f"a sample is for adapter {micro_batch.adapters.max()}, but this trainer trains the policy's own weights")
+        check_streams([name for name in STREAMS if getattr(micro_batch, name) is not None], self.losses.streams)
+        if (micro_batch.adapters != self.slot).any():
+            raise ValueError(f"a sample is for the adapter of slot {micro_batch.adapters.max()}, but this trainer trains slot {self.slot}")
 
     def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
         """Reduce sums and maxima over all ranks. Raises ValueError if they do not cover the whole mini-batch."""

@@ -13,7 +13,10 @@ _BIDI = {ord(char): "�" for char in "\u202a\u202b\u202c\u202d\u202e\u2066\u206
 _PRINTABLE = {**_CONTROL, **_BIDI, ord("\t"): "    "}
 
 
-IN_WORDS = {"max_turns_reached": "the environment's last turn was played (max_turns_reached)"}
+IN_WORDS = {
+    "max_turns_reached": "the environment's last turn was played (max_turns_reached)",
+    "no_tools_called": "ended by an answer without a call (no_tools_called)",
+}
 """Stop conditions whose names read like errors."""
 
 

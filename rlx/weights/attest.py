@@ -6,6 +6,7 @@ The engine computes it on its parameters, on their own device, and compares it w
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from rlx.weights.sums import ROW, STEP, combined
 
 ROWS = 64  # rows per pass on a GPU: the temporary tensors take 32 MiB
+PART = 1 << 20  # words per pass over a part of a tensor
 
 
 @functools.cache
@@ -45,3 +47,38 @@ def checksum(tensor: Tensor) -> str:
         data = padded
     words = data.view(torch.int64)
     return combined(_sums_of_rows(words) if words.device.type == "cpu" else _sums_of_blocks(words))
+
+
+def partial_sum(part: Tensor, whole: Sequence[int], start: int, dim: int) -> int | None:
+    """What a part of a tensor adds to the checksum of the whole one: the parts' sums, modulo 2^64, are its checksum (`as_checksum`).
+
+    `part` is the slice of a tensor of the shape `whole` that begins at `start` in the dimension `dim` (0 or 1). Returns None if it does not
+    begin and end at multiples of 8 bytes.
+    """
+    if not part.numel():  # of a worker whose slice is padding alone
+        return 0
+    rows = whole[0] if len(whole) > 1 else 1
+    words, rest = divmod(torch.Size(whole).numel() // max(rows, 1) * part.itemsize, 8)  # in a row of the whole tensor
+    if len(whole) == 1 or dim == 1:
+        first_row, (first, unaligned) = 0, divmod(start * (torch.Size(whole[2:]).numel() if dim == 1 else 1) * part.itemsize, 8)
+    else:
+        first_row, first, unaligned = start, 0, 0
+    data = part.detach().contiguous().reshape(part.shape[0] if len(whole) > 1 else 1, -1).view(torch.uint8)
+    if rest or unaligned or data.shape[1] % 8:
+        return None
+    total = 0
+    places = first + torch.arange(data.shape[1] // 8, device=data.device)
+    for number, block in enumerate(data.view(torch.int64).split(step := max(1, PART // max(1, len(places))))):
+        row = first_row + number * step + torch.arange(len(block), device=data.device)
+        word = row[:, None] * words + places
+        total += int((block * _factor(word % ROW) * _factor(word // ROW)).sum())
+    return total % 2**64
+
+
+def as_checksum(total: int) -> str:
+    """The checksum of a tensor whose partial sums add up to `total`."""
+    return f"{total % 2**64:016x}"
+
+
+def _factor(places: Tensor) -> Tensor:
+    return places.mul(STEP - 2**64).bitwise_or_(1)

@@ -22,6 +22,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ import xxhash
 
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import WeightVersion
-from rlx.weights.sums import sum_of_bytes, sum_of_file
+from rlx.weights import spare
+from rlx.weights.sums import sum_of_file
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ SHARD_BYTES = 5 * 2**30  # largest safetensors file, unless a single tensor is l
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
 IDENTIFYING = 4096  # bytes of each tensor
 CHUNK = 1 << 20  # bytes read at a time when checking
+THREADS = 4  # that check a large file
+ALONE = 1 << 26  # bytes below which one thread is faster
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
@@ -151,12 +155,21 @@ def _verify_tensors(file: Path, expected: Mapping[str, Any], tensors: Mapping[st
     if (digest := _digest(file, expected["size"])) != expected["xxh3"]:
         raise WeightsError(f"{file}: expected checksum {expected['xxh3']}, found {digest}; its header is damaged")
     entries, begin = header(file)
-    with file.open("rb", buffering=0) as content:
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
+
+    def check(name: str) -> None:
+        start, end = entries[name]["data_offsets"]
+        with file.open("rb", buffering=0) as content:
             content.seek(begin + start)
             if (found := sum_of_file(content, end - start)) != tensors[name]["sum"]:
                 raise WeightsError(f"{file}: expected checksum {tensors[name]['sum']}, found {found}; the tensor {name} is damaged")
+
+    if file.stat().st_size < ALONE:
+        for name in entries:
+            check(name)
+    else:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "verify") as pool:  # numpy sums without Python's lock
+            for _ in pool.map(check, entries):
+                pass
 
 
 def version_at(folder: Path, version: int) -> WeightVersion:
@@ -164,10 +177,10 @@ def version_at(folder: Path, version: int) -> WeightVersion:
     return WeightVersion(version=version, kind="adapter" if (folder / ADAPTER_CONFIG).is_file() else "files", where=str(folder))
 
 
-def versions(paths: RunPaths) -> list[int]:
-    """Complete policy versions on disk, oldest first."""
+def versions(weights: Path) -> list[int]:
+    """The complete policy versions in a folder of weights, oldest first."""
     found = []
-    for path in paths.weights.glob("step_*"):
+    for path in weights.glob("step_*"):
         number = path.name.removeprefix("step_")
         if number.isdecimal() and (path / COMPLETE).is_file():
             found.append(int(number))
@@ -176,22 +189,26 @@ def versions(paths: RunPaths) -> list[int]:
 
 def latest_version(paths: RunPaths) -> int | None:
     """The newest complete policy version on disk; None without one."""
-    return max(versions(paths), default=None)
+    return max(versions(paths.weights), default=None)
 
 
-def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = ()) -> list[int]:
+def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = (), *, reuse: bool = False) -> list[int]:
     """Delete all versions except the newest `keep_last` and those in `protect`. Returns the deleted versions.
 
     A folder is renamed before it is deleted, so no reader finds half a version.
+    With `reuse`, the next version may overwrite its large files (`spare`): only for the thread that writes versions, as others prune, too.
     """
     assert keep_last >= 1, keep_last
-    gone = [version for version in versions(paths)[:-keep_last] if version not in protect]
+    gone = [version for version in versions(paths.weights)[:-keep_last] if version not in protect]
     for version in gone:
         path = paths.weights_of(version)
         doomed = path.with_name(f".{path.name}.deleted.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):  # another process prunes, too
             path.rename(doomed)
-            shutil.rmtree(doomed)
+            if reuse:
+                spare.keep(doomed, [file.name for file in doomed.glob("*.safetensors") if file.stat().st_size >= ALONE])
+            else:
+                shutil.rmtree(doomed)
     return gone
 
 
@@ -264,8 +281,7 @@ def write(
     `tensors` lie in host memory, in the dtype to serve. `export` gives them the names and shapes of published checkpoints: all of them
     `together` into one file, named `single`, or file by file with at most `SHARD_BYTES` each.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from rlx.weights.saving import save
 
     temporary = _hidden(paths, version)
     shutil.rmtree(temporary, ignore_errors=True)  # left by a stopped attempt
@@ -274,25 +290,21 @@ def write(
     index: dict[str, str] = {}
     trained: dict[str, dict[str, Any]] = {}
     shards = [tensors] if together else _shards(tensors)
-    try:
-        for number, shard in enumerate(shards):
-            name = single if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            exported = {key: tensor.contiguous() for key, tensor in export(shard).items()}
-            trained |= {key: facts(tensor) for key, tensor in exported.items()}
-            index |= dict.fromkeys(exported, name)
-            save_file(exported, temporary / name, metadata={"format": "pt"})
-            manifest[name] = {"size": (temporary / name).stat().st_size, "header": _header_facts(temporary / name)}
-        if len(shards) > 1:
-            size = sum(record["size"] for record in manifest.values())
-            (temporary / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
-        for name, content in static.files.items():
-            (temporary / name).write_bytes(content)
-        for file in sorted(temporary.iterdir()):
-            manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
-        base = {} if static.base is None else {"base": dict(static.base)}
-        (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained, **base}))
-    except SafetensorError as error:  # it carries the system's message, but not its class
-        raise OSError(str(error)) from error
+    for number, shard in enumerate(shards):
+        name = single if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        spare.take(temporary / name)
+        manifest[name], found = save({key: tensor.contiguous() for key, tensor in export(shard).items()}, temporary / name)
+        trained |= found
+        index |= dict.fromkeys(found, name)
+    if len(shards) > 1:
+        size = sum(record["size"] for record in manifest.values())
+        (temporary / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
+    for name, content in static.files.items():
+        (temporary / name).write_bytes(content)
+    for file in sorted(temporary.iterdir()):
+        manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
+    base = {} if static.base is None else {"base": dict(static.base)}
+    (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained, **base}))
 
 
 def publish(paths: RunPaths, version: int) -> None:
@@ -307,22 +319,9 @@ def abandon(paths: RunPaths, version: int) -> None:
     shutil.rmtree(_hidden(paths, version), ignore_errors=True)
 
 
-def facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """The manifest's entry for a tensor in host memory: `shape`, `dtype` and `sum`."""
-    import torch
-
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "sum": sum_of_bytes(content)}
-
-
 def _hidden(paths: RunPaths, version: int) -> Path:
     final = paths.weights_of(version)
     return final.with_name(f".{final.name}.writing")
-
-
-def _header_facts(file: Path) -> dict[str, Any]:
-    _, size = header(file)
-    return {"size": size, "xxh3": _digest(file, size)}
 
 
 def _shards(tensors: Tensors) -> list[Tensors]:

@@ -1,12 +1,21 @@
-"""The folder on this disk of a model given by folder or hub name."""
+"""The folder on this disk of a model given by folder or hub name, and a trainer's wait for its initial model."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlx.heartbeat import FETCHING, Heartbeat
+from rlx.heartbeat import FETCHING, AtWork, Heartbeat
+from rlx.paths import RunPaths, listed
+from rlx.waiting import wait_for
 
+if TYPE_CHECKING:
+    from rlx.config.schema import TrainingRoot
+    from rlx.parallel.mesh import Mesh
+    from rlx.train.watch import Watch
+
+TIMEOUT = 3600.0  # seconds to wait for the initial model while nobody reports that it makes it
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 UNWANTED = ["consolidated*", "original/*"]  # the same weights under the original names
 
@@ -38,3 +47,23 @@ def in_cache(name: str) -> tuple[Path | None, bool]:
     except LocalEntryNotFoundError as error:
         folder = getattr(error, "snapshot_path", None)
         return (Path(folder) if folder else None), False
+
+
+def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) -> str:
+    """Folder or hub name of the initial model. Waits until the model exists and is on this host's disk, as long as `prepare` is at work.
+
+    Raises Preempted if there is only one trainer process; several ranks leave later, together.
+    """
+    path = paths.initial_model
+    watch.beat("waiting for the initial model")
+    tick = watch.tick if mesh.world_size == 1 else watch.beat_on  # several ranks leave together, with a checkpoint
+
+    def read() -> bytes:
+        what = f"the initial model ({path})"
+        wait_for(lambda: listed(path), what, TIMEOUT, poll=0.05, tick=tick, excused=AtWork(paths, "prepare"))
+        return path.read_bytes()
+
+    name = mesh.read(read).decode().strip()
+    for wanted in filter(None, (name, cfg.ref.name)):
+        fetch(wanted, watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
+    return name

@@ -1,7 +1,6 @@
-"""How a policy version gets from the trainer to its servers. Trainer and orchestrator use only this interface, not a version's content.
+"""How the trainer publishes a policy version as files. `subscribe.py` is the orchestrator's end.
 
-    trainer        gather (in the step)  →  write (beside the next step)  →  announce: the version appears
-    orchestrator   latest  →  a `WeightVersion` that servers load
+    gather (in the step)  →  write (beside the next step)  →  announce: the version appears
 
 `gather` copies the current weights to rank 0's host memory. A thread computes checksums, writes files and deletes old versions.
 Only one version is written at a time: `gather` waits for the previous one. Versions are folders that appear under `weights/`: of the kind
@@ -17,18 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.paths import COMPLETE, RunPaths, listed
-from rlx.types import WeightVersion
-from rlx.weights import files
+from rlx.paths import RunPaths
+from rlx.weights import files, spare
 from rlx.weights.files import ModelFiles, Tensors
 from rlx.weights.hub import fetch
-from rlx.weights.offer import read_offer
 
 if TYPE_CHECKING:
     import torch
 
     from rlx.config.schema import LoraConfig
     from rlx.models.policy import PolicyModel
+    from rlx.models.slots import Slot
     from rlx.parallel.mesh import Mesh
 
 
@@ -42,12 +40,13 @@ class Publisher:
     Step 12:  gather(13)  →  the metrics of step 12 are written  →  announce(13, …)  →  the folder `step_13` appears.
     """
 
-    def __init__(self, model: PolicyModel, mesh: Mesh, paths: RunPaths, static: ModelFiles, dtype: torch.dtype) -> None:
-        """`static` holds the files of a model folder besides weights (rank 0's are used).
+    def __init__(self, model: PolicyModel | Slot, mesh: Mesh, paths: RunPaths, static: ModelFiles, dtype: torch.dtype) -> None:
+        """`model`: what is trained, or a slot of a shared trainer. `static` holds the files of a model folder besides weights (rank 0's).
 
         `dtype` is that of the published parameters; buffers keep theirs.
         """
-        self.model, self.mesh, self.paths, self.static, self.dtype = model, mesh, paths, static, dtype
+        self.model: Any = model
+        self.mesh, self.paths, self.static, self.dtype = mesh, paths, static, dtype
         self.seconds = 0.0  # writing time of the last version, beside the trainer's steps
         self._copies: Tensors = {}  # allocated once: allocating takes longer than copying
         self._thread = ThreadPoolExecutor(1, "publisher")
@@ -118,7 +117,7 @@ class Publisher:
 
     def ensure(self, version: int) -> None:
         """Make sure that the version exists. If not, publish the current weights as that version. Every rank calls this."""
-        if self.mesh.any(self.mesh.first and version not in files.versions(self.paths)):
+        if self.mesh.any(self.mesh.first and version not in files.versions(self.paths.weights)):
             self.gather(version)
             self.announce(version)
             self.wait()
@@ -128,6 +127,8 @@ class Publisher:
         """Wait for the version being written. Raises PublishFailed."""
         self.wait()
         self._thread.shutdown()
+        if self.mesh.first:
+            spare.delete(self.paths.weights)
 
     def _keep(self, name: str, tensor: torch.Tensor, *, pinned: bool) -> None:
         import torch
@@ -152,7 +153,7 @@ class Publisher:
         try:
             files.publish(self.paths, version)
             if keep_last is not None:
-                files.prune(self.paths, keep_last=keep_last, protect=protect)
+                files.prune(self.paths, keep_last=keep_last, protect=protect, reuse=True)
         except OSError as error:
             raise _failed(version, error) from error
 
@@ -178,40 +179,6 @@ class Publisher:
 
         hf: Any = self.model.hf
         return functools.partial(revert_weight_conversion, hf), bool(get_model_conversion_mapping(hf, add_legacy=False))
-
-
-class Subscriber:
-    """The orchestrator's end."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self.paths = paths
-
-    def latest(self) -> WeightVersion | None:
-        """The newest version that appeared; None without one."""
-        version, offer = files.latest_version(self.paths), read_offer(self.paths)
-        if offer is not None and (version is None or offer.version >= version):
-            return offer
-        return None if version is None else self.at(version)
-
-    def at(self, version: int) -> WeightVersion | None:
-        """A version: as the trainer offers it, or from its files; None if there is neither at the moment.
-
-        Over files the trainer keeps all versions after the servers' version. In memory it has one; those that are evaluated have files.
-        """
-        offer = read_offer(self.paths)
-        if offer is not None and offer.version == version:
-            return offer
-        folder = self.paths.weights_of(version)
-        return files.version_at(folder, version) if listed(folder) and listed(folder / COMPLETE) else None
-
-    def check_offered(self, version: int) -> None:
-        """Raise FileNotFoundError for a version that `at` does not find, unless the trainer offers versions from memory: over files no
-        one writes it later."""
-        if read_offer(self.paths) is None and self.at(version) is None:
-            raise FileNotFoundError(
-                f"{self.paths.weights_of(version) / COMPLETE} is missing: the servers need version {version}, and a newer one is on disk. "
-                "Was it deleted? Continue with resume=latest"
-            )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

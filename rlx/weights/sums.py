@@ -38,7 +38,9 @@ def sum_of_file(file: IO[bytes], size: int) -> str:
     row = np.zeros(ROW, np.int64)
     content = row.data.cast("B")
     while size > 0:
-        got = file.readinto(content[: min(size, len(content))])  # type: ignore[attr-defined]
+        wanted, got = min(size, len(content)), 0
+        while got < wanted and (more := file.readinto(content[got:wanted])):  # type: ignore[attr-defined]
+            got += more  # a network's file system may give less than was asked for
         if not got:
             break
         content[got : got + -got % 8] = bytes(-got % 8)
@@ -50,16 +52,17 @@ def sum_of_file(file: IO[bytes], size: int) -> str:
 
 def sum_of_bytes(content: np.ndarray) -> str:
     """The checksum of an array of bytes, uint8 [n]."""
+    factors = _factors()
+    return combined(_sum_of_row(content[at : at + 8 * ROW], factors) for at in range(0, len(content), 8 * ROW))
+
+
+def _sum_of_row(part: np.ndarray, factors: np.ndarray) -> int:
     import numpy as np
 
-    whole = len(content) // 8 * 8
-    words = content[:whole].view(np.int64)
-    tail = np.zeros(8, np.uint8)
-    tail[: len(content) - whole] = content[whole:]
-    factors = _factors()
-    rows = [int(np.dot(words[at : at + ROW], factors[: len(words[at : at + ROW])])) for at in range(0, len(words), ROW)]
-    if whole < len(content):
-        place = len(words) % ROW
-        last = int(tail.view(np.int64)[0]) * int(factors[place])
-        rows = [*rows[:-1], rows[-1] + last] if place else [*rows, last]
-    return combined(rows)
+    words = part[: len(part) // 8 * 8].view(np.int64)
+    total = int(np.dot(words, factors[: len(words)]))
+    if rest := len(part) % 8:
+        last = np.zeros(8, np.uint8)
+        last[:rest] = part[-rest:]
+        total += int(last.view(np.int64)[0]) * int(factors[len(words)])
+    return total

@@ -27,12 +27,21 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 
 class AnswerParser(vf.Parser):
-    """The answer is the content of the last `\\boxed{}` after `</think>`. Without a box it is the reply, if that is one short line."""
+    """The answer is the content of the last `\\boxed{}` after `</think>`. Without a box it is the reply, if that is one short line.
+
+    With `require_box` a reply without a box has no answer.
+    """
+
+    def __init__(self, require_box: bool = False) -> None:
+        super().__init__()
+        self.require_box = require_box
 
     def parse(self, text: str) -> str:
         text = text.rpartition("</think>")[2].strip()
         answer = vf.extract_boxed_answer(text).strip()
-        return answer if answer != text or ("\n" not in text and len(text) <= 40) else ""
+        if answer != text:
+            return answer
+        return text if not self.require_box and "\n" not in text and len(text) <= 40 else ""
 
 
 def build_rows(level: int | None, num_examples: int, seed: int) -> list[dict[str, Any]]:
@@ -107,6 +116,7 @@ def load_environment(
     system_prompt: str | None = SYSTEM_PROMPT,
     shots: int = 0,
     box_reward: float = 0.0,
+    require_box: bool = False,
     check_timeout: float = 3.0,
     check_workers: int = 4,
 ) -> vf.SingleTurnEnv:
@@ -127,6 +137,8 @@ def load_environment(
         shots: solved problems that the prompt shows before the question: for small models, which copy the form of the answer. Those of a
             `dataset` are its first ones, and are not trained on.
         box_reward: weight of `boxed` in the reward, for small models that do not write boxes yet.
+        require_box: a reply without a box is wrong. Otherwise one short line is taken as the answer, and a small model that is trained may
+            drop the box.
         check_timeout: seconds of CPU that math-verify may take for one answer. After that the answer is wrong.
         check_workers: most processes of math-verify.
     """
@@ -148,7 +160,7 @@ def load_environment(
         if len(train) <= shots:
             raise ValueError(f"{dataset}, split {split}, has {len(train)} rows to train on; shots={shots} leaves none")
         shown, train = train[:shots], train[shots : shots + num_examples]
-    checker, parser = Checker(check_timeout, check_workers), AnswerParser()
+    checker, parser = Checker(check_timeout, check_workers), AnswerParser(require_box)
 
     async def correct(parser: vf.Parser, completion: vf.Messages, answer: str, state: vf.State) -> float:
         """1.0 if the answer is right."""

@@ -3,9 +3,9 @@
 `data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `lora.py`: adapters; `objective.py`: loss,
 advantage, optimizer, reference; `parallel.py`: how the trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers,
 machines, directories; `cluster.py`: SLURM jobs and their containers; `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands
-that only play; `sft.py`: supervised data; `workers.py`: environments' processes. A rule reads the configuration and at most some files and
-the driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a
-problem, or when the command's root lacks one.
+that only play; `sft.py`: supervised data; `shared.py`: shared trainers and their runs; `workers.py`: environments' processes. A rule reads
+the configuration and at most some files and the driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is
+skipped when one of these keys already has a problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rlx.config.checks import (  # noqa: F401  (importing them registers their r
     playing,
     run,
     sft,
+    shared,
     teacher,
     workers,
 )
@@ -46,8 +47,9 @@ def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ())
         return origins.show(key, value)
 
     problems = []
+    root: type = type(cfg)
     for keys, function in RULES:
-        if applies(keys, type(cfg)) and not any(_overlap(key, bad) for key in keys for bad in wrong):
+        if applies(keys, root) and not any(_overlap(key, bad) for key in keys for bad in wrong):
             problems += [Problem(text, keys) for text in function(cfg, show_key)]
     return problems
 

@@ -32,6 +32,7 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "lora_target_modules": "lora.target_modules",
     "lora_dtype": "model.dtype",
     "weight_transfer_config": "weight_broadcast.type",
+    "scheduler_cls": "weight_broadcast.keep_kv",
 }
 
 # trainer
@@ -189,7 +190,17 @@ def server_urls(cfg: Config, of: Show) -> Iterator[str]:
             yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."
 
 
-@rule("weight_broadcast.type", "hardware", "lora", "inference.base_url")
+@rule("weight_broadcast.keep_kv", "inference.vllm")
+def keys_and_values_outside_the_engine(cfg: Config, of: Show) -> Iterator[str]:
+    for name in cfg.inference.vllm:
+        if cfg.weight_broadcast.keep_kv and name.replace("-", "_") in ("kv_transfer_config", "kv_offloading_size"):
+            yield (
+                f"keys and values that are kept outside the engine outlive an update: {of('weight_broadcast.keep_kv')} with "
+                f"{of(f'inference.vllm.{name}')}. Leave out one of the two."
+            )
+
+
+@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url")
 def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
     kind, hardware = cfg.weight_broadcast.type, cfg.hardware
     if kind == "filesystem":
@@ -203,6 +214,11 @@ def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"servers that the run did not start take weights only from files: {of('weight_broadcast.type')} with "
             f"{of('inference.base_url')}.\nUse weight_broadcast.type=filesystem."
+        )
+    if cfg.weight_broadcast.in_turn:
+        yield (
+            f"from memory, one transfer serves all servers, and each transfer holds the trainer: {of('weight_broadcast.type')} with "
+            f"{of('weight_broadcast.in_turn')}.\nUse weight_broadcast.type=filesystem, or weight_broadcast.in_turn=false."
         )
     if kind in ("nccl", "ipc") and hardware.device == "cpu":
         yield f"{kind} needs GPUs: {of('weight_broadcast.type')} with {of('hardware.device')}. Use weight_broadcast.type=gloo."

@@ -18,6 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 
+from rlx.inference.server.served import Compared
 from rlx.paths import COMPLETE
 from rlx.weights.attest import checksum
 from rlx.weights.files import ADAPTER
@@ -26,10 +27,10 @@ SHOWN = 5  # names listed in a message
 POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="policy")  # vLLM never reads this path: the adapter is always loaded
 
 
-def replace(manager: Any, folder: Path | None) -> float:
+def replace(manager: Any, folder: Path | None) -> Compared:
     """Serve the adapter of a PEFT folder; None: one of zeros, with which the model computes as without it.
 
-    `manager` is vLLM's `WorkerLoRAManager`. Returns the share of the adapter's elements that were compared. Raises ValueError if what is
+    `manager` is vLLM's `WorkerLoRAManager`. Returns what was compared. Raises ValueError if what is
     served then differs from what the folder's manifest says.
     """
     if folder is None:
@@ -45,7 +46,9 @@ def replace(manager: Any, folder: Path | None) -> float:
         tensors = load_file(folder / ADAPTER)
         scaling = PEFTHelper.from_local_dir(str(folder), None).vllm_lora_scaling_factor
     damaged = [name for name, tensor in tensors.items() if checksum(tensor) != written[name]["sum"]]
-    wrong, compared = [], 0
+    wrong: list[str] = []
+    left_out: dict[str, tuple[str, float]] = {}
+    total = sum(tensor.numel() for tensor in tensors.values())
     left = dict(tensors)
     for layer, half, slot in served(manager._adapter_manager):
         name = f"base_model.model.{layer}.lora_{half}.weight"
@@ -58,14 +61,14 @@ def replace(manager: Any, folder: Path | None) -> float:
         expected = expected * scaling if half == "B" and scaling != 1 else expected  # vLLM multiplies B once, when it loads it
         rows, columns = expected.shape
         if rows > slot.shape[0] or columns > slot.shape[1]:
-            continue  # split over several GPUs
-        compared += expected.numel()
+            left_out[name] = ("split over several GPUs", expected.numel() / total)
+            continue
         if not torch.equal(slot[:rows, :columns], expected) or slot.count_nonzero() != expected.count_nonzero():
             wrong.append(name)
     if problems := damaged + wrong + list(left):
         names = ", ".join(problems[:SHOWN]) + (f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
         raise ValueError(f"the served adapter is not the one that was trained: {len(problems)} tensors differ: {names}")
-    return compared / sum(tensor.numel() for tensor in tensors.values()) if tensors else 1.0
+    return Compared(1.0 - sum(share for _, share in left_out.values()), left_out, {})
 
 
 def served(manager: Any) -> Iterator[tuple[str, str, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlx.inference.protocol import Answer, Asked, Claim, Failure, GenerateRequest, UpdateRequest
-from rlx.inference.server.engine import BadRequest, BadWeights, Broken, PolicyEngine, RequestFailed
+from rlx.inference.server.engine import BadRequest, BadWeights, Broken, InFlight, PolicyEngine, RequestFailed
 from rlx.inference.server.holder import Holder
+from rlx.paths import COMPLETE
+from rlx.weights.files import version_at
 from rlx.weights.mailbox import Gone
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,10 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 JSON = b"application/json"
 WRONG_KEY = "the header `Authorization: Bearer KEY` is missing or wrong; the key is in the run's endpoints/"
+ASKED_FOR = (
+    'Send {"weight_dir": FOLDER}, a folder of weights that rlx wrote. The weight transfer of vLLM (`update_info`) is not offered: here the '
+    "run's trainer sends weights (weight_broadcast.type)"
+)
 
 _asked = msgspec.msgpack.Decoder(Asked)
 _update_request = msgspec.json.Decoder(UpdateRequest)
@@ -105,16 +112,18 @@ class PolicyApp:
         try:
             request = _update_request.decode(await _body(receive))
         except msgspec.MsgspecError as error:
-            await _fail(send, 400, str(error))
+            await _fail(send, 400, f"{error}. {ASKED_FOR}")
             return
         await self._change(send, request.run, lambda: self._load(request))
 
     async def _load(self, request: UpdateRequest) -> None:
-        where, version, drain = request.weight_dir, request.version, request.drain_tokens
+        where, in_flight = request.weight_dir, InFlight(request.drain_tokens, request.keep_kv)
+        version = request.version if request.version is not None else await asyncio.to_thread(version_in, Path(where))
         if request.kind == "memory":
-            await self.engine.take_weights(where, version, drain, request.together, request.timeout)
+            await self.engine.take_weights(where, version, in_flight, request.together, request.timeout)
         else:
-            await self.engine.update_weights(Path(where), version, request.kind, drain)
+            kind = request.kind or (await asyncio.to_thread(version_at, Path(where), version)).kind
+            await self.engine.update_weights(Path(where), version, kind, in_flight)
 
     async def _reload_weights(self, receive: Receive, send: Send) -> None:
         try:
@@ -296,3 +305,11 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def version_in(folder: Path) -> int:
+    """The version that a folder's manifest names. Raises BadWeights if there is none."""
+    try:
+        return int(json.loads((folder / COMPLETE).read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadWeights(f"{folder / COMPLETE} names no version ({type(error).__name__}: {error}); send `version` too") from error

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlx.config.kv_cache import CPU_BLOCK, kv_cache_bytes
 from rlx.config.schema import LoraConfig, PlayRoot
 from rlx.inference.server.policy_files import linear_layers, tensor_shapes
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
-CPU_BLOCK = 32  # tokens of a cache block. Rollouts cannot share prompts shorter than a block, and vLLM's CPU default is 128.
 
 
 def runs_in_process(config: PlayRoot) -> bool:
@@ -82,7 +82,7 @@ def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, An
         arguments |= {
             "enable_chunked_prefill": False,  # vLLM's CPU engine crashes on a request with a seed in a chunked prefill
             "block_size": CPU_BLOCK,
-            "kv_cache_memory_bytes": int(inference.kv_cache_gb * 2**30),
+            "kv_cache_memory_bytes": kv_cache_bytes(config),
             "max_num_batched_tokens": max(config.max_model_len, 8192),
         }
     else:

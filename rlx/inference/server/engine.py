@@ -2,7 +2,8 @@
 
 An update is exact for requests in flight. The old version keeps generating while the files are checked. Then the engine is paused between
 two steps, all tokens of the old weights are stamped, the weights are replaced, the keys and values of the old weights are dropped (requests
-in flight recompute theirs), and the engine resumes. If all requests in flight end soon, waiting for them is cheaper (`drain_tokens`).
+in flight recompute theirs, or keep them: `InFlight.keep_kv`), and the engine resumes. If all requests in flight end soon, waiting for them
+is cheaper (`InFlight.drain_tokens`).
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, Sampling, pack_ids
+from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, pack_ids
 from rlx.inference.server.adapter import POLICY, multiply_plainly
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.rendezvous import leave_no_files
+from rlx.inference.server.sampling import sampling_params
+from rlx.inference.server.scheduler import keep_running
+from rlx.inference.server.served import Compared, settle
 from rlx.weights.files import identity
 from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
@@ -59,6 +64,14 @@ class Broken(RuntimeError):
     """A failed update left a model that is partly old and partly new. The process must end."""
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What an update does with the requests in flight."""
+
+    drain_tokens: int = 0  # if each has at most this many tokens left, they finish under the old version, and new ones wait
+    keep_kv: bool = False  # they go on with the keys and values of the older versions; else they compute all of them again
+
+
 class PolicyEngine:
     """One vLLM engine and its policy version. It is made and used on one running event loop."""
 
@@ -73,6 +86,8 @@ class PolicyEngine:
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
         self.identity: str | None = None  # of the model that adapters belong to
         self.attested = 0.0
+        self.left_out: dict[str, float] = {}  # what was not compared, and why → its share
+        self._said: dict[str, float] = {}  # the latest warning about it
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
         self._updating = asyncio.Lock()
         self.secret: Path | None = None  # the file with the secret of messages between the trainer and this server
@@ -94,6 +109,7 @@ class PolicyEngine:
         leave_no_files()
         served = tensor_shapes(Path(arguments["model"]))
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        keep_running(config.scheduler_config)
         if cpu:
             keep_weights()
             multiply_plainly()
@@ -113,6 +129,8 @@ class PolicyEngine:
             engine.identity = await asyncio.to_thread(identity, engine.model)
             await llm.collective_rpc("load_adapter", None, (None,))
             every_request_with_adapter(llm.input_processor)
+        else:
+            await llm.collective_rpc("know_initial")  # now, and not in the pause of the first update: it reads the model's files
         return engine
 
     def shutdown(self) -> None:
@@ -188,6 +206,7 @@ class PolicyEngine:
         return PolicyState(
             version=core.version,
             attested=self.attested,
+            not_compared=self.left_out,
             model=str(self.model),
             context_length=self._context,
             running=core.running,
@@ -198,10 +217,9 @@ class PolicyEngine:
             asking=self.asking,
         )
 
-    async def update_weights(self, folder: Path, version: int, kind: str = "files", drain_tokens: int = 0) -> None:
+    async def update_weights(self, folder: Path, version: int, kind: str = "files", in_flight: InFlight = InFlight()) -> None:
         """Serve `version` from a folder with a `COMPLETE` marker: a Hugging Face model, or with the kind `adapter` adapters for version 0.
 
-        If every request in flight has at most `drain_tokens` tokens left, they finish under the old version first, and new ones wait.
         Raises BadWeights if nothing was changed, Broken if loading failed midway.
         """
         async with self._updating:
@@ -218,12 +236,14 @@ class PolicyEngine:
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             try:
-                await self._drain(drain_tokens)
-                await self._load(folder, version, started)
+                await self._drain(in_flight.drain_tokens)
+                await self._load(folder, version, started, in_flight.keep_kv)
             finally:
                 self._open.set()
 
-    async def take_weights(self, where: str, version: int, drain_tokens: int = 0, together: int = 1, timeout: float = 600.0) -> None:
+    async def take_weights(
+        self, where: str, version: int, in_flight: InFlight = InFlight(), together: int = 1, timeout: float = 600.0
+    ) -> None:
         """Serve `version` from the memory of the trainer at `where`. For the arguments see `protocol.UpdateRequest`.
 
         The old version keeps generating until the trainer is ready to send. Raises BadWeights if nothing was changed, Gone if the trainer
@@ -253,11 +273,11 @@ class PolicyEngine:
                 self.asking = True
                 await asyncio.to_thread(call.ask, self._name, version, workers, together)
                 self.asking, checked = False, time.perf_counter()
-                sums = await self._receive(call, version, drain_tokens, timeout)
+                sums = await self._receive(call, version, in_flight, timeout)
                 if sums.keys() != given.keys():
                     raise ValueError(f"the trainer's checksums lack or add tensors: {sorted(sums.keys() ^ given.keys())[:5]}")
-                shares: list[float] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
-                await self._resume(version, where, min(shares))
+                found: list[Compared] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
+                await self._resume(version, where, found)
             except Gone:
                 raise
             except Exception as error:
@@ -270,7 +290,7 @@ class PolicyEngine:
             with contextlib.suppress(Interrupted):  # the trainer need not wait for this
                 await asyncio.to_thread(call.done)
 
-    async def _receive(self, call: Call, version: int, drain_tokens: int, timeout: float) -> dict[str, Any]:
+    async def _receive(self, call: Call, version: int, in_flight: InFlight, timeout: float) -> dict[str, Any]:
         """Obey the trainer until it has sent everything. Returns the checksums of what it sent. Raises Gone if the transfer breaks."""
         order = ""
         try:
@@ -278,9 +298,8 @@ class PolicyEngine:
                 order, arguments = await asyncio.to_thread(call.next)
                 if order == "start_weight_update":
                     self._give_time()  # before requests are waited for
-                    await self._drain(drain_tokens)
-                    await self._pause()
-                    await self.core.collective_rpc_async("prepare_transfer", None, ())
+                    await self._drain(in_flight.drain_tokens)
+                    await self._pause(in_flight.keep_kv)
                     self._partly = True
                 sums = arguments.pop("sums", None)
                 await self.core.collective_rpc_async(order, None, (), arguments)
@@ -318,29 +337,36 @@ class PolicyEngine:
             self._open.clear()
             await asyncio.wait([sink.done for sink in sinks])
 
-    async def _load(self, folder: Path, version: int, started: float) -> None:
+    async def _load(self, folder: Path, version: int, started: float, keep_kv: bool = False) -> None:
         if self.broken.done():
             raise Broken(self.broken.result())
         checked = time.perf_counter()
         try:
-            await self._pause()
+            await self._pause(keep_kv)
             method, what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy", str(folder))
-            shares: list[float] = await self.core.collective_rpc_async(method, None, (what,))  # of each worker
-            await self._resume(version, str(folder), min(shares))
+            found: list[Compared] = await self.core.collective_rpc_async(method, None, (what,))  # by each worker
+            await self._resume(version, str(folder), found)
         except Exception as error:
             raise self._break(f"version {version} from {folder}", error) from error
         self._report(started, checked)
 
-    async def _pause(self) -> None:
-        """Stop between two steps. All tokens of the old weights are stamped then, and their keys and values are dropped."""
-        self._give_time()
-        await self.core.pause_scheduler_async("keep", True)
-        await self.core.settle()
-        self.core.interrupt()
+    async def _pause(self, keep_kv: bool) -> None:
+        """Stop between two steps. All tokens of the old weights are stamped then, and their keys and values are dropped.
 
-    async def _resume(self, version: int, where: str, compared: float) -> None:
+        With `keep_kv`, the running requests keep theirs, and no other request finds them (`scheduler.py`).
+        """
+        self._give_time()
+        await self.core.pause_scheduler_async("keep", not keep_kv)
+        await self.core.settle()
+        if not keep_kv:
+            self.core.interrupt()
+        elif not await self.core.reset_prefix_cache_async(False, True):
+            raise RuntimeError("with a KV connector, cached prefixes outlive an update; set weight_broadcast.keep_kv=false")
+
+    async def _resume(self, version: int, where: str, found: Sequence[Compared]) -> None:
+        """Serve what the workers have loaded. Raises ValueError if their parts together are not what was trained."""
+        (self.attested, self.left_out), self.weights = settle(found), where
         self.core.version = version
-        self.attested, self.weights = compared, where
         self._partly = False
         await self.core.resume_scheduler_async()
 
@@ -366,6 +392,10 @@ class PolicyEngine:
             self.version, 1e3 * (checked - started), 1e3 * (time.perf_counter() - checked), 100 * self.attested,
             "adapters" if self.rank else "weights",
         )  # fmt: skip
+        if self.left_out and self.left_out != self._said:
+            self._said = self.left_out
+            shares = sorted(self.left_out.items(), key=lambda item: -item[1])
+            log.warning("not compared: %s", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
 
 
 def every_request_with_adapter(processor: Any) -> None:
@@ -380,26 +410,3 @@ def every_request_with_adapter(processor: Any) -> None:
 
 def _what(adapter: bool) -> str:
     return "adapters (lora.rank)" if adapter else "whole models (lora.rank=null)"
-
-
-def sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters for a policy request: log-probabilities of the sampled tokens only, and no text unless it is searched for stops."""
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias or None,
-        logprobs=0,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )

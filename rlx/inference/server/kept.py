@@ -35,3 +35,23 @@ def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Param
     if methods - {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}:
         return {}
     return {layer: layer.__dict__["rlx_weight"] for layer in model.modules() if "rlx_weight" in layer.__dict__}
+
+
+def check_head(model: torch.nn.Module) -> None:
+    """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
+
+    A product with a vector of one 1 gives a column exactly. An update of a tied head that forgets the copy would go unnoticed else: the
+    weight is the embedding's, and that was updated.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    head: Any = getattr(model, "lm_head", None)
+    if not isinstance(getattr(head, "quant_method", None), UnquantizedEmbeddingMethod):
+        return
+    weight = head.weight
+    column = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    column[0, 0] = 1
+    found = head.quant_method.apply(head, column)[0].to(weight.dtype)
+    finite = found.isfinite()  # 0 * inf is not
+    if not torch.equal(found[finite], weight[:, 0][finite]):
+        raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")

@@ -1,17 +1,21 @@
-"""Checks whether a folder of weights can become the served policy. It reads only the files, before the engine changes anything."""
+"""What the engine reads of a folder of weights, and whether the folder can become the served policy: files alone, without vLLM."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from rlx.weights.files import ADAPTER, ADAPTER_CONFIG, header, verify, weight_files
+
+if TYPE_CHECKING:
+    import torch
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
@@ -35,6 +39,27 @@ def tensor_shapes(folder: Path) -> Shapes:
                 raise ValueError(f"{folder} holds {name} twice, once in {path.name}")
             shapes[name] = tuple(entry["shape"])
     return shapes
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the weight files of a model folder, in the order of the files."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+def with_head(entries: Iterator[tuple[str, torch.Tensor]], twin: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The entries. If `twin` is given and they have no head, a copy of the tensor `twin` is added as the head."""
+    head = twin
+    for name, tensor in entries:
+        if name == TIED_HEAD:
+            head = None
+        yield name, tensor
+        if name == twin:
+            copy = tensor
+    if head is not None:
+        yield TIED_HEAD, copy
 
 
 def twin_of_head(folder: Path) -> str | None:

@@ -29,6 +29,8 @@ def misbehave(kind: str, seconds: float) -> None:
         end = time.process_time() + seconds
         while time.process_time() < end:
             pass
+    elif kind == "raise":
+        raise RuntimeError("the word list is not there")
     elif kind == "exit":
         os._exit(1)
     elif kind == "kill":

@@ -1,0 +1,104 @@
+"""The runs of a shared trainer before they start: where their directories are, and whether the trainer can train them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import load_command
+from rlx.config.schema import Config, RunConfig
+from rlx.config.shared import differing
+from rlx.paths import MEMBER, RunPaths
+from rlx.runs.rewind import say
+from rlx.runs.status import FINAL, read_status
+from rlx.shared.membership import answered, is_present
+from rlx.waiting import WaitTimeout, wait_for
+
+START = 60.0  # seconds to wait for a shared trainer that is starting
+LET_GO = 3600.0  # seconds to wait for one that is in the middle of a step
+
+
+def member_of(cfg: Config, directory: Path | None) -> Config:
+    """The configuration with `run.name`, `run.dir` and an absolute `trainer.shared`: the directory is `run_NAME` in the trainer's.
+
+    `directory`: the one that the user gave. Raises ConfigError if it is another, or if there is no name.
+    """
+    assert cfg.trainer.shared is not None
+    host = Path(cfg.trainer.shared).expanduser().absolute()
+    if directory is not None and (directory.parent.resolve() != host.resolve() or not directory.name.startswith(MEMBER)):
+        raise ConfigError(
+            f"run.dir={directory} is not the directory of a run of the shared trainer in {host}, which looks for {MEMBER}* there.\n"
+            f"  fix: leave out run.dir=, and give run.name=NAME: the directory is then {host}/{MEMBER}NAME"
+        )
+    name = directory.name.removeprefix(MEMBER) if directory is not None else cfg.run.name
+    if not name or Path(name).name != name or (cfg.run.name or name) != name:
+        raise ConfigError(
+            f"a run of a shared trainer needs a name, which is that of one folder: run.name={cfg.run.name}"
+            + (f" with run.dir={directory}" if directory is not None else "")
+            + ".\n  fix: run.name=NAME"
+        )
+    return replace(cfg, run=RunConfig(name=name, dir=str(RunPaths(host).member(name).root)), trainer=replace(cfg.trainer, shared=str(host)))
+
+
+def members_in(directory: Path) -> list[str]:
+    """Names of the folders of runs in a shared trainer's directory."""
+    return sorted(path.name for path in directory.glob(f"{MEMBER}*") if path.is_dir())
+
+
+def check_shared(cfg: Config) -> None:
+    """Raise ConfigError unless `trainer.shared` is a shared trainer that is alive and can train this run."""
+    assert cfg.trainer.shared is not None
+    root = Path(cfg.trainer.shared)
+    if not (root / "config.yaml").is_file():
+        raise ConfigError(
+            f"trainer.shared={root}: there is no shared trainer.\n"
+            f"  fix: start one first: python train.py run.dir={root} trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank}"
+        )
+    host = load_command(root, secrets=False)
+    if not isinstance(host, Config) or not host.hosts:
+        raise ConfigError(
+            f"trainer.shared={root} is a run with a trainer of its own (trainer.max_concurrent_runs=null).\n"
+            "  fix: name the directory of a shared trainer"
+        )
+    if problems := differing(host, cfg):
+        raise ConfigError([f"trainer.shared={root}: {problem}" for problem in problems])
+    paths = RunPaths(root)
+    status = None if is_present(paths) else read_status(paths)
+    if status is not None and status.state not in FINAL:
+        try:
+            wait_for(lambda: is_present(paths), "the shared trainer", START)
+        except WaitTimeout:
+            raise ConfigError(
+                f"trainer.shared={root}: the shared trainer is still starting after {START:g} s, or was killed (status: {status.state}; "
+                f"its logs: {paths.latest_logs}).\n  fix: try again when it has loaded its model; if it was killed, start it again: "
+                f"python train.py --config-dir {root} --config-name config resume=latest"
+            ) from None
+    if not is_present(paths):
+        raise ConfigError(
+            f"trainer.shared={root}: the shared trainer is not alive.\n"
+            f"  fix: start it again: python train.py --config-dir {root} --config-name config resume=latest"
+        )
+
+
+def wait_until_let_go(paths: RunPaths, host: RunPaths) -> None:
+    """Return when the shared trainer has finished what it was writing for the run's last attempt: at the latest when its step ends.
+
+    Until then, files of the run may still appear, such as the rest of its newest checkpoint. Raises ConfigError if that takes too long.
+    """
+
+    def free() -> bool:
+        said = answered(paths)
+        return said is None or said.state != "in" or is_present(paths) or not is_present(host)
+
+    if free():
+        return
+    say(f"waiting until the shared trainer in {host.root} has finished its step: it still holds the last attempt of this run")
+    try:
+        wait_for(free, "the end of its step", LET_GO)
+    except WaitTimeout:
+        raise ConfigError(
+            f"the shared trainer in {host.root} still holds the last attempt of this run after {LET_GO:g} s "
+            f"(its logs: {host.latest_logs}).\n"
+            "  fix: try again when its step is done"
+        ) from None

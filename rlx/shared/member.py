@@ -1,0 +1,220 @@
+"""One run of a shared trainer, as every rank of the trainer holds it: its adapter's slot, trainer, source, versions, checkpoints, metrics.
+
+It is what `rlx.roles.trainer.Trainer` is to a run with a trainer of its own, without the model and without the loop. Everything that it
+writes is in the run's own directory, in the same format: the run can go on in another shared trainer, or in one of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+
+from rlx.checkpoints.folders import TRAINER, read_start
+from rlx.checkpoints.trainer import ORCHESTRATOR_TIMEOUT, CheckpointFailed, Checkpoints
+from rlx.config.load import load_run
+from rlx.config.schema import Config, OptimTerms, split_terms
+from rlx.config.shared import differing
+from rlx.config.targets import instantiate
+from rlx.data.source import OrchestratorSource
+from rlx.heartbeat import EVALUATING, AtWork
+from rlx.metrics import MetricsWriter
+from rlx.models.load import DTYPES
+from rlx.models.lora import peft_config
+from rlx.models.policy import PolicyModel
+from rlx.models.slots import Slot
+from rlx.parallel.mesh import Mesh
+from rlx.paths import RunPaths, listed, write_text
+from rlx.shared.membership import PutOut, asked_with, is_present
+from rlx.train.build import losses_of
+from rlx.train.checkpoint import load
+from rlx.train.flops import Meter
+from rlx.train.muon import groups_of
+from rlx.train.reference import Reference
+from rlx.train.step import PolicyTrainer
+from rlx.train.summary import Summary
+from rlx.types import StepBatch
+from rlx.weights.files import ModelFiles, versions
+from rlx.weights.hub import fetch
+from rlx.weights.publish import Publisher, PublishFailed
+
+log = logging.getLogger("rlx.trainer")
+
+
+class Member:
+    """A run in a slot. Every rank makes the same calls."""
+
+    def __init__(
+        self, host: Config, paths: RunPaths, token: str, slot: int, model: PolicyModel, mesh: Mesh, tick: Callable[[], None]
+    ) -> None:
+        """Load the run in `paths`, which asks with `token`, from its checkpoint if it resumes.
+
+        `host`: the trainer's configuration. `tick`: called while waiting.
+
+        Raises ValueError if the run does not fit the trainer, and what building its loss and optimizer raises.
+        """
+        self.cfg = cfg = load_run(paths.root)
+        if problems := differing(host, cfg):
+            raise ValueError("; ".join(problems))
+        self.paths, self.token, self.slot, self.mesh, self.tick = paths, token, slot, mesh, tick
+        view = Slot(model, slot)
+        view.begin(cfg.lora, cfg.seed)
+        optim_terms, optim = split_terms(cfg.optim, OptimTerms)
+        self.trainer = PolicyTrainer(
+            view,
+            losses_of(cfg),
+            instantiate(optim, params=groups_of(view.layers, view)),
+            schedule=cfg.scheduler,
+            total_updates=cfg.max_steps * cfg.num_updates,
+            max_norm=optim_terms.max_norm,
+            mesh=mesh,
+            reference=Reference(model, adapters=False) if cfg.uses_reference else None,
+        )
+        self.step, self.since = 0, time.perf_counter()
+        self._expecting_since = self._saving_since = self.since  # a batch, and the orchestrator's part of a checkpoint
+        if (start := read_start(paths)) is not None:
+            self.step = load(start.checkpoint / TRAINER, self.trainer, alone=False).step
+            assert self.step == start.step, f"{start.checkpoint} is the state after {self.step} steps, not {start.step}"
+        self.first = self.step  # steps that were done before
+        self.source = OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
+        self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
+        self.meter = Meter(model, mesh)
+        self.metrics = MetricsWriter(paths.metrics, "trainer") if mesh.first else None
+        self.summary = Summary(paths, mesh, self.trainer)
+        source, static = model.base["name"], ModelFiles({})
+        if mesh.first:
+            for version in versions(paths.weights):  # of an earlier attempt, whose last version was written after the run was rewound
+                if version > self.step:
+                    shutil.rmtree(paths.weights_of(version))
+            static = ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
+        self.publisher = Publisher(view, mesh, paths, static, DTYPES[cfg.model.dtype])
+        self.checkpoints = Checkpoints.of(cfg, paths, self.trainer, self.still_there)
+        self.hurried = False  # True: an orchestrator that may hang must not hold up the other runs while this one leaves
+        self.checkpoints.patient = False  # an orchestrator that is slow to add its part must not hold up the other runs
+        if self.step:
+            self.publisher.ensure(self.step)
+        if mesh.first:
+            write_text(paths.initial_model, f"{source}\n")
+
+    def still_there(self) -> None:
+        """Called while rank 0 waits for the orchestrator's part of a checkpoint. Raises PutOut if it is gone, or must not be waited for."""
+        self.tick()
+        if self.hurried:
+            raise PutOut("its orchestrator has not added its part of the checkpoint")
+        if why := self.gone():
+            raise PutOut(why)
+
+    def gone(self) -> str | None:
+        """On rank 0: why nobody is at the other end any more; None: the orchestrator that asked is alive.
+
+        After a long step another attempt may be at work in the same directory, so a live orchestrator may not be the one that asked.
+        """
+        if not is_present(self.paths):
+            return "its orchestrator has ended"
+        return "it was started again" if asked_with(self.paths) != self.token else None
+
+    @property
+    def name(self) -> str:
+        return self.paths.root.name
+
+    @property
+    def done(self) -> bool:
+        """Whether the last version is trained."""
+        return self.step >= self.cfg.max_steps
+
+    def ready(self) -> bool:
+        """On rank 0: whether the batch of the run's next step is complete.
+
+        A step that ends with a checkpoint waits until the one before it is complete, because saving would wait for it, with all runs.
+        """
+        if self.done or (self.checkpoints.writing and self.checkpoints.due(self.step + 1)):
+            return False
+        try:
+            return listed(self.paths.batch_of(self.step))
+        except OSError:  # the next look says why the run must leave
+            return False
+
+    def overdue(self) -> str | None:
+        """On rank 0: what the orchestrator is late with; None if it is not.
+
+        A batch must come within `trainer.batch_timeout`. Time of an evaluation does not count, nor time in which the batch lies there.
+        """
+        now, timeout = time.perf_counter(), self.cfg.trainer.batch_timeout
+        if not self.checkpoints.writing:
+            self._saving_since = now
+        if self.done or self._evaluating() or listed(self.paths.batch_of(self.step)):
+            self._expecting_since = now
+        if now - self._saving_since > ORCHESTRATOR_TIMEOUT:
+            return f"its checkpoint is not complete after {ORCHESTRATOR_TIMEOUT:g} s; see its orchestrator's log"
+        if now - self._expecting_since > timeout:
+            return f"no batch came in {timeout:g} s (trainer.batch_timeout); see its orchestrator's log"
+        return None
+
+    def go_on(self) -> str | None:
+        """On rank 0: complete the checkpoint whose parts are all there. Returns why writing a checkpoint or a version has failed, if so."""
+        try:
+            self.checkpoints.finish(wait=False)
+            self.publisher.check()
+        except (CheckpointFailed, PublishFailed) as error:
+            return str(error)
+        return None
+
+    @property
+    def settled(self) -> bool:
+        """On rank 0: whether the last version is trained and its checkpoint complete."""
+        return self.done and not self.checkpoints.writing
+
+    def receive(self) -> StepBatch:
+        """The batch of the run's next step, which is ready. Raises ValueError for a damaged file."""
+        self.checkpoints.wait_copied()
+        batch = self.source.receive(self.step, self.tick)
+        self.source.done(self.step)
+        return batch
+
+    def after(self, batch: StepBatch, values: dict[str, float], runs: int, started: float) -> None:
+        """Publish the version that a step made, write the step's metrics, and save a checkpoint if one is due.
+
+        `values`: the step's metrics. `runs` were trained together. `started`: `time.perf_counter()` when the common step began. In the
+        order of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed. Raises PutOut if the
+        orchestrator is gone: the run's next attempt makes this step again, and may have begun.
+        """
+        gone = self.gone() if self.mesh.first else None
+        if self.mesh.any(gone is not None):
+            raise PutOut(gone or "its orchestrator is gone")
+        step, version = self.step, self.step + 1
+        self.publisher.check()
+        self.summary.after_step(step)
+        seconds = values["time/forward_backward"] + values["time/optimizer"]
+        values |= self.meter.measure(batch, seconds, self.cfg.trainer.num_iterations, self.trainer.forward_only)
+        began = time.perf_counter()
+        self.publisher.gather(version)
+        ended = time.perf_counter()
+        if self.metrics is not None:
+            times = {"time/wait_batch": started - self.since, "time/broadcast": ended - began, "time/step": ended - self.since}
+            times |= {"time/write_weights": self.publisher.seconds, "time/send_weights": 0.0, "perf/runs": float(runs)}
+            self.metrics.write(step, values | times | {"perf/compute_frac": seconds / (ended - self.since)})
+            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
+        log.info("%s: step %d: loss %.4f, gradient norm %.3f", self.name, step, values["loss/total"], values["optim/grad_norm"])
+        self.step, self.since = version, time.perf_counter()
+        self._expecting_since = self.since
+        self.checkpoints.prepare()
+        if self.checkpoints.due(version):
+            self.save()
+        self.checkpoints.finish(wait=False)
+
+    def save(self) -> None:
+        """Write a checkpoint, after its version is completely on the disk."""
+        self.publisher.wait()
+        self.checkpoints.save(self.step)
+
+    def close(self) -> None:
+        """Wait for what is being written. Raises PublishFailed, CheckpointFailed."""
+        try:
+            self.publisher.close()
+        finally:
+            try:
+                self.checkpoints.close()
+            finally:
+                if self.metrics is not None:
+                    self.metrics.close()

@@ -1,0 +1,175 @@
+"""How a run and a shared trainer find each other, by files in their directories (docs/many_runs.md).
+
+    orchestrator   locks `membership/present`, writes `membership/asks.json` {token}                        a new token in every attempt
+    trainer        sees it in `run_*`, loads the run into a slot, writes `membership/answer.json` {token, state, why}
+    orchestrator   goes on when the state is `in`; ends with an error when it becomes `out`, or when the trainer is gone
+    trainer        `done` after the run's last step; puts the run out, with the reason, if it is gone or cannot be trained
+
+`present` is locked as long as its process lives, in the run's directory by the orchestrator, in the trainer's by rank 0, so either end sees
+the other's death at once, however it died. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlx.lock import try_lock
+from rlx.paths import MEMBER, RunPaths, listed, write_text
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.5  # seconds between two looks at the other end
+TAKE = 5.0  # seconds to wait for one's own lock: the other end holds it for a moment when it looks
+
+State = Literal["in", "out", "done"]
+
+
+class PutOut(RuntimeError):
+    """The shared trainer does not train this run any more. The message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the trainer says to the run that asked with `token`."""
+
+    token: str
+    state: State
+    why: str = ""
+
+
+class Presence:
+    """A lock that shows that this process is alive."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        """Take it. Raises RuntimeError if another process has it."""
+        path = _present(paths)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        end = time.monotonic() + TAKE
+        while not try_lock(self.fd, path):
+            if time.monotonic() > end:
+                raise RuntimeError(f"another process is at work in {paths.root} ({path} is locked)")
+            time.sleep(0.02)
+
+
+def is_present(paths: RunPaths) -> bool:
+    """Whether the process that holds the presence in this directory is alive."""
+    path = _present(paths)
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(fd, path, shared=True)
+    finally:
+        os.close(fd)
+
+
+def asking(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:
+    """The runs in a shared trainer's directory that ask to be trained, by name, with their tokens; also those that were answered."""
+    for folder in sorted(host.root.glob(f"{MEMBER}*")):
+        paths = RunPaths(folder)
+        try:
+            token = asked_with(paths) if folder.is_dir() else None
+        except OSError:  # it is somebody else's
+            continue
+        if token is not None:
+            yield paths, token
+
+
+def asked_with(paths: RunPaths) -> str | None:
+    """The token of the newest request in a run's directory; None without one."""
+    record = _read(_asks(paths))
+    return None if record is None else str(record["token"])
+
+
+def answer(paths: RunPaths, token: str, state: State, why: str = "") -> None:
+    """The trainer's answer. A run whose directory was deleted, or cannot be written, gets none."""
+    try:
+        if listed(paths.membership):
+            write_text(_answer(paths), json.dumps(asdict(Answer(token, state, why))) + "\n")
+    except OSError as error:  # of one run: the trainer has others
+        log.warning("%s gets no answer (%s): %s", paths.root, why or state, error)
+
+
+def answered(paths: RunPaths) -> Answer | None:
+    """The last answer in a run's directory, of any attempt."""
+    record = _read(_answer(paths))
+    return None if record is None else Answer(**record)
+
+
+class Member:
+    """The orchestrator's end."""
+
+    def __init__(self, paths: RunPaths, host: Path) -> None:
+        """Ask the trainer in the directory `host`."""
+        self.paths, self.host = paths, RunPaths(host)
+        self.presence = Presence(paths)
+        self.token = secrets.token_hex(8)
+        write_text(_asks(paths), json.dumps({"token": self.token}) + "\n")
+
+    def wait(self, tick: Callable[[], None]) -> None:
+        """Return once the trainer has a slot for the run and its initial model is known. Raises PutOut.
+
+        It may be loading its model or in a long step. If it hangs, its own supervisor ends it, and that ends the wait.
+        """
+        while not self.check():
+            tick()
+            time.sleep(LOOK / 5)
+
+    def check(self) -> bool:
+        """Whether the run is being trained, or is done. Raises PutOut if the trainer put it out, or is gone."""
+        found = answered(self.paths) if listed(_answer(self.paths)) else None
+        if found is not None and found.token == self.token:
+            if found.state == "out":
+                raise PutOut(f"the shared trainer in {self.host.root} does not train this run: {found.why}")
+            if found.state == "done":
+                return True
+        if not is_present(self.host):
+            raise PutOut(
+                f"the shared trainer in {self.host.root} has ended (its logs: {self.host.latest_logs}). Start it again, then go on with "
+                "this run: resume=latest"
+            )
+        return found is not None and found.token == self.token
+
+    async def ended(self) -> None:
+        """Return when the trainer has let the run go, with its last checkpoint complete. `stay` raises if it is put out instead."""
+        while (found := await asyncio.to_thread(answered, self.paths)) is None or (found.token, found.state) != (self.token, "done"):
+            await asyncio.sleep(LOOK)
+
+    async def stay(self) -> None:
+        """Runs for ever. Raises PutOut as `check` does."""
+        while True:
+            await asyncio.to_thread(self.check)
+            await asyncio.sleep(LOOK)
+
+
+def _present(paths: RunPaths) -> Path:
+    return paths.membership / "present"
+
+
+def _asks(paths: RunPaths) -> Path:
+    return paths.membership / "asks.json"
+
+
+def _answer(paths: RunPaths) -> Path:
+    return paths.membership / "answer.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A file that appears whole; None without one."""
+    if not listed(path):
+        return None
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:  # the directory was deleted meanwhile
+        return None

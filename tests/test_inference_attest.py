@@ -1,0 +1,110 @@
+"""Real servers on CPU that load a version wrongly: they end before they generate a token of it. And workers that hold slices."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from inference_server import EXACT, START, Run, prompts, sample
+from run_servers import Servers
+
+from rlx.config.load import load_run, to_yaml
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import InferenceError, PolicyState
+from rlx.types import Turn
+from rlx.waiting import UNFIT
+
+pytestmark = pytest.mark.slow
+
+PERTURBED = f"""
+from rlx.inference.server import worker
+pack = worker.pack
+def wrong(model, packed, device):
+    model.model.norm.weight[3] += 1e-3
+    pack(model, packed, device)
+worker.pack = wrong
+{START}
+"""
+STALE_HEAD = f"""
+from rlx.inference.server import worker
+worker.pack = lambda model, packed, device: [layer.quant_method.process_weights_after_loading(layer) for layer in packed]
+{START}
+"""
+SKIPPED = f"""
+from rlx.inference.server import worker
+tensors = worker.tensors
+worker.tensors = lambda folder: tensors(folder.parent / 'step_1') if folder.name == 'step_2' else tensors(folder)
+{START}
+"""
+WRONG_SLICE = f"""
+from rlx.inference.server import worker
+pack, tensors, loaded = worker.pack, worker.tensors, []
+def noted(folder):
+    loaded.append(folder.name)
+    return tensors(folder)
+def wrong(model, packed, device):
+    from vllm.distributed import get_tensor_model_parallel_rank
+    if loaded[-1:] == ['step_2'] and get_tensor_model_parallel_rank() == 1:
+        model.model.layers[2].self_attn.o_proj.weight[0, 0] += 1e-3
+    pack(model, packed, device)
+worker.tensors, worker.pack = noted, wrong
+{START}
+"""
+
+
+def split_over_two(run: Run) -> Run:
+    config = load_run(run.paths.root)
+    config.hardware.tensor_parallel = 2
+    run.paths.config.write_text(to_yaml(config))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        (STALE_HEAD, "the head multiplies with other values than its weight has"),
+        pytest.param(PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", marks=pytest.mark.long),
+        pytest.param(SKIPPED, r"\d\d of \d\d tensors differ", marks=pytest.mark.long),
+    ],
+    ids=["stale tied head", "one tensor", "a version skipped"],
+)
+def test_weights_that_are_not_those_that_were_trained_end_the_server(tmp_path: Path, program: str, complaint: str) -> None:
+    run = Run(tmp_path, tied=True)
+    run.start(program)
+
+    async def conversation(endpoints: list[Endpoint]) -> None:
+        async with Servers(endpoints, request_timeout=20, restart_timeout=1) as servers:
+            await servers.fleet.wait_ready(60)
+            if program == SKIPPED:
+                await servers.update(run.version(1), 1)
+            with pytest.raises(InferenceError, match=rf"failed midway.*{complaint}"):
+                await servers.update(run.version(2), 2)
+
+    asyncio.run(conversation(run.ready()))
+    assert run.process is not None
+    assert run.process.wait(60) == UNFIT
+
+
+@pytest.mark.long
+def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_ends_the_server(tmp_path: Path) -> None:
+    """Of version 1 all slices are right; of version 2 one value of the second worker is wrong."""
+    run = split_over_two(Run(tmp_path, tied=True))
+    run.start(WRONG_SLICE)
+    complaint = r"1 of \d+ tensors differ: model\.layers\.2\.self_attn\.o_proj\.weight"
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[Turn, PolicyState]:
+        async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:
+            await servers.fleet.wait_ready(60)
+            await servers.update(run.version(1), 1)
+            found = await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+            with pytest.raises(InferenceError, match=rf"failed midway.*{complaint}"):
+                await servers.update(run.version(2), 2)
+            return found
+
+    turn, state = asyncio.run(conversation(run.ready()))
+    assert (state.attested, state.not_compared) == (1.0, {})
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT
+    assert run.process is not None
+    assert run.process.wait(60) == UNFIT

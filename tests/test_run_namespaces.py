@@ -1,0 +1,81 @@
+"""Two hosts by hand: `rlx pod` in two network namespaces, which share the file system and one wire, as two machines do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from main_job import read_metrics
+
+from rlx.plan.record import read_plan
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+WIRE = "wire0"  # the name of each host's interface
+
+
+def command(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """For each host the words that begin a command there."""
+    trial = "unshare --net ip link add name wire0 type veth peer name wire1"
+    if os.geteuid() or subprocess.run(["sh", "-c", trial], check=False, capture_output=True).returncode:
+        pytest.skip(f"this machine lets nobody make network namespaces with a wire, as root: {trial}")
+    here = os.readlink("/proc/self/ns/net")
+    holders = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in ADDRESSES]
+    try:
+        for holder in holders:
+            while os.readlink(f"/proc/{holder.pid}/ns/net") == here:
+                time.sleep(0.01)
+        one, two = (str(holder.pid) for holder in holders)
+        command("ip", "link", "add", "name", WIRE, "netns", one, "type", "veth", "peer", "name", WIRE, "netns", two)
+        inside = [["nsenter", "--target", str(holder.pid), "--net"] for holder in holders]
+        for words, address in zip(inside, ADDRESSES, strict=True):
+            command(*words, "ip", "address", "add", f"{address}/24", "dev", WIRE)
+            command(*words, "ip", "link", "set", WIRE, "up")
+            command(*words, "ip", "link", "set", "lo", "up")
+        yield inside
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def test_a_server_on_one_host_gets_weights_from_the_memory_of_a_trainer_on_the_other(
+    hosts: list[list[str]], tmp_path: Path, model_cache: Path
+) -> None:
+    pod = ["-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "2", "--volume", str(tmp_path)]
+    keys = ["hardware=cpu", "hardware.nodes=2", "weight_broadcast.type=gloo", "max_steps=3", "orchestrator.batch_size=32"]
+    at = ",".join(f"{address}:8470" for address in ADDRESSES)
+    started = []
+    for index, inside in enumerate(hosts):
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "RLX_CACHE": str(model_cache)}
+        environment |= {"JOB_COMPLETION_INDEX": str(index), "JOB_UID": "7", "GLOO_SOCKET_IFNAME": WIRE}
+        with (tmp_path / f"host{index}.log").open("wb") as log:
+            words = [*inside, sys.executable, *pod, "--hosts", at, "train", *keys]
+            started.append(subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        told = [tmp_path / "host0.log", *(tmp_path / "mine" / "logs" / "attempt_0" / f"{role}.log" for role in ("inference_0", "trainer"))]
+        code = started[0].wait(800)
+        assert code == 0, "\n".join(file.read_text()[-3000:] for file in told if file.exists())
+        assert started[1].wait(120) == 0
+    finally:
+        for each in started:
+            each.kill()
+    run = tmp_path / "mine"
+    processes = {spec.role: spec.node for spec in read_plan(run / "plan.yaml")}
+    assert processes["inference"] != processes["trainer"], processes
+    log = told[1].read_text()
+    assert len(re.findall(r"version \d: ready .* compared 100\.0 % of the served weights", log)) == 3, log[-3000:]
+    trained = [record for record in read_metrics(run) if record["source"] == "trainer"]
+    assert [record["step"] for record in trained] == [0, 1, 2]
+    assert sum(record["time/send_weights"] for record in trained) > 0
