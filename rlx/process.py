@@ -197,6 +197,23 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def hidden(library: str) -> Iterator[None]:
+    """Within, `library` counts as not installed, unless it is loaded already.
+
+    transformers imports torch wherever it finds it, which takes seconds and 200 MB; a tokenizer needs none of it. transformers remembers
+    what it has found, so use this only in a process that needs nothing else of transformers.
+    """
+    if library in sys.modules:
+        yield
+        return
+    sys.modules[library] = None  # type: ignore[assignment]  # Python's own way of saying that an import fails
+    try:
+        yield
+    finally:
+        del sys.modules[library]
+
+
 def keep_event_loop_free() -> None:
     """Call it when everything that stays is loaded, before an event loop with a thousand rollouts runs.
 

@@ -18,6 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
+from rlx.config.secret import hide_lines
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs import claim
@@ -103,6 +104,13 @@ def test_a_run_with_a_key_for_the_teachers_servers_resumes_in_place(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"another configuration .*\n  teacher.api_key: ") as caught:
         create(without, [], make_plan(without, tmp_path / "run"))
     assert "-key" not in str(caught.value)
+
+
+def test_a_secret_whose_text_is_escaped_is_hidden_with_all_that_follows() -> None:
+    line = r"inference={api_key: 'one\'key', port: 1}"
+    cfg = compose([line], {}).cfg
+    assert cfg.inference.api_key == "one'key"
+    assert hide_lines([line, "seed=1"], cfg) == ["inference={api_key: '<secret>", "seed=1"]
 
 
 def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
         ("inference.max_num_seqs=8", "inference.max_num_seqs is 8, and the run was recorded with 256"),
         ("weight_broadcast.drain_tokens=0", "weight_broadcast.drain_tokens is 0, and the run was recorded with 16"),
         ("eval.rollouts_per_example=3", "eval.rollouts_per_example is 3, and the run was recorded with 1"),
+        ("model.reasoning_parser=qwen3", "model.reasoning_parser is qwen3, and the run was recorded with auto"),
+        ("teacher.batch_size=8", "teacher.batch_size is 8, and the run was recorded with 16"),
         ("max_async_level=3", "max_async_level is 3, and the run was recorded with 1"),
         ("envs.reverse_text.weight=2", "envs.reverse_text.weight is 2.0, and the run was recorded with 1.0"),
         (

@@ -287,6 +287,7 @@ def test_a_secret_names_no_directory_of_a_sweep(capsys: pytest.CaptureFixture[st
     monkeypatch.chdir(tmp_path)
     assert main(["train", "-m", "inference.api_key=one-key,two-key"]) == 2
     assert main(["train", "inference.api_key=one-key,two-key"]) == 2
+    assert main(["train", "-m", "inference={api_key: one-key},{api_key: two-key}"]) == 2
     assert main(["train", "seed=x", "inference.api_key=[one-key]", "inference.api_key = one-key"]) == 2
     assert main(["train", "seed=x", "inference.api_key=[one-key]"]) == 2
     said = capsys.readouterr().err

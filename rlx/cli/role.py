@@ -38,7 +38,11 @@ TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publis
 
 
 def _help_text(role: str, summary: str) -> str:
-    more = "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n" if role == "inference" else ""
+    numbered = {
+        "inference": "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n",
+        "trainer": "  --replica N            number of the rank, below the number of trainer processes (default 0)\n",
+    }
+    more = numbered.get(role, "")
     return f"""\
 rlx {role}: {summary}.
 

@@ -5,6 +5,7 @@ The package is imported inside the functions, because that takes half a second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ OWN = (
     "conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
+HUB_NAME = re.compile(r"[^/]+/[^/]+")
 TEMPLATES = Path(__file__).with_name("chat_templates")
 
 
@@ -78,8 +80,8 @@ def family_of(model: ModelConfig) -> str | None:
     """
     if model.renderer != "auto":
         return None if model.renderer == "default" else model.renderer
-    if model.chat_template is not None:
-        return None
+    if model.chat_template is not None or not HUB_NAME.fullmatch(model.name):
+        return None  # importing the package takes a second
     from renderers.base import MODEL_RENDERER_MAP
 
     return MODEL_RENDERER_MAP.get(model.name)

@@ -60,11 +60,14 @@ def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:
 
 
 def hide_line(line: str, secrets: dict[str, Any]) -> str:
-    """One argument without the values of `secrets`, even if it sets a whole section: `inference={api_key: …}`."""
+    """One argument without the values of `secrets`, even if it sets a whole section: `inference={api_key: …}`.
+
+    Quotes and escapes may make a value unlike its text in the line. Then all that follows the secret's name is hidden.
+    """
     name, equals, value = line.partition("=")
     for key, secret in secrets.items():
-        if name.lstrip("+") == key:  # the whole value is replaced, whatever its quotes and escapes
+        if name.lstrip("+") == key:
             return line if value.startswith("${") else f"{name}{equals}{HIDDEN}"
-        if key.rpartition(".")[2] in line:
-            line = line.replace(str(secret), HIDDEN)
+        if key.startswith(f"{name.lstrip('+')}.") and key.rpartition(".")[2] in value:
+            line = line.replace(str(secret), HIDDEN) if str(secret) in line else conceal(line)
     return line

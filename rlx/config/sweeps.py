@@ -79,7 +79,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]
     fixed = [line_of(o) for o in swept if not o.is_sweep_override()]  # a file may give a key only one value
     swept = [o for o in swept if o.is_sweep_override()]
-    if hidden := [o.key_or_group for o in swept if o.key_or_group in secret_keys(root.schema)]:
+    if hidden := [key for key in sorted(secret_keys(root.schema)) if any(_sets(o, key) for o in swept)]:
         raise ConfigError(
             f"{hidden[0]} is secret, but the directories of a sweep are named after the swept values. Give it only one value."
         )
@@ -103,6 +103,12 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
             )
         seen[element.name] = element
     return Sweep(name, directory, elements, None)
+
+
+def _sets(override: Override, key: str) -> bool:
+    """Whether an override has values for `key`: it names the key, or a section with the key's last name in a value."""
+    section = override.key_or_group
+    return section == key or (key.startswith(f"{section}.") and re.search(rf"\b{key.rpartition('.')[2]}\b", line_of(override)) is not None)
 
 
 def element_name(swept: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 from rlx.paths import listed
-from rlx.process import importing
+from rlx.process import hidden, importing
 
 if TYPE_CHECKING:
     from rlx.paths import RunPaths
@@ -168,4 +169,8 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     )
     source = paths.initial_model.read_text().strip()
     keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
-    return load_chat(tokenizer_of(source, config.model), config.model, keeps_tokens=keeps_tokens, ends=ends_of(source))
+    # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
+    others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())
+    with importing(), nullcontext() if others else hidden("torch"):
+        tokenizer = tokenizer_of(source, config.model)
+    return load_chat(tokenizer, config.model, keeps_tokens=keeps_tokens, ends=ends_of(source))

@@ -24,6 +24,12 @@ WITHOUT_EFFECT = (
     "model.name",  # the replay begins with the model that the run began with
     "model.gguf",
     "model.warm_start",
+    "model.renderer",
+    "model.chat_template",
+    "model.chat_template_kwargs",
+    "model.tool_call_parser",
+    "model.reasoning_parser",
+    "teacher",  # what it answered is in the batches
     "envs",
     "sampling",
     "orchestrator",
@@ -38,6 +44,7 @@ WITHOUT_EFFECT = (
 
 MAY_DIFFER = (
     "inference.api_key",  # secret: it would be shown
+    "teacher.api_key",
     "inference.gpu_memory_utilization",  # a layout sets it, and a replay may have another layout
     "weight_broadcast.keep_last",  # old versions of checkpoints stay on the disk
 )

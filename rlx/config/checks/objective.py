@@ -110,7 +110,7 @@ def corrected_twice(cfg: Config, of: Show, key: str, loss: Node) -> Iterator[str
     if declared(loss).against_engine and loss.get("correction", "none") in ("tis", "seq_tis"):
         yield (
             f"{name} already weighs tokens by their ratio to the engine, so a second weight would count the mismatch twice: "
-            f"{of(f'{key}.correction')}.\nSet loss.correction=none, or `mis` or `seq_mis`, which only drop tokens."
+            f"{of(f'{key}.correction')}.\nSet {key}.correction=none, or `mis` or `seq_mis`, which only drop tokens."
         )
 
 
