@@ -4,6 +4,7 @@
 # make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
 #                                        that the tests install, start and stop
 # make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
+# make test-nightly                      more cases of the same kinds that take minutes each: walk-throughs, learning curves, 20,000 rollouts
 SHELL := /bin/bash
 ARGS ?=
 # The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 pyt
 # Where this is set, every process that a test starts compiles rlx anew, and pytest every test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-fast test-long lint docs
+.PHONY: install train test test-fast test-long test-nightly lint docs
 
 install:
 	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11, 3.12 or 3.13; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -45,11 +46,15 @@ endef
 test: install
 	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
 	$(FAST) || failed=1; \
-	$(call both, and not long)
+	$(call both, and not long and not nightly)
 
 test-long: install
 	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
-	$(call both, and long)
+	$(call both, and long and not nightly)
+
+test-nightly: install
+	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
+	$(call both, and nightly)
 
 test-fast: install
 	$(FAST)

@@ -59,7 +59,7 @@ class MainJob:
                 looked = time.monotonic()
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"no {what} after {timeout} s:\n{self.text()}"
-            time.sleep(0.05)
+            time.sleep(0.1)
         self.processes()
         return found
 

@@ -334,6 +334,17 @@ def test_every_room_is_in_the_package():
     assert rooms == {package for package in listed if package.split(".")[0] == "rlx"} - {"rlx.conf", "rlx.slurm", "rlx.sweeps"}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_every_room_and_role_is_on_the_page_that_shows_the_house(page: str):
+    text = (ROOT / page).read_text()
+    rooms = [path.parent.name for path in (ROOT / "rlx").glob("*/__init__.py")]
+    roles = [path.stem for path in (ROOT / "rlx" / "roles").glob("*.py") if path.stem != "__init__"]
+    missing = [room for room in rooms if f"{room}/" not in text] + [
+        role for role in roles if role.replace("_", " ") not in text.replace("_", " ")
+    ]
+    assert missing == []
+
+
 def test_nothing_is_pickled():
     """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code."""
     assert [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))] == []

@@ -61,7 +61,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start):
     assert job.status()["state"] == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_run_ends_cleanly(start, number):
     job = start("run", *LONG)
     job.until_step(1)
@@ -107,7 +107,7 @@ def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_w
     assert models(tmp_path / "cache") == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_path):
     os.kill(in_warm_start.process.pid, signal.SIGINT)
     assert in_warm_start.wait() == 130

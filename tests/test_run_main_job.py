@@ -125,7 +125,7 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     assert any(len(rollout["completion"]) > 1 for rollout in multi)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_mix_of_sums_and_reversing_improves(start):
     job = start("run", "env=[sums,reverse_text]", "max_steps=40")
     assert job.wait() == 0, job.text()

@@ -146,8 +146,7 @@ TAKES_NOTICE = LEAVES.replace(
 )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("code", [TAKES_NOTICE, LEAVES])
+@pytest.mark.parametrize("code", [pytest.param(TAKES_NOTICE, marks=pytest.mark.long), pytest.param(LEAVES, marks=pytest.mark.nightly)])
 def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
     """As in preemption without a user signal in a partition with a GraceTime: SLURM signals the steps, not the batch script."""
     toys = job(code, code)

@@ -118,7 +118,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
     """How many processes have trained all cases, too."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]

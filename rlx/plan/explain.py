@@ -11,6 +11,7 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.kv_cache import kv_cache_bytes
+from rlx.config.objectives import losses_of
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
@@ -222,10 +223,13 @@ def _evaluations(cfg: EvaluatedRun) -> str:
 
 
 def _rounding(cfg: Config) -> str:
-    """The effect of 16-bit arithmetic on importance ratios."""
-    text = f"in {cfg.model.dtype} trainer and engine differ by about 0.04 nats per token before any training (docs/objectives.md)"
-    against = "the trainer itself" if cfg.loss.get("proximal") == "recompute" else "the engine"
-    return f"{text}; ratios are relative to {against}: loss.proximal={cfg.loss.get('proximal', 'inference')}"
+    """The effect of 16-bit arithmetic on importance ratios, for each objective in use."""
+    measured = "SmolLM2-135M on a CPU: 0.04 nats per token; docs/objectives.md"
+    text = f"in {cfg.model.dtype} trainer and engine differ before any training ({measured})"
+    against = {True: "the trainer itself", False: "the engine"}
+    ways = {key: node.get("proximal", "inference") for key, node in losses_of(cfg).items()}
+    parts = [f"relative to {against[way == 'recompute']}: {key}.proximal={way}" for key, way in ways.items()]
+    return f"{text}; ratios are {', '.join(parts)}"
 
 
 def _new_tokens(cfg: Config) -> str:
