@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import HERMES, OPENING, PLAIN, small_tokenizer
+from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, small_tokenizer
 from policy_stand_in import tiny_chat
 
-from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
 from rlx.policy.taught import TaughtEpisode, TaughtPolicy
 from rlx.rollout.samples import samples_of
@@ -56,6 +58,40 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
     assert episode.keep(["r2"]) == (two,)
 
 
+def learned(template: str, reply: Reply, eos: str = "<|im_end|>") -> str:
+    """What the policy learns of one answer, as text."""
+    chat = Chat(small_tokenizer(template, eos))
+    episode = episode_of(chat, reply)
+    asyncio.run(episode.respond([USER]))
+    return chat.text(episode.turns[0].completion_ids.tolist())
+
+
+def test_a_template_that_closes_the_conversation_gives_one_end_mark_and_a_cut_answer_none():
+    assert learned(CLOSING, Reply("yes"), eos="<|eot_id|>") == "yes<|im_end|>"
+    assert learned(CLOSING, Reply("yes", truncated=True), eos="<|eot_id|>") == "yes"
+
+
+def test_an_answer_that_is_cut_in_its_reasoning_does_not_teach_the_end_of_the_reasoning():
+    thinking = Reply("", reasoning="two and", truncated=True)
+    assert learned(RETAINING, thinking) == "<think>\ntwo and"
+    assert learned(RETAINING, replace(thinking, content="fi")) == "<think>\ntwo and\n</think>\n\nfi"
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "said"),
+    [
+        (HERMES, Reply("yes<|im_end|>no"), "contains '<|im_end|>', which ends a turn"),
+        (HERMES, Reply("five", reasoning="two and three"), "does not show the `reasoning_content`"),
+        (LLAMA, Reply("I add", calls=(Call("c", "add", "{}"),)), "does not show the `content` of an answer beside a tool call"),
+        (HERMES, Reply("", calls=(Call("c", "add", "{}"),), truncated=True), "a length limit cut an answer with a tool call"),
+        (HERMES, Reply(""), "says nothing"),
+    ],
+)
+def test_an_answer_that_the_policys_template_shows_otherwise_is_refused(template: str, reply: Reply, said: str):
+    with pytest.raises(PolicyError, match=re.escape(said)):
+        learned(template, reply, eos="<|eot_id|>" if template == LLAMA else "<|im_end|>")
+
+
 def test_a_request_beside_the_trajectory_is_not_learned():
     episode = episode_of(tiny_chat(), Reply("a verdict"))
     asyncio.run(episode.respond([USER], trained=False))
@@ -67,7 +103,7 @@ def test_what_cannot_be_tokenized_as_the_policys_is_refused():
         asyncio.run(episode_of(tiny_chat(), Reply("x" * 60), context=30).respond([USER]))
     with pytest.raises(PolicyError, match="raw text"):
         asyncio.run(episode_of(tiny_chat(), Reply("x")).respond([{"role": "text", "content": "abc"}]))
-    with pytest.raises(PolicyError, match="does not write an answer behind its prompt"):
+    with pytest.raises(PolicyError, match="does not show an answer as the continuation of its prompt"):
         asyncio.run(episode_of(Chat(small_tokenizer(OPENING)), Reply("x")).respond([USER]))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
             for other in others:
                 _train_content(found[-1], messages[:index], other, tools, chat.render, prompt)
         if "assistant" in roles:
-            found[-1].extend(_answer(prompt, messages[: index + 1], tools, chat), True)
+            found[-1].extend(answer_after(prompt, messages[: index + 1], tools, chat), True)
         done = index + 1
     if rest := [i for i in trained if i >= done]:  # behind the last answer
         whole = _shown(chat.transcript, messages[: trained[-1] + 1], tools)
@@ -124,8 +125,11 @@ def _continue(found: list[Marked], ids: list[int]) -> None:
     found[-1].extend(ids[len(found[-1]) :], False)
 
 
-def _answer(prompt: list[int], messages: list[Message], tools: Any, chat: Format) -> list[int]:
-    """The ids that the policy would have sampled after `prompt` to say the last of `messages`, with the token that ends the turn."""
+def answer_after(prompt: list[int], messages: list[Message], tools: Any, chat: Format, *, cut: bool = False) -> list[int]:
+    """The ids that the policy would have sampled after `prompt` to say the last of `messages`, with the token that ends the turn.
+
+    `cut`: a length limit cut the message, so the ids end with the text that was said. Raises RowError, as `mark` does.
+    """
     whole = _shown(chat.transcript, messages, tools)
     rest = whole[len(prompt) :] if whole[: len(prompt)] == prompt else _spelled_after(prompt, whole, chat)
     stops = frozenset(chat.stop_token_ids)
@@ -137,7 +141,19 @@ def _answer(prompt: list[int], messages: list[Message], tools: Any, chat: Format
         raise RowError(f"an answer contains {chat.text([rest[ends[0]]])!r}, which ends a turn; remove it from the text")
     answer = rest[: ends[0] + 1]
     _check_complete(messages[-1], chat.text(answer), chat)
-    return answer
+    return _until_cut(answer, messages[-1], chat) if cut else answer
+
+
+def _until_cut(answer: list[int], message: Message, chat: Format) -> list[int]:
+    """`answer` without what the template writes behind the last text of a cut message: the end of its reasoning, line feeds, the end mark."""
+    if message.get("tool_calls"):
+        raise RowError("a length limit cut an answer with a tool call, and the chat template would complete the call")
+    shown, said = chat.text(answer), (message["content"].strip() or (message.get("reasoning_content") or "").strip())
+    behind = shown.rfind(said)
+    if behind < 0:
+        raise RowError(f"the tokens of an answer that a length limit cut cannot be told from the chat template's own: {said[:60]!r}")
+    behind += len(said)
+    return answer[: bisect_right(range(len(answer) + 1), behind, key=lambda count: len(chat.text(answer[:count]))) - 1]
 
 
 def _spelled_after(prompt: list[int], whole: list[int], chat: Format) -> list[int]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rlx.data.conversations import RowError
+from rlx.data.masks import answer_after
 from rlx.policy.asked import raw_text
 from rlx.policy.base import KnownTurns, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
@@ -58,22 +60,15 @@ class TaughtEpisode(KnownTurns):
         return replace(reply, turn=turn)
 
     def _turn(self, messages: list[Message], reply: Reply, tools: list[dict] | None) -> Turn:
-        """The answer in the policy's tokens, up to and with its end mark; without one if a length limit cut the answer."""
+        """The answer in the policy's tokens, marked as a row of `rlx sft` is; without an end mark if a length limit cut the answer."""
         chat = self.policy.chat
         if raw_text(messages) is not None:
             raise PolicyError("a teacher plays conversations only, not raw text prompts")
         prompt = chat.render(messages, tools)
-        whole = chat.transcript([*messages, reply.message], tools)
-        if whole[: len(prompt)] != prompt:
-            raise PolicyError(
-                "the policy's chat format does not write an answer behind its prompt (a reasoning template that opens or strips thoughts), "
-                "so the teacher's answer cannot be tokenized as the policy's"
-            )
-        answer = whole[len(prompt) :]
-        ends = [place for place, token in enumerate(answer) if token in set(chat.stop_token_ids)]
-        if not ends:
-            raise PolicyError("the policy's chat format puts no end mark behind an answer")
-        answer = answer[: ends[-1] + (not reply.truncated)]
+        try:
+            answer = answer_after(prompt, [*messages, reply.message], tools, chat, cut=reply.truncated)
+        except RowError as error:
+            raise PolicyError(f"the policy cannot learn the teacher's answer: {error}") from error
         if not answer or len(prompt) + len(answer) > self.policy.context_length:
             raise PromptTooLong(
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
