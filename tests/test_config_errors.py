@@ -131,6 +131,10 @@ CASES = {
     "player_that_is_not_there": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1"),
     "player_without_a_name": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1 teacher.base_url=[http://host:8000]"),
     "teacher_is_the_policy": Case("loss=opd teacher.base_url=[http://host:8000/v1] inference.base_url=[http://host:8000]"),
+    "teacher_is_the_policy_by_another_name": Case(
+        "loss=opd teacher.base_url=['http://[::1]:8000'] inference.base_url=[http://localhost:8000/v1]"
+    ),
+    "teacher_is_the_initial_policy": Case("loss=opd model=qwen3_0_6b ref.name=Qwen/Qwen3-0.6B"),
     "teacher_for_nobody": Case("teacher.base_url=[http://host:8000]"),
     "teacher_without_address": Case("loss=opd teacher.base_url=[host:8000]"),
     "teacher_at_another_temperature": Case("loss=opd teacher.base_url=[http://host:8000] sampling.temperature=0.7"),

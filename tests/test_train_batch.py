@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chat_templates import PLAIN, small_tokenizer
 from objective_worker import EVERYTHING
 from test_train_step import LOSSES
+from tokenizers import Tokenizer
 from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
+from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import KlTerms
 from rlx.data.packing import pack
@@ -17,7 +22,7 @@ from rlx.losses.aipo import opd
 from rlx.losses.grpo import grpo
 from rlx.losses.rloo import rloo
 from rlx.models.policy import PolicyModel
-from rlx.train.reference import Reference
+from rlx.train.reference import Reference, check_tokenizers
 from rlx.types import RankBatch
 
 
@@ -151,6 +156,28 @@ def test_the_reference_takes_up_the_policy_when_it_is_time():
     assert reference.after_step(2, policy)
     for own, before, new in zip(frozen.parameters(), old, policy.parameters(), strict=True):
         torch.testing.assert_close(own, 0.75 * before + 0.25 * new)
+
+
+def test_a_teacher_whose_ids_are_other_tokens_is_refused_although_it_has_enough(tmp_path: Path):
+    own = small_tokenizer(PLAIN)
+    words = json.loads(own.backend_tokenizer.to_str())
+    same, other = copy.deepcopy(words), copy.deepcopy(words)
+    vocab = other["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    same["added_tokens"].append({**same["added_tokens"][0], "id": len(own), "content": "<|more|>"})
+    own.save_pretrained(tmp_path / "policy")
+    for name, made in (("same", same), ("other", other)):
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(made))).save_pretrained(tmp_path / name)
+    check_tokenizers(str(tmp_path / "policy"), str(tmp_path / "same"))
+    a, b = own.convert_tokens_to_ids(["a", "b"])
+    said = rf"\S+other has another tokenizer than the policy \S+policy, .* 2 of {len(own)} tokens differ, and 'a' is {a} here and {b} there"
+    with pytest.raises(ValueError, match=said):
+        check_tokenizers(str(tmp_path / "policy"), str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=rf"1 of .* tokens differ, and '<\|more\|>' is {len(own)} here and no token there"):
+        check_tokenizers(str(tmp_path / "same"), str(tmp_path / "policy"))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="cannot be compared"):
+        check_tokenizers(str(tmp_path / "policy"), str(tmp_path / "none"))
 
 
 def test_a_teacher_of_a_smaller_vocabulary_is_refused():

@@ -145,7 +145,7 @@ def answer_after(prompt: list[int], messages: list[Message], tools: Any, chat: F
 
 
 def _until_cut(answer: list[int], message: Message, chat: Format) -> list[int]:
-    """`answer` without what the template writes behind the last text of a cut message: the end of its reasoning, line feeds, the end mark."""
+    """`answer` without what the template writes behind the last text of a cut message: the end of a reasoning, line feeds, the end mark."""
     if message.get("tool_calls"):
         raise RowError("a length limit cut an answer with a tool call, and the chat template would complete the call")
     shown, said = chat.text(answer), (message["content"].strip() or (message.get("reasoning_content") or "").strip())

@@ -16,7 +16,7 @@ from rlx.models.load import check_division, load_policy
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
-from rlx.train.reference import Reference
+from rlx.train.reference import Reference, check_tokenizers
 from rlx.train.step import PolicyTrainer
 
 log = logging.getLogger("rlx.trainer")
@@ -33,6 +33,8 @@ def build(
     lora = cfg.lora if cfg.lora.on else None
     if cfg.uses_reference and cfg.ref.name is not None:  # before the policy is loaded, which may take minutes
         check_division("ref.name", cfg.ref.name, mesh, trust_remote_code=cfg.model.trust_remote_code)
+        if mesh.first:  # its error ends the run
+            check_tokenizers(source, cfg.ref.name, trust_remote_code=cfg.model.trust_remote_code)
     model = policy_of(cfg, source, mesh, working, resumes=resumes)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:

@@ -54,6 +54,31 @@ class Reference:
         return True
 
 
+def check_tokenizers(policy: str, reference: str, *, trust_remote_code: bool = False) -> None:
+    """Raise ValueError unless every token of the policy has the same id in the reference, so that both give it a probability.
+
+    `policy`, `reference`: folders or hub names. A reference may have more tokens, and may split texts in another way: it only scores ids.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        own, there = (AutoTokenizer.from_pretrained(n, trust_remote_code=trust_remote_code).get_vocab() for n in (policy, reference))
+    except Exception as error:  # a file that is missing, or the code that came with a tokenizer
+        raise ValueError(
+            f"the tokenizers of the policy {policy} and of ref.name={reference} cannot be compared, so their probabilities may be of "
+            f"different tokens: {type(error).__name__}: {error}"
+        ) from error
+    if differing := [token for token, number in own.items() if there.get(token) != number]:
+        first = min(differing, key=own.__getitem__)
+        is_there = f"{there[first]} there" if first in there else "no token there"
+        raise ValueError(
+            f"the reference model ref.name={reference} has another tokenizer than the policy {policy}, so a KL would compare the "
+            f"probabilities of different tokens: {len(differing)} of {len(own)} tokens differ, and {first!r} is {own[first]} here and "
+            f"{is_there}. Set ref.name to a model with the policy's vocabulary; a teacher with another one can play "
+            "(envs.NAME.played_by=teacher)"
+        )
+
+
 def _local(parameter: Tensor) -> Tensor:
     """This rank's shard. Both models are sharded alike."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

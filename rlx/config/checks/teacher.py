@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlx.config.objectives import kl_of, loss_of
+from rlx.config.objectives import kl_of, loss_of, trained_by
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
 
@@ -79,6 +80,25 @@ def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
+@rule("ref.name", "model", "loss", "envs")
+def teacher_is_another_model(cfg: Config, of: Show) -> Iterator[str]:
+    losses = [loss for loss, _ in trained_by(cfg)]
+    loads_it = cfg.model.warm_start is None and cfg.model.gguf is None  # else the name is a label
+    if cfg.ref.name is None or not loads_it or _model(cfg.ref.name) != _model(cfg.model.name):
+        return
+    if all(declared(loss).needs_teacher and not declared(loss).demonstrated and not loss.get("ce_coef") for loss in losses):
+        yield (
+            f"the teacher would be the initial policy itself, so there is nothing to learn from it: {of('ref.name')}, {of('model.name')}, "
+            f"and every objective distils.\nSet ref.name to another model with the policy's vocabulary."
+        )
+
+
+def _model(name: str) -> str:
+    """A model's name, or the absolute path of its folder."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_dir() else name
+
+
 @rule("teacher", "loss", "envs", "inference.max_model_len", "seq_len")
 def demonstrations(cfg: Config, of: Show) -> Iterator[str]:
     envs, column = shown(cfg), cfg.teacher.demonstration
@@ -122,4 +142,11 @@ def teachers_temperature(cfg: Config, of: Show) -> Iterator[str]:
 
 
 def _origin(url: str) -> str:
-    return urlsplit(url).netloc or url
+    """What two addresses of one server have in common: host and port, with one name for this machine."""
+    parts = urlsplit(url)
+    try:
+        host, port = (parts.hostname or "").rstrip("."), parts.port
+    except ValueError:  # no port; `teacher_addresses` and the servers' own rule report it
+        return url
+    own = host == "localhost" or host.endswith(".localhost") or host.startswith("127.") or host in ("::1", "0.0.0.0", "::")
+    return f"{'localhost' if own else host}:{port or {'https': 443}.get(parts.scheme, 80)}" if host else url
