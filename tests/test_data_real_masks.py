@@ -1,0 +1,115 @@
+"""Loss masks of known chat templates and renderers: what is trained is what each answer says, behind the prompt that the template writes.
+
+The TRL package ships the templates. The prompts come from `apply_chat_template` itself, and the answers are written here by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import pytest
+from chat_templates import MARKS, real_templates, small_tokenizer
+from test_data_masks import random_conversation
+from test_policy_chat import model_config
+
+from rlx.data.conversations import Conversation
+from rlx.data.masks import Marked, mark
+from rlx.policy.chat import Chat, load_chat
+
+Says = Callable[[dict[str, Any]], str]
+
+
+def arguments_of(message: dict[str, Any]) -> list[str]:
+    return [json.dumps(json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
+
+
+def chatml(message: dict[str, Any]) -> str:
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {given}}}\n</tool_call>' for given in arguments_of(message)]
+    return "\n".join([message["content"], *calls] if message["content"] else calls) + "<|im_end|>"
+
+
+def qwen3(message: dict[str, Any]) -> str:
+    return f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n{chatml(message)}"
+
+
+def llama3(message: dict[str, Any]) -> str:
+    called = [f'{{"name": "add", "parameters": {given}}}' for given in arguments_of(message)]
+    return (called[0] if called else message["content"].strip()) + "<|eot_id|>"
+
+
+LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
+FAMILIES: dict[str, tuple[Says, str, tuple[str, ...], bool, bool]] = {  # -> answers, end of sequence, special tokens, tools, reasoning
+    "qwen2_5": (chatml, "<|im_end|>", (), True, False),
+    "qwen3": (qwen3, "<|im_end|>", (), True, True),
+    "qwen3_training": (qwen3, "<|im_end|>", (), True, True),
+    "llama3_1": (llama3, "<|eot_id|>", LLAMA, True, False),
+    "llama3_2": (llama3, "<|eot_id|>", LLAMA, True, False),
+    "gemma3": (
+        lambda message: message["content"].strip() + "<end_of_turn>",
+        "<eos>",
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        False,
+        False,
+    ),
+    "phi3": (lambda message: message["content"] + "<|end|>", "<|endoftext|>", ("<|endoftext|>", "<|end|>", "<|user|>"), False, False),
+}
+
+
+def tokenizer_of(name: str, eos: str, special: tuple[str, ...]) -> Any:
+    if (template := real_templates().get(name)) is None:
+        pytest.skip("the TRL package is not here")
+    tokenizer = small_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, *special], "eos_token": eos})
+    if special:
+        tokenizer.bos_token = special[0]
+    return tokenizer
+
+
+def check_marks(parts: list[Marked], messages: list[dict], tools: list | None, first: int, says: Says, tokenizer: Any) -> None:
+    """Every answer from `first` on is trained once, in order, behind the template's own prompt for it, and nothing else is."""
+    answers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    decoded = [
+        {**m, "tool_calls": [{"function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in m["tool_calls"]]}
+        if "tool_calls" in m
+        else m
+        for m in messages
+    ]
+    for part in parts:
+        at = 0
+        for spoken, run in groupby(part.trained):
+            end = at + len(list(run))
+            if spoken:
+                index = answers.pop(0)
+                asked = tokenizer.apply_chat_template(decoded[:index], tools=tools, add_generation_prompt=True, tokenize=False)
+                assert tokenizer.decode(part.token_ids[:at]) == asked
+                assert tokenizer.decode(part.token_ids[at:end]) == says(messages[index])
+            at = end
+    assert answers == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_known_templates_train_each_answer_behind_their_own_prompt(name: str) -> None:
+    says, eos, special, tools, thinks = FAMILIES[name]
+    tokenizer = tokenizer_of(name, eos, special)
+    chat, several = Chat(tokenizer), 0
+    for seed in range(12):
+        messages, offered, first = random_conversation(random.Random(seed), tools, thinks)
+        parts = mark(Conversation(messages=messages, first=first, tools=offered), chat)
+        check_marks(parts, messages, offered, first, says, tokenizer)
+        several += len(parts) > 1
+    assert (several > 0) == (name == "qwen3"), "only a template that drops reasoning gives several samples"
+
+
+@pytest.mark.parametrize(("name", "renderer"), [("qwen3", "qwen3"), ("llama3_1", "llama-3")])
+def test_known_renderers_train_what_their_templates_train(name: str, renderer: str) -> None:
+    says, eos, special, tools, thinks = FAMILIES[name]
+    tokenizer = tokenizer_of(name, eos, special or ("<|endoftext|>", "<tool_response>", "</tool_response>"))
+    chat = load_chat(tokenizer, model_config(renderer=renderer))
+    for seed in range(12):
+        messages, offered, first = random_conversation(random.Random(seed), tools, thinks)
+        parts = mark(Conversation(messages=messages, first=first, tools=offered), chat)
+        check_marks(parts, messages, offered, first, says, tokenizer)
