@@ -16,7 +16,7 @@ from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.memory import TrainerMemory, engine_memory, trained_parameters, trainer_memory
+from rlx.plan.memory import TrainerMemory, adapter_parameters, engine_memory, trained_parameters, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
@@ -142,11 +142,17 @@ def _batch(cfg: Config) -> list[str]:
             ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {_group_sizes(cfg)}"],
             ["new tokens", _new_tokens(cfg)],
             ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
-            [
-                "micro-batches",
-                f"at most {rows:,} per {_unit(cfg)} and optimizer step, each one row of {row:,} tokens, on {_ranks(cfg)}",
-            ],
-            ["", f"rows of {row:,} tokens: {why(cfg)}"],
+            *(
+                [["micro-batches", f"rows of the shared trainer {cfg.trainer.shared}, together with those of its other runs"]]
+                if cfg.trained_elsewhere
+                else [
+                    [
+                        "micro-batches",
+                        f"at most {rows:,} per {_unit(cfg)} and optimizer step, each one row of {row:,} tokens, on {_ranks(cfg)}",
+                    ],
+                    ["", f"rows of {row:,} tokens: {why(cfg)}"],
+                ]
+            ),
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
             *([["time on CPU", _time_on_cpu(cfg, trained)]] if cfg.hardware.device == "cpu" else []),
@@ -198,16 +204,18 @@ def _ranks(cfg: TrainingRoot) -> str:
 def _time_on_cpu(cfg: Config, trained: int) -> str:
     """What a step of full length costs, from the operations of the matrix products."""
     weights, threads = cfg.model.num_parameters, cfg.hardware.cpu_threads
-    adapters = trained_parameters(cfg) if cfg.lora.on else 0.0
+    adapters = adapter_parameters(cfg)
     forward, backward = 2 * (weights + adapters), 2 * weights + 4 * adapters if adapters else 4 * weights
     recomputes = any(node.get("proximal") == "recompute" for node in cfg.objectives.values())
     before = (cfg.num_updates > 1 and recomputes) + cfg.uses_reference  # forwards before the first optimizer step
     operations = before * forward + cfg.trainer.num_iterations * (forward + backward)
-    text = f"{_duration(operations * trained / (TRAINING * cfg.trainer_ranks * threads))} to train"
+    parts = []
+    if not cfg.trained_elsewhere:
+        parts.append(f"{_duration(operations * trained / (TRAINING * cfg.trainer_ranks * threads))} to train")
     if cfg.plays:  # otherwise nothing is sampled
         sampled = cfg.orchestrator.batch_size * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
-        text += f" and {_duration(2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas))} to sample"
-    return f"at most about {text}, with {threads} thread{'s' * (threads > 1)} a role and every sequence at full length"
+        parts.append(f"{_duration(2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas))} to sample")
+    return f"at most about {' and '.join(parts)}, with {threads} thread{'s' * (threads > 1)} a role and every sequence at full length"
 
 
 def _duration(seconds: float) -> str:
@@ -262,7 +270,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     ranks, row = cfg.trainer_ranks // cfg.trainer.dp_replicate, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
     if cfg.lora.on:
-        numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}"
+        runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.hosts else ""
+        numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}{runs}"
     where = "in host memory, " if memory.on_host else ""
     again = cfg.trainer.reshard_after_forward  # gathered again for backward
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
@@ -288,13 +297,16 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
 
 
 def _memory(cfg: TrainingRoot) -> list[str]:
+    if cfg.trained_elsewhere:
+        return [f"trainer: elsewhere ({cfg.trainer.shared}); a dry run of its own command shows its memory"]
     trainer = trainer_memory(cfg)
     kind = "process" if cfg.hardware.device == "cpu" else "GPU"
     return [
         f"trainer, each {kind}: {size(trainer.device)}",
         *(f"  {line}" for line in _of_trainer(cfg, trainer)),
         *([f"  each also: {size(trainer.loading)} of host memory while it reads its shards of the model"] if trainer.loading else []),
-        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights that is written beside the next step",
+        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights{' of each run' if cfg.hosts else ''} "
+        "that is written beside the next step",
     ]
 
 
@@ -329,8 +341,25 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
 Sections = list[tuple[str, list[str]]]
 
 
+def _runs(cfg: TrainingRoot) -> list[str]:
+    """What a shared trainer does; batches, steps and policy versions are those of its runs."""
+    row, idle = cfg.micro_batch_tokens, cfg.trainer.idle_timeout
+    return table(
+        ["quantity", "value"],
+        [
+            ["runs", f"at most {cfg.trainer.max_concurrent_runs} at a time, each with an adapter of rank {cfg.lora.rank}"],
+            ["rows", f"{row:,} tokens, {why(cfg)}; the longest sample of a run must fit, so its seq_len is at most that"],
+            ["ranks", _ranks(cfg)],
+            ["a step", "the runs whose batch is complete; prompts, rollouts, staleness and steps are each run's own"],
+            ["ends", "when it is stopped" if idle is None else f"after {idle:g} s without a run, or when it is stopped"],
+        ],
+    )[1:]
+
+
 def _of_training(cfg: Config | SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
-    servers = of_servers(cfg, plan, trainer_memory(cfg).device) if cfg.plays else []
+    if cfg.hosts:
+        return [("the runs it trains", _runs(cfg)), ("memory (estimates)", _memory(cfg))]
+    servers = of_servers(cfg, plan, 0.0 if cfg.trained_elsewhere else trainer_memory(cfg).device) if cfg.plays else []
     batch = _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
     return [("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
 

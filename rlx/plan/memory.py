@@ -45,7 +45,7 @@ class TrainerMemory:
     update: float  # the optimizer step's temporary: one number per parameter of its shard
 
     loading: float  # in host memory, while a process reads its shards to its GPU
-    published: float  # in host memory of rank 0 alone: the copy of the whole weights that is written beside the next step
+    published: float  # in host memory of rank 0 alone: the copy of the whole weights (of each run) that is written beside the next step
 
     @property
     def states(self) -> float:
@@ -80,17 +80,22 @@ class EngineMemory:
     kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
 
 
-def trained_parameters(cfg: TrainingRoot) -> float:
-    """Parameters that are trained: the model's, or those of adapters beside all linear layers of a dense model (a sum's upper bound)."""
+def adapter_parameters(cfg: TrainingRoot) -> float:
+    """Parameters of one adapter beside all linear layers of a dense model, an upper bound; 0 without `lora.rank`."""
     model = cfg.model
     if not cfg.lora.rank:
-        return model.num_parameters
+        return 0.0
     width, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
     queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
     layer = (model.num_parameters - model.vocab_size * width) / model.num_layers
     inner = max(0.0, layer - 2 * width * (queries + keys)) / (3 * width)  # of a gated feed-forward layer
     sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + inner)
     return cfg.lora.rank * sides * model.num_layers
+
+
+def trained_parameters(cfg: TrainingRoot) -> float:
+    """Parameters that are trained: the model's, or those of the adapters; a shared trainer has one for each run that it may train."""
+    return adapter_parameters(cfg) * (cfg.trainer.max_concurrent_runs or 1) if cfg.lora.on else cfg.model.num_parameters
 
 
 def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
