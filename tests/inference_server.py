@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -20,13 +21,17 @@ from run_servers import Servers
 from safetensors.torch import load_file
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from rlx.config.load import to_yaml
+from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
+from rlx.models.policy import PolicyModel
 from rlx.models.tiny import VOCABULARY, build_tokenizer
+from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
+from rlx.weights.memory import Offers
 from rlx.weights.saving import facts
+from rlx.weights.subscribe import Subscriber
 
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
@@ -169,6 +174,41 @@ class Run:
             found = torch.cat(scores)[len(turn.prompt_ids) - 1 :].gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
             worst = max(worst, float(np.abs(found - turn.logprobs).max()))
         return worst
+
+
+def from_memory(run: Run) -> Run:
+    """Have the run's server take weights from a trainer's memory, too."""
+    config = load_run(run.paths.root)
+    config.weight_broadcast.type = "gloo"
+    run.paths.config.write_text(to_yaml(config))
+    run.paths.endpoints.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+class MemoryTrainer:
+    """The trainer's end of transfers from memory (`from_memory`). It sends the weights of `run.version`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 30.0)
+
+    def model(self, version: int) -> PolicyModel:
+        self.run.version(version)
+        return PolicyModel(copy.deepcopy(self.run.models[version]))  # it changes how the model computes
+
+    def offer(self, version: int) -> None:
+        self.offers.source.model = self.model(version)
+        self.offers.offer(version)
+
+    async def update(self, client: Servers) -> None:
+        found = Subscriber(self.run.paths).latest()
+        assert found is not None
+        telling = asyncio.create_task(client.fleet.update(found, 30.0))
+        while not telling.done():
+            await asyncio.to_thread(self.offers.send)
+            await asyncio.sleep(0.002)
+        await telling
+        client.sampler.version = found.version
 
 
 def prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:

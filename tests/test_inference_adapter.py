@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,24 @@ import torch
 from inference_server import EXACT, START, Run, prompts, running, sample, under_load
 from run_servers import Servers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from vllm.lora.layers import RowParallelLinearWithLoRA
 
 from rlx.config.schema import LoraConfig
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import PolicyState
+from rlx.inference.server import adapter
 from rlx.inference.server.arguments import adapter_arguments
 from rlx.inference.server.policy_files import check_adapter, linear_layers, tensor_shapes
 from rlx.models.load import load_policy
 from rlx.models.lora import adapted
 from rlx.parallel.mesh import one_process
+from rlx.paths import COMPLETE
 from rlx.types import Turn
 from rlx.waiting import UNFIT
 from rlx.weights.files import identity
 from rlx.weights.publish import Publisher
+from rlx.weights.saving import facts
 
 LORA = LoraConfig(rank=3, alpha=6.0, rslora=True)
 ALONE = one_process("cpu")
@@ -175,3 +181,70 @@ def test_the_plain_product_is_that_of_vllms_own_operation(dtype: torch.dtype) ->
     _add_adapter(wrapper, ours, x, a, b, 1.0, slices)
     assert not torch.allclose(ours, base)
     torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=1e-5 if dtype == torch.float32 else 0.2)
+
+
+class Slots:
+    """A layer of a tensor-parallel worker: its slots for `number` matrices A and B of adapters, with room for rank 4."""
+
+    def __init__(self, inputs: int, outputs: Sequence[int], places: Sequence[int]) -> None:
+        self.lora_a_stacked = [torch.zeros(1, 1, 4, inputs) for _ in outputs]
+        self.lora_b_stacked = [torch.zeros(1, 1, size, 4) for size in outputs]
+        self.output_ids = tuple(places)
+
+
+class Manager:
+    """Stands in for vLLM's managers, and loads an adapter as each worker of a tensor-parallel engine does: only its slices."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        kv = rank // 2  # as many key heads as half the workers: two workers share one
+        self.modules = {
+            "attn.qkv_proj": Slots(6, (8 // ranks, 4, 4), (rank, kv, kv)),
+            "attn.o_proj": Slots(8 // ranks, (6,), ()),
+        }
+        row = object.__new__(RowParallelLinearWithLoRA)
+        vars(row).update(vars(self.modules["attn.o_proj"]), tp_rank=rank)
+        del vars(row)["output_ids"]
+        self.modules["attn.o_proj"] = row  # type: ignore[assignment]
+        self.packed_modules = {"attn.qkv_proj": [f"attn.{part}_proj" for part in "qkv"]}
+        self.lora_index_to_id = [1]
+        self._adapter_manager = self
+        self.rank, self.ranks, self.kv = rank, ranks, kv
+
+    def add_adapter(self, request: Any) -> None:
+        found = load_file(Path(request.lora_path) / "adapter_model.safetensors")
+        for number, part in enumerate("qkv"):
+            a, b = (found[f"base_model.model.attn.{part}_proj.lora_{half}.weight"] for half in "AB")
+            slot = self.modules["attn.qkv_proj"]
+            slot.lora_a_stacked[number][0, 0, :3] = a
+            slot.lora_b_stacked[number][0, 0, :, :3] = b.chunk(self.ranks)[self.rank] if part == "q" else b.chunk(self.ranks // 2)[self.kv]
+        a, b = (found[f"base_model.model.attn.o_proj.lora_{half}.weight"] for half in "AB")
+        self.modules["attn.o_proj"].lora_a_stacked[0][0, 0, :3] = a.chunk(self.ranks, 1)[self.rank]
+        self.modules["attn.o_proj"].lora_b_stacked[0][0, 0, :, :3] = b
+
+
+def test_the_slices_of_an_adapter_that_tensor_parallel_workers_have_are_compared(tmp_path: Path) -> None:
+    sizes = {"q": (8, 6), "k": (8, 6), "v": (8, 6), "o": (6, 8)}
+    tensors = {}
+    for part, (rows, columns) in sizes.items():
+        tensors[f"base_model.model.attn.{part}_proj.lora_A.weight"] = torch.randn(3, columns)
+        tensors[f"base_model.model.attn.{part}_proj.lora_B.weight"] = torch.randn(rows, 3)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "bias": "none"}
+        )
+    )
+    (tmp_path / COMPLETE).write_text(json.dumps({"tensors": {name: facts(tensor) for name, tensor in tensors.items()}}))
+    for rank in range(4):
+        manager = Manager(rank, 4)
+        assert adapter.replace(manager, tmp_path) == (1.0, {}, {})
+    load = manager.add_adapter
+
+    def wrongly(request: Any) -> None:
+        load(request)
+        manager.modules["attn.qkv_proj"].lora_b_stacked[0][0, 0] = tensors["base_model.model.attn.q_proj.lora_B.weight"].new_zeros(2, 4)
+        manager.modules["attn.qkv_proj"].lora_b_stacked[0][0, 0, :, :3] = tensors["base_model.model.attn.q_proj.lora_B.weight"][:2]
+
+    manager.add_adapter = wrongly  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"1 tensors differ: base_model\.model\.attn\.q_proj\.lora_B\.weight$"):
+        adapter.replace(manager, tmp_path)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from inference_server import EXACT, Run, prompts, running, under_load
+from inference_server import EXACT, MemoryTrainer, Run, from_memory, prompts, running, under_load
 from run_servers import Servers
 
-from rlx.config.load import load_run, to_yaml
 from rlx.inference.protocol import InferenceError, WeightsGone
-from rlx.models.policy import PolicyModel
-from rlx.parallel.mesh import one_process
 from rlx.parallel.transfer import Announced, Group
 from rlx.types import Turn
 from rlx.waiting import UNFIT
-from rlx.weights.memory import Offers
 from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
@@ -27,45 +21,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("run"), tied=True)
-    config = load_run(run.paths.root)
-    config.weight_broadcast.type = "gloo"
-    run.paths.config.write_text(to_yaml(config))
-    run.paths.endpoints.mkdir(parents=True, exist_ok=True)
+    run = from_memory(Run(tmp_path_factory.mktemp("run"), tied=True))
     run.start()
     run.ready()
     yield run
     run.stop()
 
 
-class Trainer:
-    """The trainer's end. It sends the weights of `run.version`."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 30.0)
-
-    def model(self, version: int) -> PolicyModel:
-        self.run.version(version)
-        return PolicyModel(copy.deepcopy(self.run.models[version]))  # it changes how the model computes
-
-    def offer(self, version: int) -> None:
-        self.offers.source.model = self.model(version)
-        self.offers.offer(version)
-
-    async def update(self, client: Servers) -> None:
-        found = Subscriber(self.run.paths).latest()
-        assert found is not None
-        telling = asyncio.create_task(client.fleet.update(found, 30.0))
-        while not telling.done():
-            await asyncio.to_thread(self.offers.send)
-            await asyncio.sleep(0.002)
-        await telling
-        client.sampler.version = found.version
-
-
 def test_weights_from_memory_are_exact_in_flight_and_survive_a_broken_transfer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, ids = Trainer(run), prompts(16, seed=2)
+    trainer, ids = MemoryTrainer(run), prompts(16, seed=2)
     send = Group.send
     broken: list[Any] = []
 
@@ -102,7 +66,7 @@ def test_weights_from_memory_are_exact_in_flight_and_survive_a_broken_transfer(r
 
 
 def test_a_version_that_the_trainer_does_not_have_is_refused_and_the_old_one_is_served(run: Run) -> None:
-    trainer = Trainer(run)
+    trainer = MemoryTrainer(run)
     trainer.offer(5)
     old = Subscriber(run.paths).latest()
     trainer.offer(6)
@@ -124,7 +88,7 @@ def test_a_version_that_the_trainer_does_not_have_is_refused_and_the_old_one_is_
 
 def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test: it breaks the server."""
-    trainer = Trainer(run)
+    trainer = MemoryTrainer(run)
     trainer.offer(7)
     send = Group.send
 

@@ -143,6 +143,9 @@ def test_an_earlier_runs_version_is_taken_back_to_the_initial_model(run: Run) ->
         assert [state.attested for state in await client.fleet.states()] == [1.0], "all served weights were compared with the written ones"
 
     async def second(client: Servers) -> tuple[Turn, list[int]]:
+        assert [state.attested for state in await client.fleet.states()] == [1.0], (
+            "version 0, which has no manifest, is compared with its files"
+        )
         return await sample(client, prompts(1)[0], 0), await client.fleet.versions()
 
     talk(run, first)

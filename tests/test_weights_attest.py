@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from rlx.inference.server import served
+from rlx.inference.server.kept import check_packed
 from rlx.inference.server.served import Compared, Split, compare, faithful, settle
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
-from rlx.weights import attest
+from rlx.weights import attest, files
 from rlx.weights.attest import ROW, as_checksum, checksum, partial_sum
 from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
@@ -92,6 +95,7 @@ def written(model: Any, kept: torch.Tensor) -> dict[str, dict[str, Any]]:
 
 def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_named() -> None:
     model, kept = engine_model(), torch.randn(4, 8)
+    del model.cut
     facts_of = written(model, kept)
     layers = {model.attn.o_proj: kept}
     every = frozenset(facts_of)
@@ -118,12 +122,150 @@ def test_what_is_cut_cast_or_renamed_is_not_compared_and_named_with_its_share() 
         "attn.qkv_proj.bias": facts(torch.zeros(8, dtype=torch.bfloat16)),
     }
     share, left_out = settle([compare(model, {}, facts_of, frozenset(facts_of))])
-    assert share == 4 / 32
+    total = 32 + 64 + 32  # sent, and the embedding and the fused projection beside them
+    assert share == 4 / total
     assert left_out == {
-        "cut.weight (served under another name or shape)": 16 / 32,
-        "layers.*.elsewhere.weight (served under another name or shape)": 4 / 32,
-        "attn.qkv_proj.bias (cast to float32)": 8 / 32,
+        "cut.weight (served under another name or shape)": 16 / total,
+        "layers.*.elsewhere.weight (served under another name or shape)": 4 / total,
+        "attn.qkv_proj.bias (cast to float32)": 8 / total,
+        "embed_tokens.weight (not among the trained tensors)": 64 / total,
+        "attn.qkv_proj.weight (not among the trained tensors)": 32 / total,
     }
+
+
+def test_a_parameter_that_no_sent_tensor_fills_is_named_with_its_share() -> None:
+    model, kept = engine_model(), torch.randn(4, 8)
+    facts_of = written(model, kept)
+    model.again = nn.Module()
+    model.again.weight = model.norm.weight  # tied: sent under its other name
+    share, left_out = settle([compare(model, {model.attn.o_proj: kept}, facts_of, frozenset(facts_of))])
+    sent = 13 * 4 + 4 + 4 * 8 + 8 * 4 + 8
+    assert left_out == {"cut.weight (not among the trained tensors)": 8 / (sent + 8)}
+    assert share == pytest.approx(sent / (sent + 8))
+
+
+def experts_of(prefix: str, names: tuple[str, str, str], count: int = 3) -> dict[str, torch.Tensor]:
+    """The matrices of `count` experts under the files' names: gate and up [8, 4], down [4, 8]."""
+    gate, up, down = names
+    shapes = {gate: (8, 4), up: (8, 4), down: (4, 8)}
+    return {f"{prefix}.{expert}.{name}.weight": torch.randn(shape) for expert in range(count) for name, shape in shapes.items()}
+
+
+def stacked(files: dict[str, torch.Tensor], prefix: str, names: tuple[str, str, str], inside: str, rank: int, ranks: int) -> Any:
+    """A worker's model with these experts, as vLLM stacks them."""
+    gate, up, down = ([files[f"{prefix}.{expert}.{name}.weight"] for expert in range(3)] for name in names)
+    halves = [torch.cat([one.chunk(ranks)[rank], other.chunk(ranks)[rank]]) for one, other in zip(gate, up, strict=True)]
+    layer = Layer(w13_weight=(3, 16 // ranks, 4), w2_weight=(3, 4, 8 // ranks))
+    layer.load_state_dict({"w13_weight": torch.stack(halves), "w2_weight": torch.stack([one.chunk(ranks, 1)[rank] for one in down])})
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = layer
+    if inside:
+        model.mlp.experts = nn.Module()
+        setattr(model.mlp.experts, inside, layer)
+    return model, layer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("inside", ["", "routed_experts"])
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_every_matrix_of_stacked_experts_is_compared_and_a_wrong_one_is_named(names: tuple[str, str, str], inside: str, ranks: int) -> None:
+    files = experts_of("mlp.experts", names)
+    workers_of = [stacked(files, "mlp.experts", names, inside, rank, ranks) for rank in range(ranks)]
+    trained, shapes = {name: facts(tensor) for name, tensor in files.items()}, {name: tensor.shape for name, tensor in files.items()}
+    splits = [Split(rank, ranks) for rank in range(ranks)]
+    alike = [faithful(model, {}, shapes, files.items(), split) for (model, _), split in zip(workers_of, splits, strict=True)]
+    assert alike == [trained] * ranks
+
+    def found() -> tuple[float, dict[str, float]]:
+        return settle([compare(model, {}, trained, frozenset(files), split) for (model, _), split in zip(workers_of, splits, strict=True)])
+
+    assert found() == (1.0, {})
+    (_, last) = workers_of[-1]
+    for stack, row, name in ((last.w13_weight, 0, names[0]), (last.w13_weight, 16 // ranks - 1, names[1]), (last.w2_weight, 2, names[2])):
+        before = stack[1, row, 0].item()
+        with torch.no_grad():
+            stack[1, row, 0] += 1
+        with pytest.raises(ValueError, match=rf"1 of 9 tensors differ: mlp\.experts\.1\.{name}\.weight$"):
+            found()
+        with torch.no_grad():
+            stack[1, row, 0] = before
+
+
+def test_of_experts_that_are_spread_over_workers_none_is_compared_and_stacks_in_the_files_are() -> None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    files = experts_of("mlp.experts", names, count=6)
+    model, layer = stacked(files, "mlp.experts", names, "", 0, 1)
+    trained = {name: facts(tensor) for name, tensor in files.items()}
+    share, left_out = settle([compare(model, {}, trained, frozenset(files))])
+    assert share == pytest.approx(0.0)
+    assert all("experts" in name for name in left_out)
+    whole = {"mlp.experts.gate_up_proj": facts(layer.w13_weight), "mlp.experts.down_proj": facts(layer.w2_weight)}
+    assert settle([compare(model, {}, whole, frozenset(whole))]) == (1.0, {})
+
+
+@dataclasses.dataclass
+class Renames:
+    """Like vLLM's table of names."""
+
+    orig_to_new_prefix: dict[str, str]
+    orig_to_new_stacked: dict[str, tuple[str, str]]
+
+    def apply_list(self, names: list[str]) -> list[str]:
+        assert not self.orig_to_new_stacked, "else the parts of a fused tensor have one name"
+        for old, new in self.orig_to_new_prefix.items():
+            names = [new + name.removeprefix(old) if name.startswith(old) else name for name in names]
+        return names
+
+
+def test_tensors_that_the_engine_renames_by_a_table_are_compared() -> None:
+    model, kept = engine_model(), torch.randn(4, 8)
+    del model.cut
+    facts_of = {f"model.text.{name}": fact for name, fact in written(model, kept).items()}
+    layers = {model.attn.o_proj: kept}
+    model.hf_to_vllm_mapper = Renames({"model.text.": ""}, {".q_proj": (".qkv_proj", "q")})
+    assert compare(model, layers, facts_of, frozenset(facts_of)) == (1.0, {}, {})
+    with torch.no_grad():
+        model.attn.qkv_proj.weight[5, 0] += 1
+    with pytest.raises(ValueError, match=r"1 of 9 tensors differ: model\.text\.attn\.k_proj\.weight$"):
+        compare(model, layers, facts_of, frozenset(facts_of))
+
+
+class Multiplies:
+    """A layer's way to multiply: with a copy that is made at packing."""
+
+    def pack(self, layer: Any) -> None:
+        layer.copy = layer.weight.detach().clone()
+
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.copy.T
+
+
+def test_a_layer_that_was_not_packed_again_is_named() -> None:
+    model = nn.Module()
+    model.first, model.second = Layer(weight=(6, 5)), Layer(weight=(3, 1))
+    packed: dict[nn.Module, torch.Tensor] = {}
+    for layer in (model.first, model.second):
+        layer.quant_method = Multiplies()  # type: ignore[assignment]
+        layer.quant_method.pack(layer)
+        packed[layer] = layer.weight
+    check_packed(model, packed)
+    with torch.no_grad():
+        model.first.weight[:, 4] += 1
+        model.second.weight += 1
+    model.second.quant_method.pack(model.second)
+    with pytest.raises(ValueError, match=r"not those that were trained: 1 of 2 packed layers multiply with other values .*: first$"):
+        check_packed(model, packed)
+
+
+def test_large_models_are_compared_by_several_threads_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, tensors = workers(1)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    alone = faithful(models[0], {}, shapes, tensors.items())
+    assert alone == {name: facts(tensor) for name, tensor in tensors.items()}
+    monkeypatch.setattr(files, "ALONE", 0)
+    monkeypatch.setattr(served, "BATCH", 3)
+    assert faithful(models[0], {}, shapes, tensors.items()) == alone
 
 
 def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
@@ -136,10 +278,11 @@ def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
         "elsewhere.weight": torch.zeros(4),
     }
     names = faithful(model, {}, {name: tensor.shape for name, tensor in files.items()}, files.items())
-    assert names == {"embed_tokens.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
+    assert set(names) == {"embed_tokens.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
+    assert names["embed_tokens.weight"] == facts(model.embed_tokens.weight[:13]), "cast as it is served, so that version 0 can be compared"
     trained = {name: facts(tensor.to(torch.float32)) for name, tensor in files.items()}
     found = compare(model, {}, trained, names)
-    assert found.share == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4))
+    assert found.share == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4 + 8 + 8))  # bias and `cut` were not sent
     assert found.left_out["norm.weight"][0] == "rearranged by the engine"
 
 

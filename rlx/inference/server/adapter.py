@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
@@ -50,7 +51,7 @@ def replace(manager: Any, folder: Path | None) -> Compared:
     left_out: dict[str, tuple[str, float]] = {}
     total = sum(tensor.numel() for tensor in tensors.values())
     left = dict(tensors)
-    for layer, half, slot in served(manager._adapter_manager):
+    for layer, half, slot, place in served(manager._adapter_manager):
         name = f"base_model.model.{layer}.lora_{half}.weight"
         expected = left.pop(name, None)
         if expected is None:
@@ -59,10 +60,12 @@ def replace(manager: Any, folder: Path | None) -> Compared:
             continue
         expected = expected.to(slot.device, slot.dtype)
         expected = expected * scaling if half == "B" and scaling != 1 else expected  # vLLM multiplies B once, when it loads it
-        rows, columns = expected.shape
-        if rows > slot.shape[0] or columns > slot.shape[1]:
-            left_out[name] = ("split over several GPUs", expected.numel() / total)
+        mine = slice_of(expected, half, slot, place)
+        if mine is None:
+            left_out[name] = ("divided in an unknown way over several workers", expected.numel() / total)
             continue
+        expected = mine
+        rows, columns = expected.shape
         if not torch.equal(slot[:rows, :columns], expected) or slot.count_nonzero() != expected.count_nonzero():
             wrong.append(name)
     if problems := damaged + wrong + list(left):
@@ -71,16 +74,40 @@ def replace(manager: Any, folder: Path | None) -> Compared:
     return Compared(1.0 - sum(share for _, share in left_out.values()), left_out, {})
 
 
-def served(manager: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """(layer, `A` or `B`, matrix) of everything that the policy's place in the engine holds, by the layers' names in the model's files.
+def slice_of(whole: Tensor, half: str, slot: Tensor, place: int | None) -> Tensor | None:
+    """What this worker of a tensor-parallel engine has of a matrix: A is divided along its inputs, B along its outputs, or not at all.
 
-    `manager` is vLLM's `LoRAModelManager`. Matrices are padded with zeros to the engine's rank.
+    `place`: which slice. Returns None if it is not known where the slice lies.
     """
-    place = manager.lora_index_to_id.index(POLICY.lora_int_id)
+    dim, rank = (1, 0) if half == "A" else (0, 1)
+    if whole.shape[rank] > slot.shape[rank]:
+        return None
+    size = slot.shape[dim]
+    if whole.shape[dim] <= size:
+        return whole
+    if place is None or (place + 1) * size > whole.shape[dim]:
+        return None
+    return whole.narrow(dim, place * size, size)
+
+
+def served(manager: Any) -> Iterator[tuple[str, str, Tensor, int | None]]:
+    """(layer, `A` or `B`, matrix, slice) of all that the policy's place in the engine holds, by the layers' names in the model's files.
+
+    `manager` is vLLM's `LoRAModelManager`. Matrices are padded with zeros to the engine's rank. `slice`: which one this worker has if the
+    matrix is divided; None: unknown.
+    """
+    index = manager.lora_index_to_id.index(POLICY.lora_int_id)
     for name, module in manager.modules.items():
         for number, layer in enumerate(manager.packed_modules.get(name, [name])):
-            yield layer, "A", module.lora_a_stacked[number][place, 0]
-            yield layer, "B", module.lora_b_stacked[number][place, 0]
+            place = None
+            if hasattr(module, "output_ids"):  # of layers that hold several: workers may share key heads
+                place = module.output_ids[number]
+            elif isinstance(module, RowParallelLinearWithLoRA) or (
+                type(module) is ColumnParallelLinearWithLoRA and not module.is_merged_col_linear
+            ):
+                place = module.tp_rank
+            yield layer, "A", module.lora_a_stacked[number][index, 0], place
+            yield layer, "B", module.lora_b_stacked[number][index, 0], place
 
 
 def multiply_plainly() -> None:

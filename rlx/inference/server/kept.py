@@ -6,9 +6,14 @@ would take a slow path (40 ms for a tiny model). Here the original is kept, new 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+COLUMNS = 4  # of each packed weight that are compared: a copy that was not made anew differs in each
+SHOWN = 5  # names listed in a message
 
 
 def keep_weights() -> None:
@@ -37,21 +42,38 @@ def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Param
     return {layer: layer.__dict__["rlx_weight"] for layer in model.modules() if "rlx_weight" in layer.__dict__}
 
 
+def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor]) -> None:
+    """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again."""
+    names = {module: name for name, module in model.named_modules()}
+    wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight)]
+    if wrong:
+        shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
+        raise ValueError(
+            "the served weights are not those that were trained: "
+            f"{len(wrong)} of {len(packed)} packed layers multiply with other values than their weights have: {shown}"
+        )
+
+
 def check_head(model: torch.nn.Module) -> None:
     """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
 
-    A product with a vector of one 1 gives a column exactly. An update of a tied head that forgets the copy would go unnoticed else: the
-    weight is the embedding's, and that was updated.
+    An update of a tied head that forgets the copy would go unnoticed else: the weight is the embedding's, and that was updated.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     head: Any = getattr(model, "lm_head", None)
-    if not isinstance(getattr(head, "quant_method", None), UnquantizedEmbeddingMethod):
-        return
-    weight = head.weight
-    column = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    column[0, 0] = 1
-    found = head.quant_method.apply(head, column)[0].to(weight.dtype)
-    finite = found.isfinite()  # 0 * inf is not
-    if not torch.equal(found[finite], weight[:, 0][finite]):
+    if isinstance(getattr(head, "quant_method", None), UnquantizedEmbeddingMethod) and not _multiplies_with(head, head.weight):
         raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")
+
+
+def _multiplies_with(layer: Any, weight: Tensor) -> bool:
+    """Whether a few columns of what the layer multiplies with, spread over all, are those of `weight` [out, in].
+
+    A product with a vector of one 1 gives a column exactly.
+    """
+    columns = sorted({place * (weight.shape[1] - 1) // max(1, COLUMNS - 1) for place in range(COLUMNS)})
+    ones = torch.zeros(len(columns), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    ones[range(len(columns)), columns] = 1
+    found = layer.quant_method.apply(layer, ones).to(weight.dtype)
+    finite = found.isfinite()  # 0 * inf is not
+    return torch.equal(found[finite], weight.detach()[:, columns].T[finite])

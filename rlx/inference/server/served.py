@@ -9,9 +9,12 @@ those in their file.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,6 +25,13 @@ from rlx.weights import files
 from rlx.weights.attest import as_checksum, checksum, partial_sum
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # may have more rows than tokens
+EXPERT = re.compile(r"(.+\.experts)\.([0-9]+)\.(\w+)\.weight")  # a matrix of one expert: the layer's experts, its number, which matrix
+STACKS = {  # which matrix of an expert is in which stack of all experts, and in which half of the stack's rows
+    "gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", None),
+    "w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", None),
+}  # fmt: skip
+FUSED = {"gate_up_proj": "w13", "down_proj": "w2"}  # checkpoints that stack the experts themselves
+BATCH = 64  # tensors that the threads of `faithful` have at a time
 SHOWN = 5  # names listed in a message
 
 
@@ -57,52 +67,62 @@ def faithful(
     shapes: Mapping[str, Sequence[int]],
     tensors: Iterable[tuple[str, Tensor]],
     split: Split = ALONE,
-) -> frozenset[str]:
-    """Names of the tensors that the engine serves with the same values as in `tensors`, apart from the dtype.
+) -> dict[str, dict[str, Any]]:
+    """The tensors that the engine serves with the same values as in `tensors`, apart from the dtype: by name, as served (`compare`).
 
     `tensors`: the tensors that the engine has just loaded. `shapes`: all their shapes. `kept`: original weights of layers whose own weight
-    is a packed copy, which cannot be read (`kept.kept_weights`).
+    is a packed copy, which cannot be read (`kept.kept_weights`). The sums are those of whole tensors, also for a worker that has a slice.
     """
-    parameters, packed = _parameters(model, kept)
-    names = []
-    for name, tensor in tensors:
-        place = _find(name, parameters, packed, shapes, split)
+    engine = Engine.of(model, kept, shapes, split)
+
+    def same(entry: tuple[str, Tensor]) -> tuple[str, dict[str, Any]] | None:
+        name, tensor = entry
+        place = engine.find(name)
         if place is None:
-            continue
+            return None
         served, start, dim = place
         mine = tensor if dim is None else tensor.narrow(dim, start, served.shape[dim])
-        if checksum(mine.to(served.device, served.dtype)) == checksum(served):
-            names.append(name)
-    return frozenset(names)
+        found = checksum(mine.to(served.device, served.dtype))
+        if found != checksum(served):
+            return None
+        # A worker's slice lies on its GPU, which may have no room for the whole tensor.
+        whole = found if dim is None else checksum(tensor.to(served.dtype))
+        return name, {"shape": list(tensor.shape), "dtype": str(served.dtype).removeprefix("torch."), "sum": whole}
+
+    return dict(one for one in _each(same, tensors, list(engine.parameters.values())) if one is not None)
 
 
 def compare(
     model: torch.nn.Module,
     kept: Mapping[torch.nn.Module, Tensor],
     written: Mapping[str, Mapping[str, Any]],
-    comparable: frozenset[str],
+    comparable: Collection[str],
     split: Split = ALONE,
 ) -> Compared:
     """Compare the served tensors with `written` (by name: `shape`, `dtype`, `sum`).
 
-    Only tensors in `comparable` are compared. Raises ValueError, which names the tensors with other values.
+    Only tensors in `comparable` are compared. Shares are of all elements that were written, and of those that the engine has beside them.
+    Raises ValueError, which names the tensors with other values.
     """
-    parameters, packed = _parameters(model, kept)
-    shapes = {name: fact["shape"] for name, fact in written.items()}
+    if not written:
+        return Compared(0.0, {}, {})
+    engine = Engine.of(model, kept, {name: fact["shape"] for name, fact in written.items()}, split)
     left_out: dict[str, tuple[str, float]] = {}
     parts: dict[str, tuple[int, str]] = {}
-    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    total = sum(sizes.values())
+    sizes = {name: torch.Size(fact["shape"]).numel() for name, fact in written.items()}
+    places = {name: engine.find(name) for name in written}
+    beside = engine.unclaimed([place for place in places.values() if place is not None])
+    total = sum(sizes.values()) + sum(beside.values())
     whole: dict[str, Tensor] = {}
     for name, fact in written.items():
-        place = _find(name, parameters, packed, shapes, split)
+        place = places[name]
         why = ""
         if place is None:
             why = "served under another name or shape"
-        elif str(place.served.dtype) != f"torch.{fact['dtype']}":
-            why = f"cast to {str(place.served.dtype).removeprefix('torch.')}"
         elif name not in comparable:
             why = "rearranged by the engine"
+        elif str(place.served.dtype) != f"torch.{fact['dtype']}":
+            why = f"cast to {str(place.served.dtype).removeprefix('torch.')}"
         elif place.dim is None:
             whole[name] = place.served
         elif (part := partial_sum(place.served, fact["shape"], place.start, place.dim)) is None:
@@ -111,17 +131,26 @@ def compare(
             parts[name] = (part, fact["sum"])
         if why:
             left_out[name] = (why, sizes[name] / total)
+    left_out |= {name: ("not among the trained tensors", size / total) for name, size in beside.items()}
     wrong = [name for name, found in zip(whole, _checksums(list(whole.values())), strict=True) if found != written[name]["sum"]]
     refuse(wrong, len(written))
     return Compared(1 - sum(share for _, share in left_out.values()) if total else 0.0, left_out, parts)
 
 
+def _each(function: Callable[[Any], Any], entries: Iterable[Any], served: Sequence[Tensor]) -> Iterator[Any]:
+    """`function` of each entry, in order: by several threads if the `served` tensors are many bytes in host memory."""
+    if any(tensor.device.type != "cpu" for tensor in served) or sum(tensor.nbytes for tensor in served) < files.ALONE:
+        yield from map(function, entries)
+        return
+    entries = iter(entries)
+    with ThreadPoolExecutor(min(files.THREADS, os.cpu_count() or 1), "compare") as pool:  # torch sums without Python's lock
+        while batch := list(itertools.islice(entries, BATCH)):
+            yield from pool.map(torch.no_grad()(function), batch)
+
+
 def _checksums(tensors: Sequence[Tensor]) -> list[str]:
     """The checksum of each tensor: in host memory by several threads, because nothing is generated meanwhile."""
-    if any(tensor.device.type != "cpu" for tensor in tensors) or sum(tensor.nbytes for tensor in tensors) < files.ALONE:
-        return [checksum(tensor) for tensor in tensors]
-    with ThreadPoolExecutor(min(files.THREADS, os.cpu_count() or 1), "compare") as pool:  # torch sums without Python's lock
-        return list(pool.map(torch.no_grad()(checksum), tensors))
+    return list(_each(checksum, tensors, tensors))
 
 
 def settle(found: Sequence[Compared]) -> tuple[float, dict[str, float]]:
@@ -151,37 +180,106 @@ def refuse(wrong: Sequence[str], total: int) -> None:
         raise ValueError(f"the served weights are not those that were trained: {len(wrong)} of {total} tensors differ: {names}")
 
 
-def _parameters(model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor]) -> tuple[dict[str, Tensor], Mapping[str, Sequence[str]]]:
-    """All parameters by name, and the mapping of those that hold several of the files' tensors."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
-    return parameters, getattr(model, "packed_modules_mapping", {})
+class Engine(NamedTuple):
+    """The parameters of one worker, and how vLLM names and joins the tensors of the files."""
+
+    parameters: Mapping[str, Tensor]
+    packed: Mapping[str, Sequence[str]]  # names of those that hold several tensors → names of the tensors
+    names: Mapping[str, str]  # of the files' tensors → as vLLM renames them
+    shapes: Mapping[str, Sequence[int]]  # of the files' tensors, by the new names
+    split: Split
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, kept: Mapping[torch.nn.Module, Tensor], shapes: Mapping[str, Sequence[int]], split: Split
+    ) -> Engine:
+        parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
+        names: dict[str, str] = {}
+        if (table := getattr(model, "hf_to_vllm_mapper", None)) is not None:
+            table = dataclasses.replace(table, orig_to_new_stacked={})  # joined tensors are found by their own names
+            for name in shapes:
+                (names[name],) = table.apply_list([name]) or (name,)  # the table drops some
+        return cls(
+            parameters,
+            getattr(model, "packed_modules_mapping", {}),
+            names,
+            {names.get(name, name): shape for name, shape in shapes.items()},
+            split,
+        )
+
+    def find(self, name: str) -> Place | None:
+        """The part of a parameter that serves the tensor `name`, or this worker's slice of it; None if it is not found."""
+        name = self.names.get(name, name)
+        shape = list(self.shapes[name])
+        whole = self.parameters.get(name)
+        if whole is not None:
+            return _vocabulary(whole, shape, self.split) if name.endswith(VOCABULARY) else _slice(whole, shape, self.split)
+        path, _, leaf = name.rpartition(".")
+        layer, _, own = path.rpartition(".")
+        for fused, parts in self.packed.items():
+            whole = self.parameters.get(f"{layer}.{fused}.{leaf}")
+            names = [f"{layer}.{part}.{leaf}" for part in parts]
+            if own in parts and whole is not None and all(part in self.shapes for part in names):
+                sizes = [self.shapes[part][0] for part in names]
+                if whole.shape[0] * self.split.ranks != sum(sizes) or any(size % self.split.ranks for size in sizes):
+                    return None  # with more workers than key heads, some have the same
+                start = sum(sizes[: list(parts).index(own)]) // self.split.ranks
+                return _slice(whole[start : start + shape[0] // self.split.ranks], shape, self.split)
+        return self._expert(name, shape)
+
+    def _expert(self, name: str, shape: Sequence[int]) -> Place | None:
+        """The same for a matrix of an expert, in the stack of all experts of its layer.
+
+        Not if this worker has some of the experts alone (expert parallelism).
+        """
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            path, _, own = name.rpartition(".")
+            stack = self._stack(path, FUSED.get(own, "")) if path.endswith(".experts") else None
+            return _slice(stack, shape, ALONE) if stack is not None else None
+        path, number, own = found[1], int(found[2]), found[3]
+        kind, half = STACKS.get(own, ("", None))
+        stack = self._stack(path, kind)
+        if stack is None or number >= len(stack) or f"{path}.{len(stack)}.{own}.weight" in self.shapes:
+            return None
+        mine = stack[number]
+        if half is not None:
+            mine = mine.tensor_split(2)[half]
+        return _slice(mine, shape, self.split)
+
+    def _stack(self, experts: str, kind: str) -> Tensor | None:
+        """[experts, rows, columns]; vLLM keeps it in the layer `experts` or in one inside it."""
+        names = (f"{experts}.{kind}_weight", f"{experts}.routed_experts.{kind}_weight")
+        return next((self.parameters[name] for name in names if name in self.parameters), None)
+
+    def unclaimed(self, places: Iterable[Place]) -> dict[str, int]:
+        """Elements of each parameter that none of the files' tensors fills, in all workers together if each has a slice.
+
+        Padding of a vocabulary does not count. Nor does a parameter whose tensor is known but has another shape.
+        """
+        claimed: Counter[int] = Counter()
+        for place in places:
+            claimed[_storage(place.served)] += place.served.numel()
+        rest: dict[str, int] = {}
+        seen = set()
+        for name, parameter in self.parameters.items():
+            where = _storage(parameter)
+            if where in seen or not parameter.numel():
+                continue
+            seen.add(where)
+            path, _, leaf = name.rpartition(".")
+            layer, _, own = path.rpartition(".")
+            parts = [f"{layer}.{part}.{leaf}" for part in self.packed.get(own, ())]
+            padded = claimed[where] and name.endswith(VOCABULARY)
+            known = name in self.shapes or (parts and all(part in self.shapes for part in parts))
+            if not padded and not known and (left := parameter.numel() - claimed[where]) > 0:
+                rest[name] = left * self.split.ranks
+        return rest
 
 
-def _find(
-    name: str,
-    parameters: Mapping[str, Tensor],
-    packed: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, Sequence[int]],
-    split: Split,
-) -> Place | None:
-    """The part of a parameter that serves the tensor `name`, or this worker's slice of it; None if it is not found."""
-    shape = list(shapes[name])
-    whole = parameters.get(name)
-    if whole is not None:
-        return _vocabulary(whole, shape, split) if name.endswith(VOCABULARY) else _slice(whole, shape, split)
-    path, _, leaf = name.rpartition(".")
-    layer, _, own = path.rpartition(".")
-    for fused, parts in packed.items():
-        whole = parameters.get(f"{layer}.{fused}.{leaf}")
-        names = [f"{layer}.{part}.{leaf}" for part in parts]
-        if own in parts and whole is not None and all(part in shapes for part in names):
-            sizes = [shapes[part][0] for part in names]
-            if whole.shape[0] * split.ranks != sum(sizes) or any(size % split.ranks for size in sizes):
-                return None  # with more workers than key heads, some have the same
-            start = sum(sizes[: list(parts).index(own)]) // split.ranks
-            return _slice(whole[start : start + shape[0] // split.ranks], shape, split)
-    return None
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _slice(served: Tensor, shape: Sequence[int], split: Split) -> Place | None:

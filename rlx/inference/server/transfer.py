@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlx.inference.server.kept import kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD
@@ -35,6 +36,21 @@ def pack(model: torch.nn.Module, packed: dict[torch.nn.Module, torch.nn.Paramete
     if device == "cpu" and head is not None:
         # The head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
         head.quant_method.process_weights_after_loading(head)
+
+
+def forget_reload(model: torch.nn.Module, config: Any) -> None:
+    """End vLLM's layerwise reload of a model (`initialize_layerwise_reload`) without what it has not loaded yet. Without a reload: nothing.
+
+    vLLM holds a layer's tensors back until it has all of them. A reload that begins while some are held would count them as its own, take
+    a layer for complete too early, and ignore the rest. Here they are dropped, and the layer gets back the values that it had.
+    `config` is vLLM's `ModelConfig`.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = info.load_numel_total = 0  # for vLLM: there was nothing to load
+    finalize_layerwise_reload(model, config)
 
 
 @dataclass

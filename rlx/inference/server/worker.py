@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from rlx.inference.server import adapter
-from rlx.inference.server.kept import check_head, kept_weights
-from rlx.inference.server.policy_files import tensor_shapes, tensors, twin_of_head, with_head
+from rlx.inference.server.kept import check_head, check_packed, kept_weights
+from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.served import Compared, Split, compare, faithful
-from rlx.inference.server.transfer import GlooEngine, pack, unpack
+from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.weights.hub import fetch
 
@@ -28,20 +28,24 @@ class PolicyWorker:
     model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
+    initial: Path | None = None  # the folder of version 0
+    sums: dict[str, dict[str, Any]]  # of version 0's tensors, as in a manifest
     comparable: frozenset[str] = frozenset()  # tensors that vLLM serves with the values of their file
     twin: str | None = None  # the tensor that equals the head, if vLLM untied the head because version 0 stores it twice
 
     def load_policy(self, folder: str) -> Compared:
         """Replace the model's weights by those in a Hugging Face folder, then compare them with the checksums in its manifest.
 
-        Returns what was compared: nothing if the manifest has no checksums of tensors, or if there is no manifest.
+        Returns what was compared: nothing if the manifest has no checksums of tensors, or if there is no manifest. Version 0 needs none.
         An error here leaves a model that is partly old and partly new. The caller must not serve it.
         """
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             manifest = Path(folder) / COMPLETE  # before the tensors: the folder may be deleted meanwhile, and its files overwritten
-            trained = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
+            trained = self.sums if Path(folder) == self.initial else {}
+            if manifest.exists():
+                trained = json.loads(manifest.read_text()).get("tensors", {})
             model = self.model_runner.get_model()
             packed = kept_weights(model)
             entries = with_head(tensors(Path(folder)), self.twin)
@@ -56,10 +60,14 @@ class PolicyWorker:
     def attest_policy(self, trained: dict[str, Any]) -> Compared:
         """Compare the served weights with what was trained (`compare`)."""
         model = self.model_runner.get_model()
+        packed = kept_weights(model)
+        if self.twin in trained and TIED_HEAD not in trained:
+            trained = trained | {TIED_HEAD: trained[self.twin]}  # it was loaded as the head, too
         with torch.no_grad():
             if self.vllm_config.device_config.device_type == "cpu":
                 check_head(model)
-            return compare(model, kept_weights(model), trained, self.comparable, self._split())
+                check_packed(model, packed)
+            return compare(model, packed, trained, self.comparable, self._split())
 
     def _split(self) -> Split:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -67,7 +75,13 @@ class PolicyWorker:
         return Split(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
     def abandon_transfer(self) -> None:
-        """After a transfer that broke: another one may begin."""
+        """After a transfer that broke: another one may begin, with a model that is partly old and partly new, but whole."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        if not kept_weights(model):
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                forget_reload(model, self.vllm_config.model_config)
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
@@ -77,7 +91,10 @@ class PolicyWorker:
         model = self.model_runner.get_model()
         initial = fetch(self.vllm_config.model_config.model, None)
         with torch.no_grad():
-            self.comparable = faithful(model, kept_weights(model), tensor_shapes(initial), tensors(initial), self._split())
+            shapes = tensor_shapes(initial)
+            found = faithful(model, kept_weights(model), shapes, tensors(initial), self._split())
+        self.initial, self.comparable = initial, frozenset(found)
+        self.sums = {name: found.get(name, {"shape": shape, "dtype": "", "sum": ""}) for name, shape in shapes.items()}
         if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             self.twin = twin_of_head(initial)
         if isinstance(self.weight_transfer_engine, GlooEngine):
