@@ -36,7 +36,7 @@ from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
 from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import Found, find_start
-from rlx.runs.run import Run
+from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
@@ -85,8 +85,10 @@ def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
     """
     jobs: dict[str, str] | None = None
     others = []
-    for element in elements:
-        paths, status = element.paths, read_status(element.paths)
+    runs = [Run(element.paths, PATIENCE) for element in elements]
+    statuses = [run.status for run in runs]  # the first look at all of them, so that their patience ends at the same time
+    for element, run, status in zip(elements, runs, statuses, strict=True):
+        paths = element.paths
         if not looks_like_run(paths):
             continue
         if element.cfg.clean:
@@ -106,7 +108,7 @@ def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
                 element.state, element.job = "alive", job
                 continue
         ended = status is not None and status.state in FINAL
-        element.state = "done" if completed else "alive" if not ended and Run(paths).lives(status) else "again"
+        element.state = "done" if completed else "alive" if not ended and run.lives(status) else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
