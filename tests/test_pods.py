@@ -15,13 +15,19 @@ from pathlib import Path
 import pytest
 from toy_run import FOREVER, toy
 
+from rlx.config.load import compose
+from rlx.config.roots import EVAL, TRAIN, Root
+from rlx.launch import pods
 from rlx.launch.agents import Agent, ask, connect, wait_for_agents
 from rlx.launch.pods import make_token
 from rlx.launch.processes import bound, start_time
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
 from rlx.paths import RunPaths
+from rlx.plan.make import make_plan
 from rlx.plan.record import write_plan
+from rlx.runs.lock import RunLock
+from rlx.runs.status import Status
 from rlx.types import ProcessSpec
 from rlx.waiting import LEFT
 
@@ -192,6 +198,54 @@ def test_a_token_is_made_once_and_readable_by_its_owner_alone(tmp_path):
 
 
 # whole attempts
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`start(root, job, *argv)`: one attempt of a run, by a Job of this uid. A stand-in for the supervisor is preempted at once."""
+
+    class Preempted:
+        def __init__(self, paths: RunPaths, *_: object, attempt: int, **__: object) -> None:
+            self.paths, self.attempt = paths, attempt
+
+        def run(self) -> int:
+            status = Status(attempt=self.attempt)
+            status.finish("preempted")
+            status.write(self.paths)
+            return LEFT
+
+    taken: list[RunLock] = []
+    take = RunLock.take
+    monkeypatch.setattr(RunLock, "take", lambda lock, timeout: taken.append(lock) or take(lock, timeout))
+    monkeypatch.setattr(pods, "Supervisor", Preempted)
+    monkeypatch.setattr(pods, "_tee", lambda log: lambda: None)
+
+    def attempt(root: Root, job: str, *argv: str) -> int:
+        monkeypatch.setenv("JOB_UID", job)
+        mine = ["launcher=kubernetes", f"kubernetes.mount={tmp_path}", "kubernetes.image=this", "hardware=cpu", "launcher.max_requeues=1"]
+        cfg = compose([*mine, f"run.dir={tmp_path / 'run'}", *argv], {}, root).cfg
+        plan = make_plan(cfg, tmp_path / "run")
+        code = pods.attempt(cfg, [], plan, [("here", 1)], tmp_path / "token", "mine")
+        taken.pop().close()  # the end of its process would do this
+        return code
+
+    return attempt
+
+
+def test_a_new_job_resumes_a_run_that_an_earlier_one_was_started_for_too_often(start: Callable[..., int], capsys) -> None:
+    assert [start(TRAIN, "7") for _ in range(3)] == [LEFT, LEFT, 1]
+    assert "the Job was started 2 times without a new step, more than launcher.max_requeues=1" in capsys.readouterr().err
+    assert [start(TRAIN, "8", "resume=latest") for _ in range(3)] == [LEFT, LEFT, 1], "counted anew"
+
+
+def test_a_job_of_evaluations_that_wins_rollouts_between_its_starts_is_not_given_up(start: Callable[..., int], tmp_path: Path) -> None:
+    argv = ("model=tiny", "env=sums")
+    rollouts = RunPaths(tmp_path / "run").evaluation_of("sums", "tiny", 0) / "rollouts.jsonl"
+    for count in range(4):
+        assert start(EVAL, "7", *argv) == LEFT
+        rollouts.parent.mkdir(parents=True, exist_ok=True)
+        rollouts.write_text("{}\n" * count)
+    assert [start(EVAL, "7", *argv) for _ in range(3)] == [LEFT, LEFT, 1]
 
 
 HEAD = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,22 @@ def test_a_status_survives_its_file(tmp_path: Path) -> None:
     status.write(paths)
     assert read_status(paths) == status
     assert status.exit_code == 1
+
+
+def test_a_status_that_another_host_replaces_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, read, stale = RunPaths(tmp_path), Path.read_text, [errno.ESTALE, errno.ESTALE]
+    Status(step=3).write(paths)
+
+    def once_stale(path: Path) -> str:
+        if stale:
+            raise OSError(stale.pop(), "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", once_stale)
+    assert read_status(paths).step == 3
+    stale.append(errno.EIO)
+    with pytest.raises(OSError, match="Stale"):
+        read_status(paths)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,10 @@ from rlx.cli import sweep as cli
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import element, sweep
+from rlx.runs import jobs
 from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job
-from rlx.runs.status import Status
+from rlx.runs.status import Status, read_status
 
 
 @pytest.fixture
@@ -90,6 +94,69 @@ def test_a_run_that_was_stopped_after_its_last_checkpoint_does_not_stop_the_swee
     start = folders.read_start(stopped)
     assert start is not None
     assert start.step == 2 == elements[0].cfg.max_steps
+
+
+def damage(element: sweep.Element) -> None:
+    """Give a run one checkpoint, which is damaged."""
+    element.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
+    (element.paths.checkpoint_of(1)).mkdir(parents=True)
+    status = Status(max_steps=2)
+    status.finish("interrupted")
+    status.write(element.paths)
+
+
+def test_no_run_of_a_sweep_is_rewound_if_the_checkpoints_of_another_are_all_damaged(toys: Path):
+    (good, bad) = elements = prepared(toys)
+    with sweep.alone(toys):
+        sweep.release(sweep.make_directories(elements))
+        damage(good)
+        (good.paths.checkpoint_of(1)).rmdir()
+        damage(bad)
+        sweep.find_states(elements)
+        with pytest.raises(ConfigError, match=r"every checkpoint of .*seed=2 is damaged: step_1") as refused:
+            sweep.make_directories(elements)
+        assert good.paths.metrics.read_text() != "", "the first run is as it was"
+        assert "clean=" not in str(refused.value), "it would delete all runs of the sweep"
+        assert f"move or delete the folder {bad.paths.root}, and the sweep starts this run anew" in str(refused.value)
+        shutil.rmtree(bad.paths.root)
+        bad.state = "new"
+        sweep.find_states(elements)
+        sweep.release(sweep.make_directories(elements))
+    assert [each.state for each in elements] == ["again", "new"]
+
+
+def test_a_run_of_the_pool_that_cannot_go_on_says_so_in_its_status(toys: Path, capsys: pytest.CaptureFixture[str]):
+    (one, _) = elements = prepared(toys)
+    sweep.release(sweep.make_directories(elements))
+    damage(one)
+    assert element.main(str(one.paths.root)) == 1
+    status = read_status(one.paths)
+    assert status is not None
+    assert status.cause is not None
+    assert (status.state, status.exit_code, status.attempt) == ("failed", 1, 0)
+    assert "every checkpoint of" in status.cause.reason
+    assert "every checkpoint of" in (one.paths.root / status.cause.log).read_text()
+    assert "every checkpoint of" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_resumed_asks_slurm_once_for_all_its_runs(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    elements = prepared(toys)
+    sweep.release(sweep.make_directories(elements))
+    for number, each in enumerate(elements):
+        note_job(each.paths, f"12_{number}")
+        status = Status(max_steps=2)
+        status.finish("interrupted")
+        status.write(each.paths)
+    asked = []
+    monkeypatch.setattr(jobs, "ask", lambda *command: asked.append(command) or subprocess.CompletedProcess(command, 0, "12_1|FAILED\n", ""))
+    for clean in (False, True):
+        for each in elements:
+            each.state, each.cfg = "new", replace(each.cfg, clean=clean)
+        sweep.release(sweep.make_directories(elements, sweep.find_states(elements)))
+        assert len(asked) == 1
+        for number, each in enumerate(elements):
+            note_job(each.paths, f"12_{number}")
+        asked.clear()
 
 
 def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_runs(toys: Path, monkeypatch: pytest.MonkeyPatch):

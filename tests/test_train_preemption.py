@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ KEYS = {
     "loss.kl.target_kl": 0.01,
     "ref.sync_interval": 1,
     "ref.alpha": 0.5,
-    "launcher.grace": 1,
+    "launcher.grace": 0.05,
 }
 
 
@@ -64,8 +63,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
         assert time.monotonic() < deadline
         time.sleep(0.005)
     paths.preempt.write_text("now")
-    long_ago = time.time() - 60
-    os.utime(paths.preempt, (long_ago, long_ago))
     while process.poll() is None:
         assert time.monotonic() < deadline
         add_the_orchestrators_part(paths)

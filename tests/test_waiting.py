@@ -20,7 +20,7 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
 from rlx.roles.prepare import follow
 from rlx.train.watch import Watch
-from rlx.waiting import Pause, WaitTimeout, wait_for
+from rlx.waiting import Pause, Preempted, WaitTimeout, wait_for
 from rlx.weights import hub
 
 
@@ -187,6 +187,20 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
     assert len(last) <= 60 * 15
     first = [what for when, what in asked if when <= 1001.0]
     assert first.count("list batches") >= 100, "a batch that comes soon is seen at once"
+
+
+def test_a_step_is_given_up_by_the_clock_of_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system's clock is a day behind, so the notice seems to be that old."""
+    paths, mesh, clock = RunPaths(tmp_path), one_process("cpu"), Clock(monkeypatch)
+    watch = Watch(paths, None, first=True, grace=5.0)
+    paths.ask_to_give_way()
+    os.utime(paths.preempt, (time.time() - 86400,) * 2)
+    watch.give_up_with(mesh)
+    clock.now += 4.0
+    watch.give_up_with(mesh)
+    clock.now += 2.0
+    with pytest.raises(Preempted):
+        watch.give_up_with(mesh)
 
 
 def test_only_rank_0_looks_for_the_notice(tmp_path: Path) -> None:

@@ -148,14 +148,14 @@ def _jobs_of(runs: Sequence[Started]) -> list[str]:
     return [f"  {run.job or '-':<10} {run.paths.root}" for run in runs]
 
 
-def _left(elements: list[Element], directory: Path) -> list[Element]:
-    """The elements that must be started. Prints how many are done, alive or to be resumed."""
+def _left(elements: list[Element], directory: Path) -> tuple[list[Element], dict[str, str] | None]:
+    """The elements that must be started, and what SLURM said of jobs. Prints how many are done, alive or to be resumed."""
     from rlx.launch import sweep
 
-    sweep.find_states(elements)
+    jobs = sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
     print(_count([element.state for element in elements], directory), flush=True)
-    return todo
+    return todo, jobs
 
 
 def _count(states: list[str], directory: Path) -> str:
@@ -168,8 +168,8 @@ def _submit(elements: list[Element], name: str, directory: Path) -> int:
     """Submit the remaining runs; return 1 if SLURM rejects them. Holds the runs' locks until their job ids are recorded."""
     from rlx.launch import sweep
 
-    todo = _left(elements, directory)
-    locks = sweep.make_directories(todo)
+    todo, jobs = _left(elements, directory)
+    locks = sweep.make_directories(todo, jobs)
     try:
         if todo:
             sweep.submit_arrays(todo, name, directory)
@@ -185,10 +185,10 @@ def _run_here(elements: list[Element], directory: Path) -> int:
     """Run the remaining runs in a pool on this machine; return 1 if a run is not completed."""
     from rlx.launch import sweep
 
-    todo = _left(elements, directory)
+    todo, jobs = _left(elements, directory)
     gpus = _machine_gpus(elements)
     parallel = sweep.check_local(elements, gpus, elements[0].cfg.launcher.array_parallelism)
-    sweep.release(sweep.make_directories(todo))  # each run takes its own lock; this process still holds the sweep's
+    sweep.release(sweep.make_directories(todo, jobs))  # each run takes its own lock; this process still holds the sweep's
     try:
         sweep.run_pool(todo, parallel, gpus, say=lambda text: print(text, flush=True))
     finally:

@@ -5,16 +5,19 @@ The run directory exists already, and CUDA_VISIBLE_DEVICES lists this run's GPUs
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
+from rlx.runs.claim import new_attempt
 from rlx.runs.lock import RunLock
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.status import read_status
+from rlx.runs.status import Cause, Status, read_status
 
 
 def main(run_dir: str) -> int:
@@ -29,9 +32,23 @@ def main(run_dir: str) -> int:
     if status is not None and status.state == "completed" and status.max_steps >= cfg.total_steps:
         return 0
     if has_begun(paths):
-        rewind(paths)
+        try:
+            rewind(paths)
+        except ConfigError as error:
+            _fail(paths, status or Status(max_steps=cfg.total_steps), str(error))
+            return 1
     lock.share()
     return launch(paths, Limits.of(cfg), lock)
+
+
+def _fail(paths: RunPaths, status: Status, reason: str) -> None:
+    status.attempt = new_attempt(paths)
+    log = paths.log(status.attempt, "launcher")
+    log.write_text(f"{reason}\n")
+    where = os.path.relpath(log, paths.root)
+    status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=where))
+    status.write(paths)
+    print(reason, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
 from rlx.runs.jobs import ENDED, GONE, find_jobs, job_of, output_of, queue, waits
 from rlx.runs.lock import RunLock
-from rlx.runs.run import STALE, WAITS, Run
+from rlx.runs.run import WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
@@ -89,7 +89,7 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
     run's (another cluster has it, or the ids began anew), if the run is in use, or if its directory may not be written.
     """
     ended = [
-        (run.paths, job, status)
+        (run, job, status)
         for run in runs
         if (job := run.job) is not None
         and (status := run.status) is not None
@@ -97,10 +97,11 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
         and jobs.get(job, GONE) in ENDED
     ]
     found = find_jobs([job for _, job, _ in ended]) if ended else {}
-    for paths, job, status in ended:
+    for run, job, status in ended:
+        paths = run.paths
         state, command = found.get(job, (GONE, ""))
         # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
-        if state not in ENDED or state == GONE or (state != "CANCELLED" and time.time() - status.updated < STALE):
+        if state not in ENDED or state == GONE or (state != "CANCELLED" and run.is_written(status)):
             continue
         output = output_of(paths)
         if output is None or f" {output.parent}/" not in f" {command}":

@@ -24,8 +24,8 @@ from rlx.launch.sweep import Element
 from rlx.paths import RunPaths, write_text
 from rlx.runs.jobs import ENDED, GONE, job_of, queue
 from rlx.runs.provenance import code_digest
-from rlx.runs.run import Run
-from rlx.runs.status import FINAL, read_status
+from rlx.runs.run import PATIENCE, Run
+from rlx.runs.status import FINAL
 
 FILE = ".sweep.json"  # in the sweep's directory
 SCHEMA = 1  # changes when the meaning of the file changes
@@ -168,9 +168,10 @@ def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> tupl
         return None
     jobs: Mapping[str, str] | None = None
     found = []
-    for line in lines:
-        paths, run = RunPaths(directory / line.name), noted["runs"][line.name]
-        status, job = read_status(paths), job_of(paths)
+    runs = [Run(RunPaths(directory / line.name), PATIENCE) for line in lines]
+    for line, each, status in zip(lines, runs, [each.status for each in runs], strict=True):  # all are looked at first: see `patience`
+        run, paths = noted["runs"][line.name], each.paths
+        job = job_of(paths)
         if status is None or _hash(paths) != run["config"]:
             return None
         if status.state == "completed" and status.max_steps >= run["max_steps"]:
@@ -184,7 +185,7 @@ def nothing_left(lines: Sequence[Line], directory: Path, made_from: str) -> tupl
             except RuntimeError:
                 return None
         lives = jobs is not None and job is not None and jobs.get(job, GONE) not in ENDED
-        if not lives and (status.state in FINAL or not Run(paths).lives(status)):
+        if not lives and (status.state in FINAL or not each.lives(status)):
             return None
         found.append(Known(line.name, paths, "alive", job))
     return noted["launcher"], found

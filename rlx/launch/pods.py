@@ -13,14 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.launch.starters import AgentStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.runs.claim import RunLock, create, new_attempt
-from rlx.runs.jobs import note_progress
+from rlx.runs.jobs import note_progress, saved_of, unit_of
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Cause, Status, read_status
 from rlx.types import ProcessSpec
@@ -69,6 +68,7 @@ def attempt(
     else:
         paths, lock = create(cfg, overrides, plan)
         lock.take(OLD_ATTEMPT)
+        paths.job.unlink(missing_ok=True)  # what an earlier Job, or a SLURM job, noted of its own starts
         write_text(paths.kubernetes, json.dumps(mine) + "\n")
         step = 0
     status = Status(attempt=new_attempt(paths), step=step, max_steps=cfg.total_steps)
@@ -92,13 +92,13 @@ def _supervise(
             start = rewind(paths)
         except ConfigError as error:
             return _fail(paths, status, str(error))
-        status.step = start.step if start else 0
-        status.write(paths)
-    saved = max(steps(paths), default=0) if cfg.has_checkpoints else paths.finished.stat().st_size if paths.finished.exists() else 0
-    barren = note_progress(paths, status.attempt, saved)
+        if cfg.has_checkpoints:
+            status.step = start.step if start else 0
+            status.write(paths)
+    barren = note_progress(paths, status.attempt, saved_of(paths, cfg))
     if barren > cfg.launcher.max_requeues:
         most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-        return _fail(paths, status, f"the Job was started {barren} times without a new step, more than {most}")
+        return _fail(paths, status, f"the Job was started {barren} times without a new {unit_of(cfg)}, more than {most}")
     supervisor = Supervisor(
         paths,
         Limits.of(cfg),

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from submitit import JobEnvironment
 
-from rlx.checkpoints.folders import steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
@@ -34,7 +33,7 @@ from rlx.process import full_disk
 from rlx.runs import outside
 from rlx.runs.claim import new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, output_of, restarts_of
+from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, output_of, restarts_of, saved_of, unit_of
 from rlx.runs.lock import RunLock
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
@@ -129,7 +128,7 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        self._may_come_back(paths, cfg, status, barren_requeues(paths, restarts, _saved(paths, cfg)))
+        self._may_come_back(paths, cfg, status, barren_requeues(paths, restarts, saved_of(paths, cfg)))
         self._has_its_code(paths, cfg, status)
         if restarts or has_begun(paths):
             try:
@@ -143,7 +142,7 @@ class Attempt:
                 print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
             else:
                 print("continuing with what is not done yet", flush=True)
-        saved = _saved(paths, cfg)  # not before: the newest checkpoint may have been damaged
+        saved = saved_of(paths, cfg)  # not before: the newest checkpoint may have been damaged
         barren = note_progress(paths, restarts, saved)
         self._may_come_back(paths, cfg, status, barren)
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
@@ -159,7 +158,7 @@ class Attempt:
         )
         code = supervisor.run(received)
         if supervisor.status.state == "preempted":
-            barren = 0 if _saved(paths, cfg) != saved else barren + 1
+            barren = 0 if saved_of(paths, cfg) != saved else barren + 1
             code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
             raise SystemExit(code)
@@ -179,7 +178,7 @@ class Attempt:
         """Exit if the job was requeued too often without saving anything new."""
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"the job was requeued {barren} times without a new {_unit(cfg)}, more than {most}")
+            _fail(paths, status, f"the job was requeued {barren} times without a new {unit_of(cfg)}, more than {most}")
             raise SystemExit(1)
 
     def _has_its_code(self, paths: RunPaths, cfg: CommandConfig, status: Status) -> None:
@@ -206,7 +205,7 @@ class Attempt:
         lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
         if barren >= 2:
             begin = "start, first step and checkpoint" if cfg.has_checkpoints else "start and first rollout"
-            why = f"{barren} attempts in a row were preempted before a new {_unit(cfg)} was saved, this one after {lasted:.0f} s"
+            why = f"{barren} attempts in a row were preempted before a new {unit_of(cfg)} was saved, this one after {lasted:.0f} s"
             if lasted >= until_notice - START:
                 _fail(
                     paths,
@@ -219,7 +218,7 @@ class Attempt:
             print(f"warning: {why}", flush=True)
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"preempted, and {most} requeues without a new {_unit(cfg)} are used up; continue with resume=latest")
+            _fail(paths, status, f"preempted, and {most} requeues without a new {unit_of(cfg)} are used up; continue with resume=latest")
             return 1
         try:
             done = ask("scontrol", "requeue", job_id)
@@ -231,19 +230,6 @@ class Attempt:
             return 1
         print("back in the queue", flush=True)
         return status.exit_code or 0
-
-
-def _saved(paths: RunPaths, cfg: CommandConfig) -> int:
-    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
-    if cfg.has_checkpoints:
-        return max(steps(paths), default=0)
-    files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
-    return sum(file.stat().st_size for file in files if file.exists())
-
-
-def _unit(cfg: CommandConfig) -> str:
-    """What `_saved` grows by, for messages."""
-    return "step" if cfg.has_checkpoints else "rollout"
 
 
 def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:

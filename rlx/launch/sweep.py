@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from rlx.checkpoints.folders import Start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
@@ -33,12 +34,12 @@ from rlx.plan.place import require_one_host
 from rlx.runs.claim import create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
-from rlx.runs.lock import RunLock
-from rlx.runs.run import Run
+from rlx.runs.lock import SWEEP, RunLock
+from rlx.runs.rewind import Found, find_start
+from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
-LOCK = ".sweep.lock"  # in the sweep's directory
 POLL = 0.2  # seconds between two checks of the pool
 LOOK = 1.0  # seconds between two looks at the status files of submitted runs
 
@@ -66,7 +67,7 @@ def alone(directory: Path) -> Iterator[None]:
     """Lock a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(directory / LOCK)
+        lock = RunLock(directory / SWEEP)
     try:
         if not lock.exclusive():
             raise ConfigError(
@@ -77,13 +78,22 @@ def alone(directory: Path) -> Iterator[None]:
         lock.close()
 
 
-def find_states(elements: Sequence[Element]) -> None:
-    """Set each element's `state` and `job` from its directory. Raises ConfigError if one holds a run of another configuration."""
+def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
+    """Set each element's `state` and `job` from its directory. Raises ConfigError if one holds a run of another configuration.
+
+    Returns job id → SLURM's state, which is asked for once; None if no element that is to be started has a job.
+    """
     jobs: dict[str, str] | None = None
     others = []
-    for element in elements:
-        paths, status = element.paths, read_status(element.paths)
-        if element.cfg.clean or not looks_like_run(paths):
+    runs = [Run(element.paths, PATIENCE) for element in elements]
+    statuses = [run.status for run in runs]  # the first look at all of them, so that their patience ends at the same time
+    for element, run, status in zip(elements, runs, statuses, strict=True):
+        paths = element.paths
+        if not looks_like_run(paths):
+            continue
+        if element.cfg.clean:
+            if (job := job_of(paths)) is not None and jobs is None:
+                jobs = _queue(paths, job)
             continue
         changed = differences(load_command(paths.root, secrets=False), element.cfg)
         if changed:
@@ -93,24 +103,29 @@ def find_states(elements: Sequence[Element]) -> None:
         completed = status is not None and status.state == "completed" and status.max_steps >= element.cfg.total_steps
         if job is not None and not completed:
             if jobs is None:
-                try:
-                    jobs = queue()
-                except RuntimeError as error:
-                    raise ConfigError(
-                        f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
-                        "  fix: try again where SLURM answers, or give another run.name="
-                    ) from error
+                jobs = _queue(paths, job)
             if is_alive(job, jobs):
                 element.state, element.job = "alive", job
                 continue
         ended = status is not None and status.state in FINAL
-        element.state = "done" if completed else "alive" if not ended and Run(paths).lives(status) else "again"
+        element.state = "done" if completed else "alive" if not ended and run.lives(status) else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
             + "\n  ".join(others[:8])
             + "\n  fix: give another run.name= for this sweep; or clean=true, which deletes them"
         )
+    return jobs
+
+
+def _queue(paths: RunPaths, job: str) -> dict[str, str]:
+    try:
+        return queue()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
+            "  fix: try again where SLURM answers, or give another run.name="
+        ) from error
 
 
 def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
@@ -128,11 +143,14 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
     return parallel or max(1, len(visible) // gpus)
 
 
-def make_directories(elements: Sequence[Element]) -> list[RunLock]:
+def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = None) -> list[RunLock]:
     """Create the run directories, or rewind existing ones to their last checkpoint; return their locks, held shared.
 
-    This includes a run that was stopped between its last checkpoint and its end: it completes at once.
+    This includes a run that was stopped between its last checkpoint and its end: it completes at once. `jobs`: job id → SLURM's state;
+    without it SLURM is asked for each run that has a job.
+    Raises ConfigError, before any directory is changed, if all checkpoints of a run are damaged.
     """
+    starts = _find_starts([element for element in elements if element.state == "again"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(elements) + 256  # a lock is an open file
     if soft < wanted:
@@ -141,11 +159,26 @@ def make_directories(elements: Sequence[Element]) -> list[RunLock]:
     try:
         for element in elements:
             cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
-            locks.append(create(cfg, element.overrides, element.plan, even_done=True)[1])
+            found = Found(starts.get(element.name), jobs)
+            locks.append(create(cfg, element.overrides, element.plan, found=found)[1])
     except BaseException:
         release(locks)
         raise
     return locks
+
+
+def _find_starts(elements: Sequence[Element]) -> dict[str, Start | None]:
+    """By name, the checkpoints from which runs go on. Raises one ConfigError for all runs whose checkpoints are all damaged."""
+    starts: dict[str, Start | None] = {}
+    problems: list[str] = []
+    for element in elements:
+        try:
+            starts[element.name] = find_start(element.paths)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return starts
 
 
 def release(locks: Sequence[RunLock]) -> None:

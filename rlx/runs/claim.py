@@ -36,7 +36,7 @@ from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
+from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
 from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
@@ -68,13 +68,13 @@ def settle(cfg: C, label: str) -> C:
 
 
 def create(
-    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, even_done: bool = False
+    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, found: Found | None = None
 ) -> tuple[RunPaths, RunLock]:
     """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
     With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
-    directory; with a path, a new run starts from that checkpoint. `even_done`: also accept a run whose checkpoint already contains its
-    last step; it ends at once.
+    directory; with a path, a new run starts from that checkpoint. `found`: what a sweep has found out about this run of it. Then a run
+    whose checkpoint already contains its last step is accepted too; it ends at once.
     Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
@@ -95,7 +95,7 @@ def create(
         )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
-            return paths, _go_on(paths, cfg, overrides, plan, even_done)
+            return paths, _go_on(paths, cfg, overrides, plan, found)
         start = None
         if cfg.resume == LATEST:
             say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
@@ -105,7 +105,7 @@ def create(
             check_room(start, cfg.total_steps)
             cfg = replace(cfg, resume=str(start.checkpoint))
         replayed = check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
-        lock = _claim(paths, clean=cfg.clean)
+        lock = _claim(paths, clean=cfg.clean, found=found)
         try:
             if source := source_of(start) if start else replayed:
                 write_text(paths.initial_model, source.initial_model.read_text())
@@ -127,14 +127,14 @@ def _adopt(paths: RunPaths, start: Start) -> Start:
         raise ConfigError(f"resume={start.checkpoint}: {error}.\n  fix: name another checkpoint") from error
 
 
-def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> RunLock:
+def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], found: Found | None) -> RunLock:
     """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held shared."""
     assert cfg.resume is not None
     if not paths.config.is_file() or not looks_like_run(paths):
         raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
-    lock = _alone(paths)
+    lock = _alone(paths, found)
     try:
-        _rewind_for(paths, cfg, overrides, plan, even_done)
+        _rewind_for(paths, cfg, overrides, plan, found)
     except BaseException:
         lock.close()
         raise
@@ -142,7 +142,7 @@ def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: 
     return lock
 
 
-def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], even_done: bool) -> None:
+def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], found: Found | None) -> None:
     """Rewind the directory to the attempt's starting point. Raises ConfigError before any change if that is impossible."""
     assert cfg.resume is not None
     before = load_command(paths.root, secrets=False)
@@ -151,15 +151,15 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
             f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
             "  fix: give another run.name= or run.dir="
         )
-    if found := differences(before, cfg):
-        shown = "".join(f"\n  {line}" for line in found[:8]) + ("\n  …" if len(found) > 8 else "")
+    if other := differences(before, cfg):
+        shown = "".join(f"\n  {line}" for line in other[:8]) + ("\n  …" if len(other) > 8 else "")
         anew = f"start another run from its checkpoint, resume={paths.root}" if cfg.has_checkpoints else "begin anew,"
         raise ConfigError(
             f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
             f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; or {anew} run.name=NEW"
         )
-    even_done = even_done or lacks_last_evaluation(paths, cfg)
-    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
+    even_done = found is not None or lacks_last_evaluation(paths, cfg)
+    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps, found=found)
     if cfg.has_checkpoints:
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     else:
@@ -289,7 +289,7 @@ def _is_free(paths: RunPaths) -> bool:
     return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
-def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
+def _claim(paths: RunPaths, *, clean: bool, found: Found | None) -> RunLock:
     """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
@@ -299,7 +299,7 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
             "  fix: resume=latest, which keeps them; or remove them first"
         )
     _refuse_taken(paths, clean=clean)
-    lock = _alone(paths)
+    lock = _alone(paths, found)
     _refuse_taken(paths, clean=clean)  # again, now that the lock keeps others out
     (root / MAKING).touch()
     for entry in root.iterdir():
@@ -312,11 +312,11 @@ def _claim(paths: RunPaths, *, clean: bool) -> RunLock:
     return lock
 
 
-def _refuse_waiting(paths: RunPaths) -> None:
+def _refuse_waiting(paths: RunPaths, found: Found | None) -> None:
     """Raise ConfigError if the directory belongs to a living SLURM job. A queued job holds no lock, so the lock does not show it."""
     job = job_of(paths)
     try:
-        waits = job is not None and is_alive(job)
+        waits = job is not None and is_alive(job, found.jobs if found else None)
     except RuntimeError as error:
         raise ConfigError(
             f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
@@ -326,14 +326,14 @@ def _refuse_waiting(paths: RunPaths) -> None:
         raise ConfigError(f"{paths.root} belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}, or give another run.name=")
 
 
-def _alone(paths: RunPaths) -> RunLock:
+def _alone(paths: RunPaths, found: Found | None) -> RunLock:
     """The directory's lock, held exclusively. Raises ConfigError if another process holds it or a SLURM job owns the directory."""
     lock = RunLock(paths)
     if not lock.exclusive():
         lock.close()
         raise ConfigError(f"a run is alive in {paths.root}.\n  fix: stop it, or give another run.name= or run.dir=")
     try:
-        _refuse_waiting(paths)
+        _refuse_waiting(paths, found)
     except ConfigError:
         lock.close()
         raise

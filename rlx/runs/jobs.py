@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx.checkpoints.folders import steps
+from rlx.config.schema import CommandConfig
 from rlx.paths import RunPaths, write_text
 from rlx.runs.outside import outside
 
@@ -54,6 +56,19 @@ def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
     if barren == 0:
         write_text(paths.job, json.dumps({**_noted(paths), "progress": {"restarts": restarts, "step": step}}) + "\n")
     return barren
+
+
+def saved_of(paths: RunPaths, cfg: CommandConfig) -> int:
+    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
+    if cfg.has_checkpoints:
+        return max(steps(paths), default=0)
+    files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def unit_of(cfg: CommandConfig) -> str:
+    """What `saved_of` grows by, for messages."""
+    return "step" if cfg.has_checkpoints else "rollout"
 
 
 def _noted(paths: RunPaths) -> dict[str, Any]:
@@ -133,7 +148,7 @@ def _table(*command: str) -> dict[str, tuple[str, str]]:
     return {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
 
 
-def is_alive(job_id: str, states: dict[str, str] | None = None) -> bool:
+def is_alive(job_id: str, states: Mapping[str, str] | None = None) -> bool:
     """Whether a job is queued or running. Raises RuntimeError if the controller does not answer."""
     return (queue() if states is None else states).get(job_id, GONE) not in ENDED
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from rlx.lock import try_lock
 from rlx.paths import RunPaths
 
+SWEEP = ".sweep.lock"  # the lock of a sweep, in its directory, in which each run has a directory of its own
+
 
 class RunLock:
     """A lock on a run directory. It is held while this object, or a process that inherited its file descriptor, is alive."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.checkpoints import folders
@@ -20,6 +21,7 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, EvaluatedRun
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
+from rlx.runs.lock import SWEEP
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
@@ -55,13 +57,51 @@ def source_of(start: Start) -> RunPaths:
     return RunPaths(start.checkpoint.parent.parent)
 
 
-def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say, max_steps: int | None = None) -> Start | None:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found out about a run before its directory is changed."""
+
+    start: Start | None  # the checkpoint from which it goes on; None: it has none
+    jobs: Mapping[str, str] | None = None  # job id → SLURM's state; None: SLURM was not asked
+
+
+def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say) -> Start | None:
+    """The newest complete checkpoint of a run, or that of step `wanted`. Reads all of it and changes nothing.
+
+    Raises ConfigError if `wanted` is a step without a complete checkpoint, or if all checkpoints are damaged.
+    """
+    if not load_command(paths.root, secrets=False).has_checkpoints:
+        return None
+    try:
+        start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
+    except NoCheckpoint as error:
+        raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
+    if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("step_*"))):
+        anew = f"start anew, with another run.name=, or with clean=true instead of resume={wanted}, which deletes this run"
+        if (paths.root.parent / SWEEP).is_file():  # clean=true would delete all its runs
+            anew = f"move or delete the folder {paths.root}, and the sweep starts this run anew"
+        raise ConfigError(
+            f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
+            f"and {len(versions(paths.weights))} policy versions in {paths.weights}.\n"
+            f"  fix: restore a checkpoint's files; or {anew}"
+        )
+    return start
+
+
+def rewind(
+    paths: RunPaths,
+    wanted: str = LATEST,
+    warn: Callable[[str], None] = say,
+    max_steps: int | None = None,
+    found: Found | None = None,
+) -> Start | None:
     """Prepare the next attempt in a run's own directory, from the newest complete checkpoint or that of step `wanted`.
 
     Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
     Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
     checkpoints.
     A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
+    `found`: has the result of `find_start`, if it was called before.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint, if all checkpoints are damaged, or if
     `max_steps` steps are already done.
@@ -69,17 +109,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     if not load_command(paths.root, secrets=False).has_checkpoints:
         _forget_processes(paths)
         return None
-    try:
-        start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
-    except NoCheckpoint as error:
-        raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
-    if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("step_*"))):
-        raise ConfigError(
-            f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
-            f"and {len(versions(paths.weights))} policy versions in {paths.weights}.\n"
-            f"  fix: restore a checkpoint's files; or start anew, with another run.name=, or with clean=true instead of resume={wanted}, "
-            "which deletes this run"
-        )
+    start = found.start if found is not None else find_start(paths, wanted, warn)
     check_room(start, max_steps)
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):

@@ -8,6 +8,7 @@ use `rlx.runs.claim`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -31,15 +32,21 @@ from rlx.runs.status import FINAL, Status, read_status
 from rlx.types import ProcessSpec
 
 STALE = 60.0  # seconds: a run on another host counts as dead when its status, written twice a second, is older than this
+PATIENCE = 5.0  # seconds of this host's clock in which the status of a living run changes, as seen from here
+LOOK = 0.2  # seconds between two looks for such a change
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # SLURM's states of a job in the queue
 
 
 class Run:
     """One run directory. Most properties read the files on each access; `config`, `overrides`, `plan`, `provenance`, `data` are cached."""
 
-    def __init__(self, root: Path | RunPaths) -> None:
+    def __init__(self, root: Path | RunPaths, patience: float = 0.0) -> None:
+        """`patience`: how many seconds after the first look at the status `is_written` may wait for a change of it."""
         self.paths = root if isinstance(root, RunPaths) else RunPaths(Path(root).expanduser())
+        self.patience = patience
         self._read: dict[str, Any] = {}
+        self._updated: float | None = None  # of the last status read
+        self._seen = self._moved = -math.inf  # when a status was first read, and when one that differed, by this host's clock
 
     @classmethod
     def open(cls, root: Path) -> Run:
@@ -105,7 +112,14 @@ class Run:
     # results
     @property
     def status(self) -> Status | None:
-        return self._file(self.paths.status, lambda _: read_status(self.paths))
+        found = self._file(self.paths.status, lambda _: read_status(self.paths))
+        if found is not None and found.updated != self._updated:
+            if self._updated is None:
+                self._seen = time.monotonic()
+            else:
+                self._moved = time.monotonic()
+            self._updated = found.updated
+        return found
 
     @property
     def job(self) -> str | None:
@@ -152,7 +166,7 @@ class Run:
         return status.state if self.lives(status) else "lost"
 
     def lives(self, status: Status | None = None) -> bool:
-        """Whether a process of the run is alive. On another host: whether the status was written within `STALE` seconds."""
+        """Whether a process of the run is alive. On another host: `is_written`."""
         status = status or self.status
         if status is None:
             return False
@@ -161,7 +175,24 @@ class Run:
         if any(_started_before(pid, status.updated) for pid in here):
             return True
         elsewhere = any(each["host"] != socket.gethostname() for each in named)
-        return elsewhere and time.time() - status.updated < STALE
+        return elsewhere and self.is_written(status)
+
+    def is_written(self, status: Status) -> bool:
+        """Whether processes on another host write the status.
+
+        Its time is by their clock, which may be wrong. So a time of now counts as a sign of life, and any other time as none: then a
+        change that is seen from here counts. Waits for one until `patience` seconds after the first look at this run.
+        """
+        if abs(time.time() - status.updated) < STALE:
+            return True
+        while self.status is not None:
+            now = time.monotonic()
+            if now - self._moved < STALE:
+                return True
+            if now - self._seen >= self.patience:
+                break
+            time.sleep(LOOK)
+        return False
 
     # reading
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
@@ -18,6 +19,8 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
+
+STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +105,25 @@ def _write_over(path: Path, text: str) -> bool:
 def read_status(paths: RunPaths) -> Status | None:
     """The status of a run; `None` if the directory has none."""
     try:
-        record = json.loads(paths.status.read_text())
+        record = json.loads(_read(paths.status))
     except FileNotFoundError:
         return None
     if record["cause"] is not None:
         record["cause"] = Cause(**{**record["cause"], "last_lines": tuple(record["cause"]["last_lines"])})
     record["restarts"] = [Restart(**one) for one in record.get("restarts", ())]
     return Status(**record)
+
+
+def _read(file: Path) -> str:
+    """The text of a file that other hosts replace meanwhile: NFS answers ESTALE until this host looks up the new one."""
+    deadline = time.monotonic() + STALE_HANDLE
+    while True:
+        try:
+            return file.read_text()
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def describe_returncode(returncode: int, service: bool = False) -> str:

@@ -32,7 +32,7 @@ class Watch:
         self.paths, self.first, self.grace = paths, first, grace
         self.heartbeat = Heartbeat(paths, name) if name is not None else None
         self.checks: list[Callable[[], None]] = []  # of background threads; each raises the error of its thread
-        self._noticed = False
+        self._noticed: float | None = None  # when the notice was first seen, by this host's own clock
         self._looked = -LOOK
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -69,10 +69,11 @@ class Watch:
 
     def noticed(self, every: float = LOOK) -> bool:
         """Whether the run is preempted, on rank 0; False on other ranks. Looks at most once in `every` seconds."""
-        if self.first and not self._noticed and time.monotonic() - self._looked >= every:
-            self._noticed = listed(self.paths.preempt)
+        if self.first and self._noticed is None and time.monotonic() - self._looked >= every:
             self._looked = time.monotonic()
-        return self._noticed
+            if listed(self.paths.preempt):
+                self._noticed = self._looked
+        return self._noticed is not None
 
     def give_way_with(self, mesh: Mesh) -> None:
         """Call it between two steps: raises Preempted on every rank if the run is preempted."""
@@ -80,7 +81,7 @@ class Watch:
             raise Preempted
 
     def give_up_with(self, mesh: Mesh) -> None:
-        """Call it within a step, before its update: raises Preempted on every rank if the notice is older than the grace period."""
-        if mesh.any(self.noticed(every=0.0) and time.time() - self.paths.preempt.stat().st_mtime > self.grace):
-            log.info("giving up this step: the preemption notice is more than launcher.grace=%g s old", self.grace)
+        """Call it within a step, before its update: raises Preempted on every rank if rank 0 saw the notice longer than the grace ago."""
+        if mesh.any(self.noticed(every=0.0) and self._noticed is not None and time.monotonic() - self._noticed > self.grace):
+            log.info("giving up this step: the preemption notice was seen more than launcher.grace=%g s ago", self.grace)
             raise Preempted
