@@ -4,8 +4,8 @@
 
 - `trainer`: a step on 8 prompts × 8 rollouts of `experiment=sums_smollm2`'s lengths, beside a bare Hugging Face loop on padded rows. In
   half of the groups all rewards are equal, as when a run has learned half of its prompts; `--equal 0` makes all groups count.
-- `engine`: 64 requests at once on the run's server, beside plain vLLM's `LLM.generate` with its own settings, on the same prompts. Both have
-  all threads: by default vLLM keeps a core of two for its front end, so `VLLM_CPU_OMP_THREADS_BIND=nobind` is set for it, as rlx does.
+- `engine`: 64 requests at once on the run's server, beside plain vLLM's `LLM.generate` with its own settings, on the same prompts.
+  Both have all threads: vLLM alone would keep a core of two for its front end, so `VLLM_CPU_OMP_THREADS_BIND=nobind` is set for it, too.
 - `curve`: seconds from the first rollout to a mean reward of 0.6 and of 0.9 over five steps, and samples a second, beside TRL's
   GRPOTrainer (`demo_trl.py`): same model, prompts, groups, lengths, sampling, optimizer and learning rate. The rate counts steps up to
   a mean of 0.9, without the first three. `--seeds 0 1 2`: the medians, too.
