@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,16 @@ class Curve:
         step = self.goal_step(goal)
         return None if step is None else self.times[step] - self.started
 
-    def steps_per_second(self) -> float:
-        """Steps per second, without the first ones."""
-        return (len(self.times) - 1 - SKIPPED) / (self.times[-1] - self.times[SKIPPED])
+    def until(self, goal: float) -> Curve:
+        """The curve up to `goal_step`, or all of it if the goal was never reached: steps behind the goal may be cheaper."""
+        step = self.goal_step(goal)
+        end = None if step is None else step + 1
+        return replace(self, times=self.times[:end], rewards=self.rewards[:end], tokens=self.tokens[:end])
+
+    def steps_per_second(self) -> float | None:
+        """Steps per second, without the first ones; None if no other two are left."""
+        counted = self.times[SKIPPED:]
+        return (len(counted) - 1) / (counted[-1] - counted[0]) if len(counted) > 1 else None
 
     def tokens_per_rollout(self) -> float:
         return statistics.mean(self.tokens[SKIPPED:])
@@ -172,7 +179,7 @@ def run_theirs(python: Path, folder: Path, run: Path, steps: int, goal: float | 
         "steps": steps,
         "batch_size": config.orchestrator.batch_size,
         "group_size": config.orchestrator.rollouts_per_example,
-        "max_tokens": config.sampling.max_tokens,
+        "sampling": asdict(config.sampling) | {key: value for key, value in asdict(env.sampling).items() if value is not None},
         "lr": config.optim["lr"],
         "warmup_steps": config.scheduler.warmup_steps,
         "threads": args.threads,
@@ -201,12 +208,13 @@ def ratio(better: float | None, worse: float | None) -> str:
 def reward_rows(pairs: Sequence[tuple[int, Curve, Curve]]) -> list[str]:
     """Table rows of the first set-up. The last row has the medians."""
     rows = []
-    for seed, a, b in pairs:
+    for seed, *curves in pairs:
+        a, b = (curve.until(GOAL) for curve in curves)  # both sides are measured up to the goal
         rows += [
             f"| seed {seed}: step with mean reward {GOAL} over {WINDOW} | {show(a.goal_step(), 0)} | {show(b.goal_step(), 0)} | |",
             f"| seed {seed}: seconds to it | {show(a.goal_seconds(), 1)} | {show(b.goal_seconds(), 1)} | "
             f"{ratio(b.goal_seconds(), a.goal_seconds())} |",
-            f"| seed {seed}: steps/s | {a.steps_per_second():.2f} | {b.steps_per_second():.2f} | "
+            f"| seed {seed}: steps/s | {show(a.steps_per_second(), 2)} | {show(b.steps_per_second(), 2)} | "
             f"{ratio(a.steps_per_second(), b.steps_per_second())} |",
         ]
     seconds = [(a.goal_seconds(), b.goal_seconds()) for _, a, b in pairs]
@@ -218,7 +226,12 @@ def reward_rows(pairs: Sequence[tuple[int, Curve, Curve]]) -> list[str]:
 
 def tails_rows(a: Curve, b: Curve, batch_size: int) -> list[str]:
     """Table rows of the second set-up."""
-    rates = [curve.steps_per_second() * batch_size for curve in (a, b)]
+    steps = [curve.steps_per_second() for curve in (a, b)]
+    if steps[0] is None or steps[1] is None:
+        raise ValueError(
+            f"a rate needs {SKIPPED + 2} steps, but the runs have {len(a.times)} and {len(b.times)}: --tail-steps {SKIPPED + 2}"
+        )
+    rates = [each * batch_size for each in steps if each is not None]
     tokens = [curve.tokens_per_rollout() for curve in (a, b)]
     return [
         f"| heavy tail: samples/s | {rates[0]:.1f} | {rates[1]:.1f} | **{ratio(*rates)}** (goal ≥ 4) |",

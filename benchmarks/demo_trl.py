@@ -74,6 +74,7 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         settings = json.load(file)
     torch.set_num_threads(settings["threads"])
+    sampling = settings["sampling"]  # all keys of rlx's section, with the environment's own values
     config = GRPOConfig(
         output_dir=settings["folder"],
         seed=settings["seed"],
@@ -84,7 +85,7 @@ def main() -> None:
         per_device_train_batch_size=settings["batch_size"],
         gradient_accumulation_steps=1,
         num_generations=settings["group_size"],
-        max_completion_length=settings["max_tokens"],
+        max_completion_length=sampling["max_tokens"],
         max_steps=settings["steps"],
         learning_rate=settings["lr"],
         lr_scheduler_type="constant_with_warmup",
@@ -98,9 +99,11 @@ def main() -> None:
         epsilon=0.2,
         beta=0.0,
         num_iterations=1,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        top_k=max(0, sampling["top_k"]),  # 0 keeps the whole vocabulary, as -1 does for vLLM
+        min_p=sampling["min_p"] or None,
+        generation_kwargs={"min_new_tokens": sampling["min_tokens"]} if sampling["min_tokens"] else None,
         use_transformers_continuous_batching=settings["continuous_batching"],
         logging_steps=10**6,
         save_strategy="no",

@@ -1,6 +1,6 @@
 """Every objective on the default run, with the same budget on the CPU: does the reward rise, and how fast?
 
-    python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--out DIR] [--table] [--write] [OVERRIDE …]
+    python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--steps 100] [--out DIR] [--table] [--write] [OVERRIDE …]
 
 Runs `python train.py loss=NAME seed=S` one after the other. Complete run directories are not run again, so the benchmark can be
 stopped and continued. `--table` only prints existing results. `--write` appends the table to `benchmarks/RESULTS.md`.
@@ -24,7 +24,6 @@ from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("sft", "opd")
-BUDGET = 100  # steps
 
 
 def presets() -> list[str]:
@@ -36,16 +35,16 @@ def run_of(out: Path, name: str, seed: int) -> Path:
     return out / f"{name}-seed{seed}"
 
 
-def is_complete(run: Path) -> bool:
-    """Whether the run completed with the current budget, so that all rows of the table have the same budget."""
+def is_complete(run: Path, steps: int) -> bool:
+    """Whether the run completed with this budget of steps, so that all rows of the table have the same budget."""
     status = Run(run).status
-    return status is not None and status.state == "completed" and status.max_steps == BUDGET
+    return status is not None and status.state == "completed" and status.max_steps == steps
 
 
-def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
+def play(out: Path, name: str, seed: int, steps: int, overrides: list[str]) -> None:
     """Run one objective unless it is complete. Deletes the rest of an interrupted run."""
     run = run_of(out, name, seed)
-    if is_complete(run):
+    if is_complete(run, steps):
         return
     command = [
         sys.executable,
@@ -54,7 +53,7 @@ def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
         f"seed={seed}",
         f"run.dir={run}",
         "clean=true",
-        f"max_steps={BUDGET}",
+        f"max_steps={steps}",
         *overrides,
     ]
     print("$", shlex.join(["python", *command[1:]]), flush=True)
@@ -63,22 +62,22 @@ def play(out: Path, name: str, seed: int, overrides: list[str]) -> None:
         print(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}", flush=True)
 
 
-def table(out: Path) -> str:
+def table(out: Path, steps: int) -> str:
     """One row per objective, with its seeds' values side by side."""
     lines = [
         f"| objective | seeds | reward, first {WINDOW} steps | last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in presets():
-        found = {int(run.name.rpartition("seed")[2]): ours(run) for run in out.glob(f"{name}-seed*") if is_complete(run)}
+        found = {int(run.name.rpartition("seed")[2]): ours(run) for run in out.glob(f"{name}-seed*") if is_complete(run, steps)}
         if found:
             seeds = sorted(found)
-            steps = [found[seed].goal_step() for seed in seeds]
+            reached = [found[seed].goal_step() for seed in seeds]
             cells = [
                 ", ".join(map(str, seeds)),
                 ", ".join(f"{statistics.mean(found[seed].rewards[:WINDOW]):.3f}" for seed in seeds),
                 ", ".join(f"{statistics.mean(found[seed].rewards[-WINDOW:]):.3f}" for seed in seeds),
-                ", ".join("–" if step is None else str(step) for step in steps),
+                ", ".join("–" if step is None else str(step) for step in reached),
             ]
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -88,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=presets(), choices=presets(), metavar="NAME")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100, help="budget of every run; finished runs with another one are run again")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "objectives")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--write", action="store_true", help="append the table to benchmarks/RESULTS.md")
@@ -95,8 +95,8 @@ def main() -> None:
     if not arguments.table:
         for seed in arguments.seeds:
             for name in arguments.only:
-                play(arguments.out.resolve(), name, seed, overrides)
-    found = table(arguments.out)
+                play(arguments.out.resolve(), name, seed, arguments.steps, overrides)
+    found = table(arguments.out, arguments.steps)
     print(found)
     if arguments.write:
         with (ROOT / "benchmarks" / "RESULTS.md").open("a") as file:

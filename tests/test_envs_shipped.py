@@ -101,6 +101,28 @@ def test_the_easiest_level_of_sums_has_two_digits() -> None:
         rlx_sums.load_environment(level=9)
 
 
+@pytest.mark.parametrize("level", list(rlx_sums.LEVELS))
+def test_sums_are_evaluated_on_problems_that_no_seed_trains_on_or_shows(level: int) -> None:
+    def terms(row: dict[str, str]) -> tuple[str, ...]:
+        expression = row["question"].removeprefix("What is ").partition("?")[0].removesuffix(" =")
+        return tuple(sorted(f"+ {expression}".replace("+ ", "+").replace("- ", "-").split()))
+
+    env = rlx_sums.load_environment(level=level, num_examples=200, num_eval_examples=64, shots=4, words=True)
+    held_out = list(env.get_eval_dataset())
+    shown = [{"question": message["content"]} for message in held_out[0]["prompt"] if message["role"] == "user"][:-1]
+    assert len(shown) == 4
+    asked, trained = {terms(row) for row in held_out}, {terms(row) for row in [*env.get_dataset(), *shown]}
+    for seed in range(5):
+        rows = rlx_sums.build_eval_rows(level, 256, seed + rlx_sums.EVAL_SEED)
+        assert rows == rlx_sums.build_eval_rows(level, 256, seed + rlx_sums.EVAL_SEED)
+        assert len({row["question"] for row in rows}) == len(rows) == (24 if level == 1 else 256), "none twice"
+        asked |= {terms(row) for row in rows}
+        trained |= {terms(row) for row in rlx_sums.build_rows(level, 4096, seed)}
+    assert not asked & trained
+    if level == 1:
+        assert len(trained) + len(asked) == 55, "every pair of digits is on one of the two sides"
+
+
 def test_solved_sums_are_shown_step_by_step_in_words_and_bare_otherwise() -> None:
     assert rlx_sums.steps("23 + 45 - 90") == "23 + 45 = 68. 68 - 90 = -22."
     for words, parser in ((True, rlx_sums.LastNumberParser()), (False, rlx_sums.AnswerParser())):

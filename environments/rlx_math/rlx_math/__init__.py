@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ class AnswerParser(vf.Parser):
         return text if not self.require_box and "\n" not in text and len(text) <= 40 else ""
 
 
-def build_rows(level: int | None, num_examples: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level, or of all levels in turn. The same seed gives the same rows."""
+def build_rows(level: int | None, num_examples: int, seed: int, without: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """`num_examples` rows of a level, or of all levels in turn. The same seed gives the same rows.
+
+    `without`: questions that no row has; then no question occurs twice, either. None leaves out nothing.
+    """
     streams = itertools.cycle([problems(number, seed + number) for number in ([level] if level else LEVELS)])
-    rows = []
+    rows, used = [], set(without or ())
     for stream in itertools.islice(streams, num_examples):
         question, answer, source = next(stream)
+        while without is not None and question in used:
+            question, answer, source = next(stream)
+        used.add(question)
         rows.append({"question": question, "answer": answer, "info": {"source": source}})
     return rows
 
@@ -131,7 +138,7 @@ def load_environment(
         question_column: column of the problem.
         answer_column: column of the answer or of a solution that has it in `\\boxed{}` or after `####`.
         num_examples: most problems to train on.
-        num_eval_examples: most problems for evaluation; generated ones come from another seed.
+        num_eval_examples: most problems for evaluation. None of them is trained on or shown.
         seed: seed of the problems, or of the order of a data set.
         system_prompt: None asks the bare question.
         shots: solved problems that the prompt shows before the question: for small models, which copy the form of the answer. Those of a
@@ -156,11 +163,16 @@ def load_environment(
             if len(train) < 2:
                 raise ValueError(f"{dataset}, split {split}, has {len(train)} row; training and evaluation need one each")
             held_out = train[: min(num_eval_examples, len(train) // 2)]
-            train = train[len(held_out) :]
+            asked = {row["question"] for row in held_out}
+            train = [row for row in train if row["question"] not in asked]  # a data set may have a question twice
         if len(train) <= shots:
             raise ValueError(f"{dataset}, split {split}, has {len(train)} rows to train on; shots={shots} leaves none")
         shown, train = train[:shots], train[shots : shots + num_examples]
     checker, parser = Checker(check_timeout, check_workers), AnswerParser(require_box)
+
+    def eval_rows() -> list[dict[str, Any]]:
+        known = {row["question"] for row in (*train, *shown)}
+        return held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED, without=known)
 
     async def correct(parser: vf.Parser, completion: vf.Messages, answer: str, state: vf.State) -> float:
         """1.0 if the answer is right."""
@@ -178,7 +190,7 @@ def load_environment(
 
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(train),
-        eval_dataset=lambda: Dataset.from_list(held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED)),
+        eval_dataset=lambda: Dataset.from_list(eval_rows()),
         system_prompt=system_prompt,
         few_shot=[message for row in shown for message in solved(row)] or None,
         parser=parser,

@@ -3,19 +3,27 @@
 The reward is 1.0 for a right answer and 0.0 otherwise, so the mean reward is the accuracy.
 A row is `question` ("3 + 4 =") and `answer` ("7"). There is no system prompt, so a prompt has a dozen characters.
 With `words=true` a language model is asked ("What is 3 + 4? End with the number."), and the last number of its reply is the answer.
+
+A quarter of all problems, the same for every seed, is held out for evaluation: neither trained on nor shown, not even in another order.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
 from datasets import Dataset
 
-SHOTS_SEED = 2_000_003  # added to the seed for the solved problems of `shots`
+EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
+SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
+OTHERS_SEED = 3_000_017  # and for the problems that take the places of held-out ones
+HELD_OUT = 4  # one in so many problems
+GIVE_UP = 10_000  # draws in a row without a new problem, after which a level has no more
 
 
 @dataclass(frozen=True)
@@ -36,21 +44,54 @@ LEVELS: dict[int, Level] = {
 
 
 def build_rows(level: int, num_examples: int, seed: int, words: bool = False) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level. The same seed gives the same rows. `words`: the question is a sentence."""
-    spec = LEVELS[level]
-    rng = random.Random(seed)
-    smallest = 0 if spec.digits == 1 else 10 ** (spec.digits - 1)
+    """`num_examples` rows of a level to train on. The same seed gives the same rows. `words`: the question is a sentence.
+
+    Another problem takes the place of one that is held out, so the rows around it do not depend on what is held out.
+    """
+    drawn, others = _expressions(LEVELS[level], seed), _expressions(LEVELS[level], seed + OTHERS_SEED)
     rows = []
     for _ in range(num_examples):
-        value = rng.randint(smallest, 10**spec.digits - 1)
-        text = str(value)
-        for _ in range(rng.randint(*spec.terms) - 1):
-            operator, term = rng.choice(spec.operators), rng.randint(smallest, 10**spec.digits - 1)
-            value += term if operator == "+" else -term
-            text += f" {operator} {term}"
-        question = f"What is {text}? End with the number." if words else f"{text} ="
-        rows.append({"question": question, "answer": str(value)})
+        expression = next(drawn)
+        while is_held_out(expression):
+            expression = next(others)
+        rows.append(_row(expression, words))
     return rows
+
+
+def build_eval_rows(level: int, num_examples: int, seed: int, words: bool = False) -> list[dict[str, Any]]:
+    """At most `num_examples` different held-out rows of a level, in an order that follows from the seed. Level 1 has 24."""
+    found: dict[str, None] = {}
+    misses = 0
+    for expression in _expressions(LEVELS[level], seed):
+        if len(found) == num_examples or misses == GIVE_UP:
+            break
+        misses = misses + 1 if expression in found or not is_held_out(expression) else 0
+        if misses == 0:
+            found[expression] = None
+    return [_row(expression, words) for expression in found]
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether a problem is for evaluation. It depends on the terms alone: `3 + 4 - 9` and `4 - 9 + 3` are on the same side."""
+    terms = sorted(f"+ {expression}".replace("+ ", "+").replace("- ", "-").split())
+    return zlib.crc32(" ".join(terms).encode()) % HELD_OUT == 0
+
+
+def _expressions(spec: Level, seed: int) -> Iterator[str]:
+    """Endless expressions of a level: `3 + 4`."""
+    rng = random.Random(seed)
+    smallest = 0 if spec.digits == 1 else 10 ** (spec.digits - 1)
+    while True:
+        text = str(rng.randint(smallest, 10**spec.digits - 1))
+        for _ in range(rng.randint(*spec.terms) - 1):
+            text += f" {rng.choice(spec.operators)} {rng.randint(smallest, 10**spec.digits - 1)}"
+        yield text
+
+
+def _row(expression: str, words: bool) -> dict[str, Any]:
+    first, *rest = expression.split()
+    value = int(first) + sum(int(f"{operator}{term}") for operator, term in zip(rest[::2], rest[1::2], strict=True))
+    return {"question": f"What is {expression}? End with the number." if words else f"{expression} =", "answer": str(value)}
 
 
 def steps(expression: str) -> str:
@@ -107,7 +148,7 @@ def load_environment(
     Args:
         level: 1 (sums of one-digit numbers) to 3 (two digits); see `LEVELS`.
         num_examples: problems to train on.
-        num_eval_examples: problems for evaluation, drawn from another seed. Easy levels have so few problems that most occur in both.
+        num_eval_examples: most problems for evaluation, none of which is trained on. Level 1 has 24.
         seed: seed of the problems.
         words: ask in a sentence, and take the last number of the reply as the answer.
         shots: solved problems that the prompt shows before the question, with `words` step by step: for small models, which copy the form.
@@ -122,7 +163,7 @@ def load_environment(
     shown = [message for row in build_rows(level, shots, seed + SHOTS_SEED, words) for message in solved(row, words)]
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(build_rows(level, num_examples, seed, words)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003, words)),
+        eval_dataset=lambda: Dataset.from_list(build_eval_rows(level, num_eval_examples, seed + EVAL_SEED, words)),
         few_shot=shown or None,
         parser=parser,
         rubric=rubric,
