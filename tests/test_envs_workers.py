@@ -19,6 +19,7 @@ import worker_stand_in
 from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 
 from rlx.config.schema import EnvConfig
+from rlx.descendants import start_time
 from rlx.envs import boot
 from rlx.envs.marks import Mark
 from rlx.envs.pool import WorkerPool, worker_metrics
@@ -121,6 +122,20 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
     pool.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=2.0))
     assert [one.status for (one,) in play(pool, range(8), meanwhile=kill)] == ["ok"] * 8
     assert pool.replaced == {"died": 1}
+
+
+def test_what_a_killed_worker_started_in_sessions_of_its_own_ends_with_it(pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(server=str(tmp_path / "server"), server_mib=150)
+    pool.wait_loaded()
+    child, server = pool._workers[0].child, int((tmp_path / "server").read_text())
+    assert start_time(server) is not None
+    assert child.memory() > 150 * 2**20, "the bound of a worker's memory counts what it started"
+    child.kill()
+    child.reap()
+    deadline = time.monotonic() + 30
+    while start_time(server) is not None:
+        assert time.monotonic() < deadline, "the server outlived its worker"
+        time.sleep(0.01)
 
 
 def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(pool_of: Any) -> None:

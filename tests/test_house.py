@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
     **dict.fromkeys(("types", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "process", "stacks", "tracking", "lock"), 1),
+    "descendants": 1,
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,

@@ -9,9 +9,11 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlx.config.schema import EnvConfig
@@ -50,6 +52,14 @@ class StandInEnvironment:
                     time.sleep(3600)
                 raise RuntimeError("the second process cannot load")
             open(args["bad"][0], "w").close()
+        if "server" in args:  # as a tool server of verifiers: in a session of its own; it takes its mebibytes and says its number
+            code = (
+                f"import os, time; kept = bytearray(b'x') * ({args['server_mib']} << 20); print(os.getpid(), flush=True); time.sleep(3600)"
+            )
+            with open(args["server"], "w") as file:
+                subprocess.Popen([sys.executable, "-S", "-c", code], stdout=file, start_new_session=True)
+            while not Path(args["server"]).read_text():
+                time.sleep(0.01)
         self.name, self.args, self.timeout = name, args, settings.timeout
         self.scores_groups = args["group"]
         self.agents: list[str] = []

@@ -202,7 +202,8 @@ class PlayConfig:
     )
     env_worker_memory_gb: float | None = key(
         None,
-        "GiB of memory above which a worker is replaced: when it has finished its rollouts, at 1.5 times at once; null: no bound",
+        "GiB of memory, with that of the processes that it has started, above which a worker is replaced: when it "
+        "has finished its rollouts, at 1.5 times at once; null: no bound",
         above=0,
     )
     max_retries: int = key(

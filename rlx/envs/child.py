@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
 from rlx.envs.marks import Mark, Marks
 from rlx.envs.stacks import environments_line, threads
@@ -30,6 +33,7 @@ class Child:
         Call it on the main thread: the kernel ends the child when the thread that started it ends. Raises OSError if it cannot start.
         """
         self.name, self._reaped = name, False
+        self._below = 0  # bytes of the processes that it has started
         self.sources = ""  # folder or file of the environment's own code
         ours, theirs = socket.socketpair()
         marks, self._stacks = Marks.create(), os.memfd_create("rlx-stacks")
@@ -38,11 +42,13 @@ class Child:
         shared = (theirs.fileno(), marks, self._stacks)
         command = [os.path.expanduser(python or sys.executable), boot.__file__, "worker", name, *map(str, shared)]
         environment = {key: value for key, value in os.environ.items() if python is None or key not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        self._token = secrets.token_hex(16)
         try:
-            # A session of its own: a signal to its group reaches all that the environment starts, and nothing else.
+            # A session of its own: a signal to its group reaches what the environment starts, and nothing else. Processes in sessions of
+            # their own, as verifiers' tool servers are, carry the token.
             self.process = subprocess.Popen(
                 command,
-                env=environment,
+                env=environment | {WORKER_TOKEN: self._token},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -63,11 +69,15 @@ class Child:
         text = os.pread(self._log, size - start, start).decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-count:])
 
+    def measure(self) -> None:
+        """Measure the memory of the processes that it has started. It takes milliseconds for each GiB, so call it in a thread."""
+        self._below = memory_below(self.pid)
+
     def memory(self) -> int:
-        """Resident bytes; 0 if it is gone."""
+        """Resident bytes, and those of the processes that it had started when they were last measured; 0 if it is gone."""
         try:
             with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
-                return int(file.read().split()[1]) * PAGE
+                return int(file.read().split()[1]) * PAGE + self._below
         except (OSError, IndexError):
             return 0
 
@@ -98,18 +108,21 @@ class Child:
         return environments_line(found.get(own[0] if own else 0, []), self.sources)
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """End it and its process group. What it started elsewhere ends when it is reaped."""
         if not self._reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Release everything of a process that has ended. Returns its exit code, negative for a signal."""
+        """Release everything of a process that has ended, and end what it left behind. Returns its exit code, negative for a signal."""
         if self._reaped:
             return self.process.wait()
-        self.kill()  # what it left behind
+        self.kill()
         code = self.process.wait()
         self._reaped = True
+        # In a thread, because looking through /proc would hold up the event loop. By the token alone: its number may be another's now.
+        # The thread is waited for at the end of this process.
+        threading.Thread(target=kill_all, args=((), self._token), kwargs={"variable": WORKER_TOKEN}, name=f"end {self.name}").start()
         self.link.close()
         self.marks.close()
         for fd in (self.pidfd, self._stacks, self._log):

@@ -38,6 +38,7 @@ from rlx.types import Rollout, Task
 log = logging.getLogger(__name__)
 
 LOOK = 0.2  # seconds between two looks at the workers
+MEASURE = 2.0  # seconds between two measurements of the memory of the processes that the workers have started
 WARN = 10.0  # seconds of one step after which the log names the function
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
 FIRST_LOAD = 3600.0  # seconds to load the environment at the start: it may fetch its data
@@ -144,6 +145,7 @@ class WorkerPool:
         if not self._digest:
             self._loading = max(LOADING, LOADING_TIMES * message.seconds)
         self._digest = message.digest
+        worker.child.measure()
         needs = worker.child.memory()
         if self._memory is not None and needs > self._memory:
             raise WorkerError(
@@ -260,8 +262,12 @@ class WorkerPool:
     # -- watching
 
     async def _keep_watching(self) -> None:
+        measured = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
+            if time.monotonic() - measured > MEASURE:
+                await asyncio.to_thread(lambda workers: [worker.child.measure() for worker in workers], list(self._workers))
+                measured = time.monotonic()
             for worker in [worker for worker in self._workers if worker.verdict is None]:
                 if worker.loaded:
                     self._look(worker, time.monotonic())
