@@ -136,3 +136,9 @@ def how(code: int) -> str:
         return f"it left with exit code {code}"
     hint = "; the system may have been out of memory" if code == -signal.SIGKILL else ""
     return f"{signal.Signals(-code).name} ended it{hint}"
+
+
+def measure_all(children: Sequence[Child]) -> None:
+    """`measure` each."""
+    for child in children:
+        child.measure()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
-from rlx.envs.child import Child
+from rlx.envs.child import Child, measure_all
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, answer
 from rlx.envs.remote import answer_of, refusal
@@ -266,7 +266,7 @@ class WorkerPool:
         while True:
             await asyncio.sleep(LOOK)
             if time.monotonic() - measured > MEASURE:
-                await asyncio.to_thread(lambda workers: [worker.child.measure() for worker in workers], list(self._workers))
+                await asyncio.to_thread(measure_all, [worker.child for worker in self._workers])
                 measured = time.monotonic()
             for worker in [worker for worker in self._workers if worker.verdict is None]:
                 if worker.loaded:
