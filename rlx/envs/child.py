@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
