@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,10 +81,10 @@ def test_openais_parameters_become_vllms() -> None:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"top_p": 0.9}, "top_p=0.9"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"repetition_penalty": 1.2, "top_k": 3}, "top_k=3, repetition_penalty=1.2"),
-        ({"logit_bias": {7: 1.0}}, "logit_bias="),
+        ({"top_p": 0.9}, "top_p"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"repetition_penalty": 1.2, "top_k": 3}, "top_k|repetition_penalty"),
+        ({"logit_bias": {7: 1.0}}, "logit_bias"),
         ({"temperature": 0.3, "stop": ["."], "max_tokens": 4, "stop_token_ids": [9]}, None),
     ],
 )
@@ -100,7 +101,22 @@ def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_po
         kept = episode.keep([reply.request_id for reply in replies])
         assert kept == episode.turns
         assert len(kept) == (1 if exact and said else 3)
-    assert [said in record.getMessage() for record in caplog.records if said] == [True] * bool(said)
+    names = said.split("|") if said else []
+    assert [re.findall(r"asks for (\w+):", record.getMessage()) for record in caplog.records] == [[name] for name in names]
+
+
+def test_a_biased_request_beside_the_trajectory_is_no_warning_and_each_parameter_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokens._say_biased.cache_clear()
+    policy = replace(policy_of(StandIn(tiny_chat(), error=0.0), sampling={"max_tokens": 20}), exact=True)
+    episode = policy.episode(TASK, 0, 0)
+    mine = ask(episode, [user("abc")])
+    ask(episode, [user("judge this")], {"temperature": 0})  # an adapter says at the end that it was no turn
+    assert len(episode.keep([mine.request_id])) == 1
+    assert caplog.records == []
+    for temperature in (0.5, 0.6):
+        biased = ask(episode, [user("abc")], {"top_p": temperature})
+        assert episode.keep([biased.request_id]) == ()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"envs.{TASK.env} asks for top_p"]
 
 
 def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens() -> None:

@@ -53,13 +53,14 @@ class TokenPolicy:
 class TokenEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
+    __slots__ = ("_biased", "_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         super().__init__()
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self._num_requests = 0
+        self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
         self._history: list[tuple[list[Message], Turn, list[dict] | None]] = []  # prompt and answer as messages, their tokens, the tools
 
@@ -122,10 +123,17 @@ class TokenEpisode(KnownTurns):
             self.replies.append(message)
             biased = biases(parameters) if policy.exact else []
             if biased:
-                _say_biased(self.task.env, ", ".join(f"{name}={parameters[name]}" for name in biased))
+                self._biased[request_id] = biased
             else:
                 self._turns[number] = (request_id, turn)
         return reply
+
+    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        """See `rlx.policy.base.Episode.keep`. Warns of requests of the trajectory that cannot be trained; others may ask as they like."""
+        for request_id in request_ids:
+            for name in self._biased.get(request_id, ()):
+                _say_biased(self.task.env, name)
+        return super().keep(request_ids)
 
     def _with_ids(self, calls: Sequence[Call], number: int) -> tuple[Call, ...]:
         """The calls of request `number`, each with an id that no other call of the episode has. Ids that the model wrote stay."""
@@ -167,6 +175,6 @@ class TokenEpisode(KnownTurns):
 
 
 @functools.cache
-def _say_biased(env: str, asked: str) -> None:
-    what = "its tokens come from another distribution than the one that the trainer scores, so they are not trained"
-    log.warning("envs.%s asks for %s: %s. Ask without it, or accept the bias with sampling.allow_biased_ratio=true.", env, asked, what)
+def _say_biased(env: str, name: str) -> None:
+    what = "such tokens come from another distribution than the one that the trainer scores, so they are not trained"
+    log.warning("envs.%s asks for %s: %s. Ask without it, or accept the bias with sampling.allow_biased_ratio=true.", env, name, what)
