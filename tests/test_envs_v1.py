@@ -342,3 +342,28 @@ def test_a_tool_server_that_ends_before_it_answers_says_its_last_line(part: str,
     else:
         with pytest.raises(ToolsetError, match=r"^its tool server ended with exit code 1; its last line: ConnectionError: no model$"):
             asyncio.run(start())
+
+
+def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_be_forced_is_said_once(caplog: pytest.LogCaptureFixture):
+    from rlx.envs import verifiers_v1_client as v1
+    from rlx.policy import asked
+    from rlx.policy.base import Reply
+
+    v1._say_no_choice.cache_clear()
+    asked._say_unknown.cache_clear()
+    seen = []
+
+    class Episode:
+        async def respond(self, messages, tools, sampling):
+            asked.parameters_of({}, sampling, (), 100)
+            seen.append(tools)
+            return Reply("fine")
+
+    tools = [{"type": "function", "function": {"name": "bet", "parameters": {"type": "object", "properties": {}}}}]
+    client = v1.PolicyClient(Episode())
+    for more in ({}, {"tool_choice": "auto", "n": 1}, {"tool_choice": "none"}, *[{"tool_choice": "required"}] * 2):
+        body = {"model": "policy", "messages": [{"role": "user", "content": "go"}], "tools": tools, **more}
+        asyncio.run(client.get_response(v1.CHAT, body, None))
+    assert seen == [tools, tools, None, tools, tools]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert 'tool_choice="required"' in said

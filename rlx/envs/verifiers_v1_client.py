@@ -9,8 +9,10 @@ Both versions that have v1 work: 0.3 and 0.4.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +39,8 @@ try:  # 0.4
     from verifiers.v1.harnesses.utils import mcp as tool_client
 except ImportError:
     from verifiers.v1.harnesses.null import program as tool_client
+
+log = logging.getLogger(__name__)
 
 CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 TOO_LONG: Any = getattr(errors, "OverlongPromptError", errors.ProviderError)  # 0.3 ends the rollout; 0.4 leaves it to the harness
@@ -70,11 +74,15 @@ class PolicyClient(Client):
         prompt = turn.prompt if request is None else request.messages
         settings = dialect.parse_sampling(body).model_dump(exclude_none=True)
         settings = {**(settings.pop("extra_body", None) or {}), **settings}
-        for name in ("n", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
+        for name in ("parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
             settings.pop(name, None)
+        choice = settings.pop("tool_choice", None)
+        tools = None if choice == "none" else body.get("tools")
+        if choice not in (None, "auto", "none"):
+            _say_no_choice(json.dumps(choice))
         began = time.monotonic()
         try:
-            reply = await self.episode.respond([for_template(message) for message in prompt], body.get("tools"), settings)
+            reply = await self.episode.respond([for_template(message) for message in prompt], tools, settings)
         except PromptTooLong as error:
             self.too_long.add(trace)
             raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
@@ -107,6 +115,11 @@ class PolicyEndpoint(TrainClientConfig):
     def client(self) -> PolicyClient:
         """The client of the episode."""
         return self._client
+
+
+@functools.cache
+def _say_no_choice(choice: str) -> None:
+    log.warning("a request asks for tool_choice=%s; the policy chooses by itself, as with auto (only auto and none are known)", choice)
 
 
 def _when_committed(turn: Any, note: Callable[[], None]) -> None:
