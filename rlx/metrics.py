@@ -55,6 +55,7 @@ METRICS: dict[str, str] = {
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
     "perf/max_concurrent": "most rollouts in flight: `orchestrator.max_concurrent`, or what the engines can use at that moment",
     "perf/env_worker_memory_gb": "resident memory of the largest environment worker and of the processes that it has started, GiB",
+    "perf/waiting_for_workers": "rollouts that wait until their environment's worker has computed for others; 0 while the workers keep up",
     "perf/cpu_ms_per_rollout": "CPU time of the orchestrator process per finished rollout, milliseconds",
     # trainer
     "loss/policy": "the objective, aggregated over the global batch",

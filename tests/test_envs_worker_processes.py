@@ -100,12 +100,9 @@ def test_a_rollout_that_blocks_its_worker_is_a_timeout_with_its_line(kind: str, 
 
 @pytest.mark.long
 def test_rewards_that_compute_for_longer_than_the_timeout_between_them_do_not_end_their_worker() -> None:
-    """Those that waited too long for the others are timeouts, by their own clock; how many depends on the machine."""
     pool = pool_of("rlx_test_faults", timeout=3.0, kind="cpu", every=1, seconds=0.3)
     (played,) = play([pool], 16)
-    statuses = [rollout.status for rollout in played]
-    assert "ok" in statuses
-    assert set(statuses) <= {"ok", "timeout"}
+    assert [rollout.status for rollout in played] == ["ok"] * 16
     assert (pool.replaced, pool.replayed) == ({}, 0)
 
 

@@ -21,9 +21,11 @@ from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
-from rlx.envs.marks import Mark
-from rlx.envs.pool import WorkerPool, worker_metrics
+from rlx.envs.marks import PLAYING, SPENT, Mark, Marks, marked_tasks
+from rlx.envs.pool import WorkerPool
+from rlx.envs.pools import waiting_for_workers, worker_metrics
 from rlx.envs.stacks import environments_line, threads
+from rlx.envs.together import abandon, run_for
 from rlx.envs.watch import Verdict, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
@@ -320,6 +322,57 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_time_in_which_others_compute_does_not_count_as_a_rollouts_own() -> None:
+    fd = Marks.create()
+    marks = Marks(fd)
+    os.close(fd)
+
+    async def reward(number: int) -> str:
+        await asyncio.sleep(0.01)
+        end = time.monotonic() + 0.06
+        while time.monotonic() < end:
+            pass
+        return "scored"
+
+    async def hangs(number: int) -> str:
+        await asyncio.sleep(3600)
+        return "never"
+
+    async def episode(number: int, work: Callable[[int], Any]) -> bool:
+        PLAYING.set((number, 1))
+        playing = await run_for(0.3, work(number))
+        if not (done := playing.done()):
+            await abandon(playing)
+        return done
+
+    async def main() -> list[bool]:
+        asyncio.get_running_loop().set_task_factory(marked_tasks(marks))
+        calls = []
+        for number in range(10):
+            PLAYING.set((number, 1))
+            calls.append(asyncio.ensure_future(episode(number, hangs if number == 3 else reward)))
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(main()) == [number != 3 for number in range(10)], "each reward takes 0.06 s of its 0.3 s; one never ends"
+    assert set(SPENT.own) <= {(3, 1)}
+    marks.close()
+
+
+def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.envs.watch.CROWDED", 0.2)
+    seen = []
+
+    async def look(pool: WorkerPool) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            seen.append(waiting_for_workers({"e": pool}))
+
+    pool = pool_of(trouble="cpu", bad=list(range(16)), seconds=0.1)
+    assert [one.status for (one,) in play(pool, range(16), meanwhile=look)] == ["ok"] * 16
+    assert 3 < max(seen) < 16, seen
+    assert pool.replaced == {}
 
 
 def test_the_environments_function_is_found_in_a_dump_of_stacks() -> None:

@@ -212,12 +212,15 @@ def test_an_evaluation_takes_its_share_and_what_training_leaves_idle(tmp_path: P
     busy = 0
     config = evaluating(eval__share=0.25, inference__max_num_seqs=16, hardware__inference_replicas=2)
     (env,) = [env for name, env in loaded(config).items() if name.startswith("eval_")]
-    evaluations = Evaluations(config, RunPaths(tmp_path), {"eval_e": env}, 0, lambda: busy)
+    serving = 2
+    evaluations = Evaluations(config, RunPaths(tmp_path), {"eval_e": env}, 0, lambda: busy, servers=lambda: serving)
     assert evaluations._room() == 32
     busy = 20
     assert evaluations._room() == 12
     busy = 64
     assert evaluations._room() == 8
+    serving = 4  # two have joined
+    assert evaluations._room() == 16
 
 
 def test_after_a_kill_the_evaluation_that_it_interrupted_is_played_first(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def config_of(**overrides: Any) -> Config:
 class StandInServers(StandIn):
     """Stands in for the servers: accepts weight updates, improves with every version, and records the versions that it got."""
 
+    size = 1  # servers
+
     def __init__(self, jitter: float = 0.0, **settings: Any) -> None:
         super().__init__(tiny_chat(), **settings)
         self.jitter = jitter

@@ -26,13 +26,13 @@ class Engines:
         self.stats = {"perf/servers": servers, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0, "perf/kv_cache_usage": 0.5}
         self.answered = 0
 
-    def look(self, in_flight: int, preempted: int = 0, answered: int = 10, **stats: float) -> int:
+    def look(self, in_flight: int, preempted: int = 0, answered: int = 10, held: int = 0, **stats: float) -> int:
         self.stats |= {f"perf/{name}": value for name, value in stats.items()}
         limit = 0
         for _ in range(WINDOW):
             self.stats["perf/preemptions"] += preempted / WINDOW
             self.answered += answered
-            limit = self.controller.look(self.stats, in_flight, self.answered)
+            limit = self.controller.look(self.stats, in_flight, self.answered, held)
         return limit
 
 
@@ -66,6 +66,17 @@ def test_a_queue_that_stays_lowers_it_and_a_burst_does_not() -> None:
     assert limit == 156
     assert engines.look(in_flight=156, running=100, waiting=56) == 128
     assert engines.look(in_flight=128, running=100, waiting=28) == 114
+
+
+def test_it_does_not_grow_while_rollouts_wait_for_busy_workers_and_falls_if_most_do() -> None:
+    engines = Engines()
+    assert engines.look(in_flight=100, running=60, held=30) == 100, "the workers cannot score more, however much room the engines have"
+    assert engines.look(in_flight=100, running=2, held=96) == 52
+    assert "wait until the environments' workers" in engines.controller.why
+    for _ in range(20):
+        limit = engines.look(in_flight=round(engines.controller.limit), running=0, held=round(engines.controller.limit) - 1)
+    assert limit == 3
+    assert engines.look(in_flight=3, running=3) == 4, "the workers keep up: more again"
 
 
 def test_it_scales_with_servers_that_come_and_go_and_forgets_counters_of_a_server_that_restarted() -> None:

@@ -20,11 +20,33 @@ from dataclasses import dataclass
 from typing import Any
 
 THREADS = 64  # calls in threads that can be marked at once
+LONG_NS = 20_000_000  # steps of the event loop that take so long are counted (`SPENT`): shorter ones delay nobody
 SIZE = 8 * (3 + 4 * THREADS)  # bytes
 
 Where = tuple[int, int]  # number of the request, and member + 1 (0: not one member, but the whole request)
 PLAYING: ContextVar[Where] = ContextVar("PLAYING")
 """The rollout that the current task belongs to."""
+
+
+class Spent:
+    """Seconds of the event loop's long steps so far, to tell the time that a rollout takes from the time that it waits for others."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.own: dict[Where, float] = {}  # of these, those of each rollout; its reader removes it
+
+    def by_others(self, where: Where | None) -> float:
+        """Seconds so far in which the event loop computed for others than this rollout."""
+        return self.seconds - (0.0 if where is None else self.own.get(where, 0.0))
+
+    def add(self, where: Where, seconds: float) -> None:
+        """A step has taken so long."""
+        self.seconds += seconds
+        self.own[where] = self.own.get(where, 0.0) + seconds
+
+
+SPENT = Spent()
+"""Of this process. Without marked tasks (`marked_tasks`) it stays 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +110,7 @@ class _Marked(Coroutine):
         try:
             return self._coroutine.send(value)
         finally:
-            words[0] = 0
+            self._ended(words)
 
     def throw(self, *error: Any) -> Any:
         words = self._words
@@ -96,7 +118,12 @@ class _Marked(Coroutine):
         try:
             return self._coroutine.throw(*error)
         finally:
-            words[0] = 0
+            self._ended(words)
+
+    def _ended(self, words: memoryview) -> None:
+        took, words[0] = time.monotonic_ns() - words[0], 0
+        if took > LONG_NS:
+            SPENT.add((self._play, self._member), took / 1e9)
 
     def close(self) -> None:
         self._coroutine.close()

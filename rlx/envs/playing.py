@@ -23,6 +23,8 @@ class Playing:
     attempt: int
     answer: asyncio.Future[list[Rollout]]
     began: float = 0.0  # monotonic seconds when its worker got it
+    before: float = 0.0  # seconds that its worker had computed for all rollouts then
+    computed: float = 0.0  # seconds since then in which its worker computed for this request, as the pool saw it
     lost: int = 0  # workers that died with it for an unknown reason
     episodes: dict[int, Episode] = field(default_factory=dict)  # by member
     asks: set[asyncio.Task[None]] = field(default_factory=set)  # requests to the policy in flight

@@ -191,7 +191,7 @@ class WorkerPool:
         if not worker.playing:
             worker.alive = time.monotonic()  # it had nothing to say
         worker.playing[playing.number] = playing
-        playing.began = time.monotonic()
+        playing.began, playing.before, playing.computed = time.monotonic(), worker.computed, 0.0
         worker.child.link.send(
             Play(
                 playing.number,
@@ -277,6 +277,7 @@ class WorkerPool:
 
     def _look(self, worker: Worker, now: float) -> None:
         """End a worker that a rollout blocks beyond its time, that is silent, or that needs too much memory."""
+        worker.look(now)
         timeout = self._settings.timeout
         allowed = timeout * (2 if self.scores_groups else 1)  # scoring a group may take as long again
         verdict = worker.overdue(timeout, allowed, now)
@@ -401,17 +402,14 @@ class WorkerPool:
                 worker.child.reap()
             self._workers = []
 
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait until their worker has computed for others."""
+        return sum(worker.waiting for worker in self._workers)
+
     def report(self) -> dict[str, float]:
         """Resident bytes of the largest worker and what happened since the start, by metric name."""
         values = {f"workers/replaced_{cause}": float(count) for cause, count in self.replaced.items()}
         memory = max((worker.child.memory() for worker in self._workers), default=0)
-        return {"workers/replayed": float(self.replayed), "perf/env_worker_memory_gb": memory / 2**30, **values}
-
-
-def worker_metrics(envs: Any) -> dict[str, float]:
-    """The metrics of all pools of a mix: sums, but the largest memory."""
-    values: dict[str, float] = {"workers/replayed": 0.0}
-    for env in envs.values():
-        for name, value in env.report().items() if isinstance(env, WorkerPool) else ():
-            values[name] = max(values.get(name, 0.0), value) if name.startswith("perf/") else values.get(name, 0.0) + value
-    return values
+        now = {"perf/env_worker_memory_gb": memory / 2**30, "perf/waiting_for_workers": float(self.waiting)}
+        return {"workers/replayed": float(self.replayed), **now, **values}

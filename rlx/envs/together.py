@@ -1,13 +1,17 @@
-"""Episodes that run at the same time, and their end. Imports nothing but the standard library: adapters of any verifiers use it."""
+"""Episodes that run at the same time, and their end. Needs nothing but the standard library: adapters of any verifiers use it."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from rlx.envs.marks import PLAYING, SPENT
+
 T = TypeVar("T")
 
+MOST_WAITING = 9.0  # times its limit that an episode may wait for the computing of others; then its own time is over as well
 CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
 
 
@@ -25,14 +29,26 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Run an episode for at most `seconds` as the task `name`, and return the task. If it is not done, the caller must `abandon` it."""
-    playing = asyncio.create_task(work, name=name)
+async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+    """Run an episode, or its scoring, for at most `seconds` as the task `name`, and return the task.
+
+    If it is not done, the caller must `abandon` it. Time in which the event loop computes for other rollouts does not count: rewards
+    that compute wait for each other.
+    """
+    playing, where = asyncio.create_task(work, name=name), PLAYING.get(None)
+    began, before = time.monotonic(), SPENT.by_others(where)
+    left = seconds
     try:
-        await asyncio.wait({playing}, timeout=seconds)
+        while left > 0 and not playing.done():
+            await asyncio.wait({playing}, timeout=left)
+            waited = min(SPENT.by_others(where) - before, MOST_WAITING * seconds)
+            left = began + seconds + waited - time.monotonic()
     except asyncio.CancelledError:
         await abandon(playing)
         raise
+    finally:
+        if where is not None:
+            SPENT.own.pop(where, None)
     return playing
 
 

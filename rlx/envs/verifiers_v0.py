@@ -154,12 +154,7 @@ class VerifiersEnvironment:
     async def _scored_group(self, player: Player, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
         """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
         began = time.monotonic()
-        scoring = asyncio.create_task(self._score_states(player.env, states))
-        try:
-            await asyncio.wait({scoring}, timeout=self.timeout)
-        except asyncio.CancelledError:
-            await abandon(scoring)
-            raise
+        scoring = await run_for(self.timeout, self._score_states(player.env, states))
         if not scoring.done():
             await abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rlx.envs.child import Child, how
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, fail
+from rlx.envs.together import MOST_WAITING
 from rlx.types import Status
 
 GRACE = 1.0  # seconds beyond its time that a rollout may take to end by itself
@@ -16,6 +17,8 @@ BLOCKING = (
 )
 PING = 5.0  # seconds without a sign of life after which a worker is asked for one
 HARD = 1.5  # times the memory bound at which a worker is ended at once
+CROWDED = 2.0  # seconds over which the share of the time in which a worker computes is taken
+BUSY = 0.9  # share of the time in which a worker computes above which its rollouts wait for each other
 LOST = 3  # workers that a request may lose without being known as the cause; then it fails
 
 
@@ -46,12 +49,37 @@ class Worker:
     alive: float = 0.0  # monotonic seconds of the last sign of life
     pinged: float = 0.0
     warned: float = 0.0  # beginning of the step that the log has named
+    looked: float = field(default_factory=time.monotonic)  # monotonic seconds of the latest look
+    computed: float = 0.0  # seconds in which its event loop computed for rollouts, as the looks saw it
+    busy: float = 0.0  # share of the last seconds in which it did
     verdict: Verdict | None = None  # set when we end it
     load_error: str = ""  # the environment's own words
 
     @property
     def load(self) -> int:
         return len(self.playing) + len(self.cancelled)
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait until it has computed for others: no request of theirs is at the policy, and it computes nearly always."""
+        if self.busy < BUSY:
+            return 0
+        return max(0, sum(max(0, len(playing.members) - len(playing.asks)) for playing in self.playing.values()) - 1)
+
+    def look(self, now: float) -> None:
+        """Note whether it computes for a rollout at this moment."""
+        passed, self.looked = now - self.looked, now
+        mark = self.child.marks.step()
+        if mark is not None:
+            self.computed += passed
+            if (playing := self.playing.get(mark.play)) is not None:
+                playing.computed += passed
+        self.busy += (float(mark is not None) - self.busy) * min(1.0, passed / CROWDED)
+
+    def _alone(self, playing: Playing, now: float) -> float:
+        """Seconds that a request has taken, without those in which its worker computed for others (as in `together.run_for`)."""
+        passed = now - playing.began
+        return passed - min(self.computed - playing.before - playing.computed, passed * MOST_WAITING / (1 + MOST_WAITING))
 
     def overdue(self, timeout: float, allowed: float, now: float) -> Verdict | None:
         """Whether a rollout blocks this worker beyond its time, or the worker shows no sign of life.
@@ -62,7 +90,7 @@ class Worker:
         if mark is not None:
             self.alive = max(self.alive, mark.since)
             playing = self.playing.get(mark.play)
-            late = now - (mark.since if playing is None else playing.began) > allowed + GRACE
+            late = (now - mark.since if playing is None else self._alone(playing, now)) > allowed + GRACE
             if late and now - mark.since > min(timeout, BLOCKING):
                 return Verdict("timeout", mark, f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
         elif self.load and now - self.alive > timeout + GRACE:  # perhaps a call in a thread holds the interpreter

@@ -24,7 +24,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.pool import worker_metrics
+from rlx.envs.pools import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
@@ -94,7 +94,7 @@ class Orchestrator:
             self._go_on_from(start)
         oldest = self.first_step - config.max_async_level - 1  # the trainer may have been so far ahead of an evaluation
         at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
-        self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest)
+        self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest, servers=lambda: fleet.size)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
     def _reached(self, version: int) -> None:

@@ -41,7 +41,9 @@ class Beside:
         self.fleet, self.sampler = fleet, sampler
         start = folders.read_start(paths)
         first = start.step if start else 0
-        self.evaluations = Evaluations(config, paths, envs, first, away=lambda: sampler.away, oldest=forked_at(config.resume))
+        self.evaluations = Evaluations(
+            config, paths, envs, first, away=lambda: sampler.away, oldest=forked_at(config.resume), servers=lambda: fleet.size
+        )
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, stops=self.evaluations)
 
     def _reached(self, version: int) -> None:

@@ -2,7 +2,8 @@
 
     preemptions           the caches are too small for this many rollouts: fewer
     a queue that stays    the engines have no slot for more: a little fewer, since waiting requests only grow old
-    neither, at the limit the engines have room (rollouts also wait for environments): more
+    busy workers          rollouts wait until the environments' workers have computed for others: not more, and fewer if most of them wait
+    none, at the limit    the engines have room (rollouts also wait for environments that do not compute): more
 
 The limit never changes what is played, only when. At max_async_level 0 a batch does not depend on it.
 """
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rlx.config.schema import Config
+from rlx.envs.pools import waiting_for_workers
 from rlx.inference.protocol import InferenceError
 from rlx.rollout.collector import Collector
 
@@ -24,6 +26,7 @@ LOOK = 0.5  # seconds between two looks at the engines
 WINDOW = 4  # looks between two decisions: a queue counts if it stays for all of them
 BEARABLE = 0.6  # preemptions per answered request that cost less than more concurrency gains: each repeats one prefill
 FEWER, MORE, A_LITTLE = 0.85, 1.25, 1.02  # factors of the limit
+HELD = 0.1  # share of the rollouts that wait for busy workers above which the limit does not grow
 FULL = 0.95  # share of the caches above which the limit does not grow
 MOST = 8.0  # largest limit, as a multiple of the engines' slots: rollouts that wait for environments need no slot
 LEAST = 0.03  # smallest limit, as a multiple of the slots
@@ -37,19 +40,23 @@ class Controller:
         self.slots, self.servers = slots, servers
         self.limit = float(slots * servers)
         self._known_bad = float("inf")  # the limit at which the caches were last too small; approached in small steps
-        self._looks: list[tuple[float, float, float, float]] = []  # in flight, running, waiting, cache usage
+        self.why = ""  # the latest change, in words
+        self._looks: list[tuple[float, float, float, float, float]] = []  # in flight, running, waiting, cache usage, held by workers
         self._preemptions: float | None = None
         self._answered = 0
 
-    def look(self, stats: Mapping[str, float], in_flight: int, answered: int) -> int:
-        """The limit after one more look. `stats`: `Fleet.stats`. `answered`: requests answered since the run began."""
+    def look(self, stats: Mapping[str, float], in_flight: int, answered: int, held: int = 0) -> int:
+        """The limit after one more look. `stats`: `Fleet.stats`. `answered`: requests answered since the run began.
+
+        `held`: rollouts that wait until the workers of their environments have computed for others.
+        """
         servers = int(stats["perf/servers"])
         if servers != self.servers:
             self.limit, self._known_bad = self.limit * servers / self.servers, self._known_bad * servers / self.servers
             self.servers, self._preemptions, self._looks = servers, None, []
         if self._preemptions is None or stats["perf/preemptions"] < self._preemptions:  # the first look, or a server restarted
             self._preemptions, self._answered, self._looks = stats["perf/preemptions"], answered, []
-        self._looks.append((in_flight, stats["perf/running"], stats["perf/waiting"], stats["perf/kv_cache_usage"]))
+        self._looks.append((in_flight, stats["perf/running"], stats["perf/waiting"], stats["perf/kv_cache_usage"], held))
         if len(self._looks) >= WINDOW:
             self._decide(stats["perf/preemptions"] - self._preemptions, answered - self._answered)
             self._preemptions, self._answered, self._looks = stats["perf/preemptions"], answered, []
@@ -57,18 +64,22 @@ class Controller:
 
     def _decide(self, preempted: float, answered: int) -> None:
         slots = self.slots * self.servers
-        in_flight, running, waiting, usage = (list(column) for column in zip(*self._looks, strict=True))
+        in_flight, running, waiting, usage, held = (list(column) for column in zip(*self._looks, strict=True))
         used = min(self.limit, max(in_flight))
         if min(in_flight) > 1.05 * self.limit:
             return  # the latest decrease has not taken effect: rollouts begun before it still play
         if preempted > max(1.0, BEARABLE * answered):
             self._known_bad = used
-            self.limit = used * FEWER
+            self.limit, self.why = used * FEWER, "the engines' caches are too small for more"
         elif min(waiting) > 0.1 * max(running) and used > 1.1 * max(running):  # not just a burst of new requests
-            self.limit = max(1.1 * max(running), used - min(waiting) / 2)
+            self.limit, self.why = max(1.1 * max(running), used - min(waiting) / 2), "requests queue at the engines"
+        elif min(held) > HELD * used:
+            if min(held) > used / 2:  # the engines have little to do: rollouts that begin now would only wait, and grow old
+                self.limit = used - min(held) / 2
+            self.why = f"{min(held):.0f} rollouts wait until the environments' workers have computed for others (orchestrator.env_workers)"
         elif max(in_flight) > 0.95 * self.limit and max(usage) < FULL:
             near = self.limit * MORE > 0.95 * self._known_bad
-            self.limit *= A_LITTLE if near else MORE
+            self.limit, self.why = self.limit * (A_LITTLE if near else MORE), "the engines have room"
             self._known_bad *= 1.005  # lengths change while the policy learns
         self.limit = min(max(self.limit, LEAST * slots), MOST * slots)
 
@@ -92,7 +103,8 @@ async def follow(config: Config, engines: Engines, collector: Collector) -> None
             stats = await engines.stats()
         except InferenceError:
             continue
-        collector.set_max_concurrent(controller.look(stats, collector.in_flight, collector.tally.requests))
+        held = waiting_for_workers(collector.envs)
+        collector.set_max_concurrent(controller.look(stats, collector.in_flight, collector.tally.requests, held))
         if not 0.8 < controller.limit / said < 1.25:
-            log.info("at most %d rollouts in flight (before: %d)", controller.limit, said)
+            log.info("at most %d rollouts in flight (before: %d): %s", controller.limit, said, controller.why)
             said = controller.limit

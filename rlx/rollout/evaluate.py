@@ -73,19 +73,19 @@ class Evaluations:
         away: Callable[[], float] = lambda: 0.0,
         *,
         oldest: int = 0,
+        servers: Callable[[], int] | None = None,
     ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
         `busy`: rollouts of training in flight. `away`: see `play_through`. `oldest`: the oldest version whose evaluation an earlier attempt
-        may not have finished.
+        may not have finished. `servers`: how many servers serve the run at the moment; None: those of the configuration.
         """
         self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
         self.envs = {name: envs[PREFIX + name] for name in self.specs}
         if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
             raise ValueError(f"there is nothing to evaluate: no examples in {', '.join(empty)}")
-        servers = len(config.inference.base_url) or config.hardware.inference_replicas
-        self.capacity = servers * config.inference.max_num_seqs
+        self.servers = servers or (lambda: len(config.inference.base_url) or config.hardware.inference_replicas)
         self.metrics = MetricsWriter(paths.metrics, "eval")
         self._missed = self._find_missed(max(0, oldest)) if self.specs else []
         self._now: Evaluation | None = None
@@ -194,7 +194,8 @@ class Evaluations:
 
     def _room(self) -> int:
         """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
-        return max(math.ceil(self.config.eval.share * self.capacity), self.capacity - self.busy())
+        capacity = max(1, self.servers()) * self.config.inference.max_num_seqs
+        return max(math.ceil(self.config.eval.share * capacity), capacity - self.busy())
 
     def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         """Keep the outcomes of a job. A rollout that failed for good scores 0."""
