@@ -80,7 +80,7 @@ def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("ref.name", "model", "loss", "envs")
+@rule("ref.name", "model", "loss", "envs", "teacher")
 def teacher_is_another_model(cfg: Config, of: Show) -> Iterator[str]:
     losses = [loss for loss, _ in trained_by(cfg)]
     loads_it = cfg.model.warm_start is None and cfg.model.gguf is None  # else the name is a label
