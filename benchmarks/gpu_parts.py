@@ -1,0 +1,251 @@
+"""The parts of `gpu.py` that need no model: the log-probability op, the kernels' tests, checksums, attention, and the head's precision."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_rows import Report
+from logprob import by, frozen, make_inputs, sixteen_bit
+from torch import Tensor
+
+from rlx.kernels.logprob import logprob
+from rlx.kernels.reference import logprob_reference
+
+ROOT = Path(__file__).resolve().parent.parent
+OP = {False: (16_384, 4096, 131_072), True: (256, 32, 2000)}  # tokens, width, vocabulary; True: small
+GROUPS, MEMBERS = 2, 4  # of the op's rollouts
+
+
+def size(shape: tuple[int, int, int]) -> str:
+    return "M={:,} H={:,} V={:,}".format(*shape)
+
+
+def objectives() -> dict[str, Any]:
+    """Every shipped objective, with the bonus for entropy that makes its gradient necessary."""
+    import yaml
+
+    from rlx.config.schema import LossTerms, split_terms
+    from rlx.config.shipped import conf_directory
+    from rlx.config.targets import instantiate
+    from rlx.losses.base import Objective
+
+    found = {}
+    for path in sorted((conf_directory() / "loss").glob("*.yaml")):
+        preset = yaml.safe_load(path.read_text())
+        node = {key: value for key, value in preset.get("loss", preset).items() if key != "defaults"}
+        terms, own = split_terms(node, LossTerms)
+        found[path.stem] = Objective(instantiate(own), replace(terms, entropy_coef=0.01), max_length=4096)
+    return found
+
+
+def tokens_of(logp: Tensor, entropy: Tensor, *, taught: bool) -> Any:
+    """Rollouts of equal lengths in groups, as a step has them. `taught`: with log-probabilities of a teacher."""
+    from rlx.losses.tokens import TokenBatch
+
+    n, rollouts, device = len(logp), GROUPS * MEMBERS, logp.device
+    generator = torch.Generator(device).manual_seed(1)
+    old = logp.detach()
+    lengths = torch.full((rollouts,), n // rollouts, device=device)
+    return TokenBatch(
+        logp=logp,
+        old_logp=old,
+        inference_logp=old + 0.01 * torch.randn(n, generator=generator, device=device),
+        entropy=entropy,
+        advantages=torch.linspace(-1, 1, rollouts, device=device).repeat_interleave(n // rollouts),
+        rollout_ids=torch.arange(rollouts, device=device).repeat_interleave(n // rollouts),
+        rollout_lengths=lengths,
+        group_lengths=lengths * MEMBERS,
+        teacher_logp=old + 0.01 * torch.randn(n, generator=generator, device=device) if taught else None,
+    )
+
+
+def op(report: Report) -> None:
+    """TFLOP/s count 8·M·H·V, the op's four products; with a frozen head 4·M·H·V."""
+    tokens, width, vocabulary = shape = OP[report.small]
+    inputs = make_inputs(tokens, width, vocabulary, report.dtype, report.device.type)
+
+    def rate(name: str, work: Callable[[], Tensor], goal: str | None = ">= 600", products: int = 8, repeats: int = 3) -> None:
+        def once() -> None:
+            inputs[0].grad = inputs[1].grad = None
+            work().backward()
+
+        with report.attempt(name, size(shape)):
+            found = report.measure(once, repeats)
+            flops = products * tokens * width * vocabulary / found.seconds / 1e12
+            report.row(name, size(shape), flops, "TFLOP/s", goal, peak_gib=found.peak_gib)
+
+    for name, objective in objectives().items():
+
+        def work(objective: Any = objective) -> Tensor:
+            scored = tokens_of(*logprob(*inputs), taught="teacher_logprobs" in objective.streams)
+            return objective(scored, tokens, GROUPS * MEMBERS, GROUPS)[0]
+
+        rate(f"objective {name}", work)
+    rate("frozen head, no entropy gradient (4·M·H·V)", lambda: frozen(logprob)(inputs), None, 4)
+    rate("torch's row functions", lambda: by(logprob, backend="torch")(inputs), None)
+
+
+def tests(report: Report) -> None:
+    """The tests that are marked `gpu`; without a GPU one cheap test of each file."""
+    small = {"test_kernels_triton": "can_build", "test_models_liger": "put_into_one_model"}
+    for name, chosen in small.items():
+        which = ["-m", "gpu"] if report.cuda else ["-k", chosen]
+        with report.attempt("failed tests", name), tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "found.xml"
+            # Without the suite's fixtures, which serve runs with vLLM and import what this script does without.
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                f"tests/{name}.py",
+                *which,
+                "--noconftest",
+                f"--junitxml={found}",
+                "-p",
+                "no:cacheprovider",
+            ]
+            env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of packages that are not needed
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+            if not found.exists():
+                raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "pytest printed nothing").splitlines()[-1])
+            suite = next(ElementTree.parse(found).iter("testsuite"))
+            total, failed, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
+            if total == skipped:
+                raise RuntimeError(f"no test ran: {next((node.get('message') for node in suite.iter('skipped')), 'none was chosen')}")
+            report.row("failed tests", f"{name}: {total - skipped} ran", failed + errors, "tests", "== 0", exact=True)
+
+
+def checksums(report: Report) -> None:
+    from rlx.weights.attest import checksum
+    from rlx.weights.sums import sum_of_bytes
+
+    count, words = (16, 2**29) if not report.small else (2, 2**20)  # 16 GiB in bfloat16
+    tensors = [torch.randint(-(2**15), 2**15, (words,), device=report.device, dtype=torch.int16) for _ in range(count)]
+    gigabytes = count * words * 2 / 1e9
+    with report.attempt("on the device", f"{gigabytes:.3g} GB"):
+        found = report.measure(lambda: [checksum(tensor) for tensor in tensors], 3)
+        report.row("on the device", f"{gigabytes:.3g} GB", gigabytes / found.seconds, "GB/s", peak_gib=found.peak_gib)
+    with report.attempt("unlike the CPU's", "lengths that are no multiple of 8 bytes"):
+        generator = torch.Generator(report.device).manual_seed(0)
+        odd = [torch.randn(n, generator=generator, device=report.device).to(report.dtype) for n in (1, 3, 65_536, 1_000_003, 2**22 + 5)]
+        odd += [odd[-1][1:], odd[-2][8:]]  # parts that begin anywhere
+        wrong = sum(checksum(tensor) != sum_of_bytes(tensor.cpu().contiguous().view(torch.uint8).numpy()) for tensor in odd)
+        report.row("unlike the CPU's", f"{len(odd)} tensors of odd lengths", wrong, "tensors", "== 0", exact=True)
+
+
+def attention(report: Report) -> None:
+    """Forward and backward. TFLOP/s count 3.5 times the forward's two products, half of each for a causal model."""
+    import numpy as np
+
+    from rlx.models.attention import packed_attention
+    from rlx.models.layout import build_layout
+
+    heads, key_heads, width = (32, 8, 128) if not report.small else (4, 2, 16)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // key_heads
+    rows = [(2048, 8), (16_384, 1)] if not report.small else [(64, 4)]
+    for length, samples in rows:
+        total, where = length * samples, f"{samples} x {length:,}, {heads} heads, {key_heads} key heads, d={width}"
+        generator = torch.Generator(report.device).manual_seed(0)
+        q, k, v, gradient = (
+            torch.randn(1, n, total, width, generator=generator, device=report.device).to(report.dtype)
+            for n in (heads, key_heads, key_heads, heads)
+        )
+        bounds = np.arange(samples + 1) * length
+        ids = np.random.default_rng(0).integers(0, 1000, total)  # different tokens, so that nothing is shared
+
+        def packed(kind: Any, q: Tensor, k: Tensor, v: Tensor, ids: Any = ids, bounds: Any = bounds, total: int = total) -> Tensor:
+            layout = build_layout(ids, bounds, np.ones(total, dtype=bool), kind, report.device)
+            return packed_attention(module, q, k, v, None, layout=layout)[0]
+
+        def batched(x: Tensor, samples: int = samples, length: int = length) -> Tensor:
+            return x[0].view(x.shape[1], samples, length, width).transpose(0, 1)
+
+        def eager(q: Tensor, k: Tensor, v: Tensor, length: int = length) -> Tensor:
+            q, k, v = batched(q), *(batched(x).repeat_interleave(heads // key_heads, 1) for x in (k, v))
+            scores = (q @ k.transpose(-1, -2)) * width**-0.5
+            hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+            weights = scores.masked_fill(hidden, -torch.inf).float().softmax(-1).to(v.dtype)
+            return (weights @ v).transpose(1, 2).reshape(1, -1, heads, width)
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = F.scaled_dot_product_attention(batched(q), batched(k), batched(v), is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(1, -1, heads, width)
+
+        ways: dict[str, Callable[..., Tensor]] = {
+            "varlen (rlx)": lambda q, k, v, packed=packed: packed("varlen", q, k, v),
+            "shared (rlx, sdpa)": lambda q, k, v, packed=packed: packed("shared", q, k, v),
+            "sdpa on padded rows": sdpa,
+            "eager on padded rows": eager,
+        }
+        checked = min(length, 2048)  # tokens of the first sample that are compared, with float32
+        exact = _first_rows(q, k, v, checked)
+        for name, way in ways.items():
+            if name.startswith("varlen") and not report.cuda:
+                report.error(name, where, "FlashAttention with segment boundaries needs CUDA")
+                continue
+            if name.startswith("eager") and length > 4096:
+                report.error(name, where, "left out: its scores alone would take 16 GiB or more")
+                continue
+            with report.attempt(name, where):
+                own = [x.clone().requires_grad_() for x in (q, k, v)]
+
+                def once(way: Any = way, own: Any = own, gradient: Tensor = gradient, total: int = total) -> None:
+                    torch.autograd.backward(way(*own), gradient.transpose(1, 2).reshape(1, total, heads, width))
+
+                with torch.no_grad():
+                    found = way(q, k, v).reshape(1, total, heads, width)[0, :checked]
+                error = float((found.float() - exact).abs().max())
+                timed = report.measure(once)
+                flops = 3.5 * 4 * samples * length**2 * heads * width / 2
+                report.row(name, where, flops / timed.seconds / 1e12, "TFLOP/s", peak_gib=timed.peak_gib)
+                report.row(f"{name}: largest error", where, error, "of values ~ N(0, 1)", "<= 0.03", exact=True)
+
+
+def _first_rows(q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+    """Plain attention in float32 for the first n tokens, which are of one sample: [n, heads, d]."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x[0, :, :n].float() for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+def head(report: Report) -> None:
+    """Errors are those of log-probabilities against float64, on fewer tokens of the same 16-bit inputs."""
+    tokens, width, vocabulary = shape = (4096, 4096, 131_072) if not report.small else (128, 32, 2000)
+    half = make_inputs(tokens, width, vocabulary, torch.bfloat16, report.device.type)
+    some = 256 if not report.small else 64
+    with torch.no_grad():
+        exact = logprob_reference(half[0][:some].double(), half[1].double(), half[2][:some], half[3][:some].double())[0]
+    ways: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], torch.dtype]] = {
+        "16-bit products, float32 logits (rlx)": (logprob, torch.bfloat16),
+        "float32 products and logits (rlx)": (logprob, torch.float32),
+        "16-bit logits, then float32": (sixteen_bit, torch.bfloat16),
+    }
+    for name, (function, dtype) in ways.items():
+        with report.attempt(name, size(shape)):
+            own = (*(tensor.detach().to(dtype).requires_grad_() for tensor in half[:2]), *half[2:])
+            with torch.no_grad():
+                found = function(own[0][:some], own[1], own[2][:some], own[3][:some])[0]
+            error = float((found.double() - exact).abs().max())
+
+            def once(own: Any = own, function: Any = function) -> None:
+                own[0].grad = own[1].grad = None
+                by(function)(own).backward()
+
+            timed = report.measure(once, 3)
+            report.row(name, size(shape), timed.seconds * 1e3, "ms", peak_gib=timed.peak_gib)
+            goal = "<= 1e-4" if "rlx" in name else None
+            report.row(f"{name}: largest error", size((some, width, vocabulary)), error, "nats", goal, exact=True)
