@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlx.config.roots import Root
     from rlx.launch.agents import Agent
 
-SUMMARY = "one host of a run on Kubernetes (the command of its containers)"
+SUMMARY = "one host of a run over several (on Kubernetes the command of its containers; elsewhere by hand)"
 LOOK = 5.0  # seconds between two looks of a waiting host at the first host's exit code
 SHOWN = 20.0  # seconds that the display has to end after the run
 
@@ -33,11 +33,16 @@ def help_text() -> str:
     return f"""\
 rlx pod: {SUMMARY}.
 
-usage: rlx pod --job NAME --nodes N --gpus N --volume DIR COMMAND [key=value …]
+usage: rlx pod --job NAME --nodes N --gpus N --volume DIR [--hosts NAME:PORT,…] COMMAND [key=value …]
 
-Containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md).
-COMMAND is train, sft, eval or synthesize. JOB_COMPLETION_INDEX says which host this is. Host 0 runs the command, in DIR/<run.name>;
-the others serve it until it ends. After a restart the run resumes from its newest checkpoint.
+On Kubernetes containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md). Elsewhere
+start it on each host by hand, with --hosts (docs/cluster.md).
+COMMAND is train, sft, eval or synthesize. Host 0 runs it, in DIR/<run.name>; the others serve it until it ends. After a restart the run
+resumes from its newest checkpoint.
+
+  --hosts NAME:PORT,…    each host's agent, in order; default: the names of the Job's pods
+  JOB_COMPLETION_INDEX   environment variable: the number of this host, from 0
+  JOB_UID                environment variable, the same on all hosts: which start of the run this is
 
 exit codes: those of the run; 75: preempted, to be started again"""
 
