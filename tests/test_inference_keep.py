@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from inference_server import EXACT, Run, prompts, running, sample, under_load
+from inference_server import EXACT, MemoryTrainer, Run, prompts, running, sample, under_load
 from run_servers import Servers
 
 from rlx.config.load import load_run, to_yaml
@@ -37,9 +37,8 @@ def test_kept_keys_and_values_serve_their_own_request_alone_and_are_those_of_the
 
     Afterwards the same prompts, and the conversations that were in flight, are exact under the last version alone.
     """
-    from test_inference_memory import Trainer
 
-    trainer, ids = Trainer(run), prompts(12, length=70, seed=4)  # two blocks of the cache and some
+    trainer, ids = MemoryTrainer(run), prompts(12, length=70, seed=4)  # two blocks of the cache and some
 
     async def conversation() -> tuple[list[Turn], list[Turn]]:
         async with Servers(run.ready(), request_timeout=120, manner=Manner(keep_kv=True)) as client:
