@@ -293,7 +293,10 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine
         return
     if h.nodes > 1:
-        yield f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm or\nlauncher=kubernetes, start each host by hand with `rlx pod` (docs/cluster.md), or dry_run=true to plan."
+        yield (
+            f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm or\nlauncher=kubernetes, start "
+            "each host by hand with `rlx pod` (docs/cluster.md), or dry_run=true to plan."
+        )
         return
     visible = visible_gpus() if h.device == "cuda" else 0
     if cfg.num_gpus > visible:
