@@ -91,7 +91,7 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
     assert all(0 < record["reward/mean"] < 1 for record in records if record["source"] == "orchestrator")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_a_python_of_its_own(rlx: Rlx, tmp_path: Path) -> None:
     """Its verifiers is 0.4, which has v1 only and another `mcp` than vLLM's; the model is one that rlx has trained before.
 
@@ -126,10 +126,15 @@ def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_
     ("source", "code", "says"),
     [
         ("import nothing_like_this\ndef load_environment(): ...\n", 1, "nothing_like_this"),
-        ("import verifiers as vf\ndef load_environment():\n    raise OSError('no such disk')\n", 1, "OSError: no such disk"),
-        ("EMPTY", 1, "no examples"),
+        pytest.param(
+            "import verifiers as vf\ndef load_environment():\n    raise OSError('no such disk')\n",
+            1,
+            "OSError: no such disk",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("EMPTY", 1, "no examples", marks=pytest.mark.nightly),
         ("RAISES", 3, "a reward function raised in 100 % of the rollouts, which scores 0: score raised ZeroDivisionError"),
-        ("SETUP", 1, "in a row failed"),
+        pytest.param("SETUP", 1, "in a row failed", marks=pytest.mark.nightly),
     ],
     ids=["import", "load", "empty", "reward", "setup"],
 )

@@ -65,7 +65,7 @@ def test_on_policy_training_is_the_same_with_and_without_evaluations_also_after_
         assert lines[0] == lines[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_plays_it(start):
     last = (*SHORT, "eval.interval=6", "eval.eval_base=false", "eval.num_examples=null", "eval.rollouts_per_example=8")
     killed = start("killed", *last)

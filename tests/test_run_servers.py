@@ -61,7 +61,7 @@ def test_the_only_server_is_killed_and_serves_again_with_the_runs_version(start:
     job.wait_until_nothing_is_left()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_version(start: Callable[..., MainJob]) -> None:
     job = start("run", *ON_POLICY, "max_steps=8", "inference.hung_timeout=20")
     job.until_step(2)

@@ -40,7 +40,7 @@ def submit(cluster: None, tmp_path: Path, model_cache: Path) -> Iterator[Callabl
         subprocess.run(["scancel", job.id], check=False)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_sweep_is_one_array_and_starting_it_again_does_what_is_left(cluster, tmp_path, model_cache):
     where = ["launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={tmp_path / 'sweep'}", "launcher.array_parallelism=3"]
     line = ["-m", "loss=grpo,gspo", "seed=1,2,3", *where, "max_steps=1", "orchestrator.batch_size=16"]
