@@ -128,3 +128,10 @@ def real_tokenizers() -> dict[str, Path]:
     """Folders of known tokenizers by name, below `RLX_TOKENIZERS`: a folder for each, with `tokenizer.json` and `tokenizer_config.json`."""
     folder = os.environ.get("RLX_TOKENIZERS")
     return {path.parent.name: path.parent for path in sorted(Path(folder).glob("*/tokenizer.json"))} if folder else {}
+
+
+def real_template(name: str) -> str:
+    """One of `real_templates`. The extra `dev` installs TRL, so a template that is not there fails the test."""
+    found = real_templates()
+    assert name in found, f"TRL has no chat template {name!r}; it has {', '.join(found) or 'none: is it installed (the extra `dev`)?'}"
+    return found[name]

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from chat_templates import MARKS, real_templates, small_tokenizer
+from chat_templates import MARKS, real_template, small_tokenizer
 from test_data_masks import random_conversation
 from test_policy_chat import model_config
 
@@ -60,9 +60,7 @@ FAMILIES: dict[str, tuple[Says, str, tuple[str, ...], bool, bool]] = {  # -> ans
 
 
 def tokenizer_of(name: str, eos: str, special: tuple[str, ...]) -> Any:
-    if (template := real_templates().get(name)) is None:
-        pytest.skip("the TRL package is not here")
-    tokenizer = small_tokenizer(template)
+    tokenizer = small_tokenizer(real_template(name))
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, *special], "eos_token": eos})
     if special:
         tokenizer.bos_token = special[0]

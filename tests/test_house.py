@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.environment import RESERVED
+
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
@@ -344,6 +346,17 @@ def test_every_room_and_role_is_on_the_page_that_shows_the_house(page: str):
         role for role in roles if role.replace("_", " ") not in text.replace("_", " ")
     ]
     assert missing == []
+
+
+def test_every_variable_that_rlx_sets_or_reads_is_known():
+    """A command refuses a variable RLX_… that sets no key. One that rlx gives its processes reaches the commands that these start."""
+    named = {
+        node.value
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"RLX_[A-Z_]+", node.value)
+    }
+    assert named - RESERVED.keys() == set()
 
 
 def test_nothing_is_pickled():

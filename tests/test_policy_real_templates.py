@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import SMOLLM2, real_templates, real_tokenizers, small_tokenizer
+from chat_templates import SMOLLM2, real_template, real_tokenizers, small_tokenizer
 from test_policy_chat import ADD, check_exactly_once, converse, model_config
 from transformers import AutoTokenizer
 
@@ -58,9 +58,7 @@ def samples_and_turns(chat: Chat, parser: str, thinks: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_templates_for_tools_are_served(name: str) -> None:
-    if (template := real_templates().get(name)) is None:
-        pytest.skip("the TRL package is not here")
-    chat = Chat(small_tokenizer(template))
+    chat = Chat(small_tokenizer(real_template(name)))
     tools, reasoning, one = SERVED[name]
     assert list(problems(chat, [ADD])) == []
     assert (chat.tool_parser, chat.reasoning_parser) == (tools, reasoning)
@@ -71,9 +69,7 @@ def test_templates_for_tools_are_served(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_templates_that_lose_something_are_refused(name: str) -> None:
-    if (template := real_templates().get(name)) is None:
-        pytest.skip("the TRL package is not here")
-    assert any(REFUSED[name] in text for text in problems(Chat(small_tokenizer(template)), [ADD]))
+    assert any(REFUSED[name] in text for text in problems(Chat(small_tokenizer(real_template(name))), [ADD]))
 
 
 def test_plain_chatml_is_refused() -> None:

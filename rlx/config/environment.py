@@ -21,11 +21,13 @@ RESERVED = {
     "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
+    "RLX_REQUIRE_NAMESPACES": "the same for the test of two hosts in network namespaces",
     "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of their host",
     "RLX_STALLS": "set by a role for the processes that it starts: the folder in which they answer the supervisor's questions",
     "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts: its process id",
     "RLX_MOUNTS": "set by a SLURM job for its supervisor: what the containers have mounted",
     "RLX_OUTSIDE": "set by a SLURM job for its supervisor in a container: the folder through which it gives commands to the host",
+    "RLX_WORKER_TOKEN": "set for an environment worker and all that it starts: a random value of its own",
     "RLX_RUN_TOKEN": "set by the launcher for the processes it starts: a random value, the same for all processes of one attempt",
 }
 """Variables with this prefix that set no configuration key."""
