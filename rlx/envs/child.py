@@ -122,7 +122,7 @@ class Child:
         code = self.process.wait()
         self._reaped = True
         # In a thread, because looking through /proc would hold up the event loop. By the token alone: its number may be another's now.
-        # The thread is waited for at the end of this process.
+        # If this process ends first, its supervisor ends them: they carry the run's token, too.
         threading.Thread(target=kill_all, args=((), self._token), kwargs={"variable": WORKER_TOKEN}, name=f"end {self.name}").start()
         self.link.close()
         self.marks.close()
