@@ -5,6 +5,7 @@ The stand-ins run the command on this machine, with the image's Python replaced 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -114,7 +115,9 @@ class Job:
         variables = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", "SLURMD_NODENAME": "node1", "SLURM_NTASKS": "1"}
         variables |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "TMPDIR": str(self.folder)}
         with (self.paths.root / slurm.FOLDER / "12_0_log.out").open("w") as output:
-            return subprocess.Popen(["bash", str(self.script)], stdout=output, stderr=output, env=os.environ | variables)
+            return subprocess.Popen(
+                ["bash", str(self.script)], stdout=output, stderr=output, env=os.environ | variables, start_new_session=True
+            )
 
     def asked(self, word: str) -> list[str]:
         return [line for line in self.asked_file.read_text().splitlines() if line.startswith(word)]
@@ -174,6 +177,8 @@ def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, mon
         time.sleep(0.05)
     process.terminate()  # as SLURM does to the script
     assert process.wait(120) == 130, job.told()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # as SLURM does to all that a script leaves behind, here an answer that nobody reads
     assert job.status().state == "interrupted", job.told()
     assert "scancel --signal=INT 12.1" in job.asked("scancel"), "the role's step, and not the supervisor's"
 
