@@ -106,11 +106,18 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+def selected(request: pytest.FixtureRequest) -> set[tuple[str, int]]:
+    """The cases of this session, with the number of their processes."""
+    chosen = [item.callspec.params for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
+    return {(each["case"], each["ranks"]) for each in chosen}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of all cases, each trained by one process in float32."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the selected cases, each trained by one process in float32."""
     folders = {}
-    for case, (name, keys) in CASES.items():
+    for case in sorted({case for case, _ in selected(request)}):
+        name, keys = CASES[case]
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
         run = train_together if settings.get("together") else train
@@ -118,12 +125,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.long)])
+def over_ranks(*cases: str) -> pytest.MarkDecorator:
+    """Each case over two, three and four processes. What four processes do to a case that only shards, two do as well."""
+
+    def marks(case: str, ranks: int) -> list[pytest.MarkDecorator]:
+        only_sharded = not CASES[case][1].keys() & {"divided", "together"} and case != "tied"
+        return [] if ranks == 2 else [pytest.mark.nightly if ranks == 3 or only_sharded else pytest.mark.long]
+
+    runs = [pytest.param(case, ranks, marks=marks(case, ranks)) for ranks in (2, 3, 4) for case in cases]
+    return pytest.mark.parametrize(("case", "ranks"), runs, indirect=["ranks"])
+
+
+@pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
-    """How many processes have trained all cases, too."""
+    """How many processes have trained all of their cases that were selected."""
+    cases = sorted(case for case, number in selected(request) if number == request.param)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
-    command = [*launcher, str(HERE / "rank_worker.py"), *map(str, results.values())]
+    command = [*launcher, str(HERE / "rank_worker.py"), *(str(results[case]) for case in cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return request.param
@@ -147,7 +166,7 @@ def same(ours: dict, theirs: dict, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if "bfloat16" not in case and case != REFUSED])
+@over_ranks(*(case for case in CASES if "bfloat16" not in case and case != REFUSED))
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
     same(outcome(folder, ranks), outcome(folder, 1), 1e-5 if case.startswith(("pieces", "divided", "experts")) else 1e-4)
@@ -169,7 +188,7 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if "bfloat16" in case])
+@over_ranks(*(case for case in CASES if "bfloat16" in case))
 def test_bfloat16_with_float32_parameters_stays_near_float32(case, ranks, results):
     exact, found = (outcome(results[case], n)["gradients"] for n in (1, ranks))
     flat = [torch.cat([gradients[name].flatten() for name in sorted(exact)]) for gradients in (found, exact)]
@@ -178,8 +197,9 @@ def test_bfloat16_with_float32_parameters_stays_near_float32(case, ranks, result
 
 
 @pytest.mark.slow
-def test_blocks_that_reduce_over_divided_units_are_refused(ranks, results):
-    errors = [file.read_text() for file in (results[REFUSED] / f"out_{ranks}").glob(f"{ERROR}_*")]
+@over_ranks(REFUSED)
+def test_blocks_that_reduce_over_divided_units_are_refused(case, ranks, results):
+    errors = [file.read_text() for file in (results[case] / f"out_{ranks}").glob(f"{ERROR}_*")]
     assert len(errors) == (ranks if ranks % 2 == 0 else 0)  # three ranks divide nothing
     for error in errors:
         assert "LlamaForCausalLM cannot be trained like this: on cpu its packed forward differs from its own by" in error
