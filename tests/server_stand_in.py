@@ -30,6 +30,7 @@ class Stand:
         self.updates: list[dict[str, Any]] = []  # the bodies of all
         self.fails = 0  # this many of the next requests and updates get a status of 500
         self.hangs = False  # `/policy` is not answered
+        self.identity = "a"  # of version 0
         self.asking = False  # it waits for the trainer
         self.now = 0.0  # seconds, for the holder
         self.holder = Holder(lambda: self.now)
@@ -150,7 +151,15 @@ class Stand:
         if self.hangs:
             await asyncio.sleep(3600)
         state = PolicyState(
-            self.version, "model", 64, running=self.in_flight, waiting=2, kv_cache_usage=0.25, preemptions=3, asking=self.asking
+            self.version,
+            "model",
+            64,
+            running=self.in_flight,
+            waiting=2,
+            kv_cache_usage=0.25,
+            preemptions=3,
+            asking=self.asking,
+            identity=self.identity,
         )
         return web.Response(body=msgspec.json.encode(state))
 

@@ -179,8 +179,8 @@ def test_history_that_an_environment_rewrites_begins_a_new_sample() -> None:
     [
         (float("nan"), "error", "the reward is nan: odd returned nan"),
         (float("inf"), "error", "the reward is inf: odd returned inf"),
-        (None, "ok", "odd raised TypeError"),
-        ("good", "ok", "odd raised ValueError"),
+        (None, "error", "odd raised TypeError"),
+        ("good", "error", "odd raised ValueError"),
         ("0.5", "ok", ""),
     ],
 )
@@ -195,14 +195,16 @@ def test_a_reward_that_is_no_number(returned: Any, status: str, said: str) -> No
     assert rollout.reward == (0.5 if returned == "0.5" else 0.0)
 
 
-def test_a_group_reward_of_the_wrong_length_scores_0_and_says_so() -> None:
+def test_a_group_reward_of_the_wrong_length_is_no_reward_and_says_so() -> None:
     def short(completions: list[Any]) -> list[float]:
         return [1.0]
 
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[short])), SAMPLING, 30.0)
     env.policy = policy_of(StandIn(tiny_chat()))
     rollouts = asyncio.run(env.play(task_of(env), range(2), 0))
-    assert [(rollout.reward, rollout.metrics["reward_error"]) for rollout in rollouts] == [(0.0, 1.0)] * 2
+    assert [(rollout.status, rollout.stop, rollout.metrics["reward_error"]) for rollout in rollouts] == [
+        ("error", "reward_raised", 1.0)
+    ] * 2
     assert "1 rewards for a group of 2 rollouts" in (rollouts[0].error or "")
 
 

@@ -25,6 +25,25 @@ def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | Non
     return asyncio.run(ask())
 
 
+def test_requests_that_fill_the_pipe_to_a_busy_process_do_not_block_the_event_loop() -> None:
+    checker = rlx_math.Checker(timeout=1.0, workers=1)
+
+    async def ask() -> tuple[list[bool | None], float]:
+        await checker.equal("1 + x", "x + 1")  # the process has started
+        endless = asyncio.ensure_future(checker.equal("9^{9^9}", "y + 2"))  # keeps the only place for its second of CPU
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        many = [asyncio.ensure_future(checker.equal(f"z + {number}", "1" * 40_000)) for number in range(4)]
+        await asyncio.sleep(0)  # each has been asked for: 160 KB
+        blocked = time.monotonic() - began
+        assert not endless.done()
+        return await asyncio.gather(*many), blocked
+
+    answers, blocked = asyncio.run(ask())
+    assert answers == [False] * 4
+    assert blocked < 0.3
+
+
 @pytest.mark.parametrize("level", list(rlx_math.LEVELS))
 def test_every_level_of_math_accepts_its_own_answers(level: int, checker: rlx_math.Checker) -> None:
     rows = rlx_math.build_rows(level, 26, seed=3)

@@ -166,7 +166,7 @@ def test_two_runs_are_equal():
 @pytest.mark.parametrize(
     ("says", "status", "stop", "error"),
     [
-        ("RAISE", "error", "task_error", "TaskError: task GameTask scoring: KeyError: 'no digits'; at "),
+        ("RAISE", "error", "reward_raised", "TaskError: task GameTask scoring: KeyError: 'no digits'; at "),
         ("NAN", "error", "reward_not_finite", "the reward is nan"),
         ("SLEEP", "timeout", "timeout", "no result after 0.5 s (rollout_timeout)"),
         ("STOP", "ok", "said_stop", None),
@@ -185,6 +185,20 @@ def test_what_ends_a_rollout(says: str, status: str, stop: str, error: str | Non
         assert rollout.completion[0]["content"] == "blocked"
         assert [tiny_chat().parse(turn).content for turn in rollout.turns] == ["BLOCK", "BLOCK"]
         assert "blocked" in text_of(rollout.turns[1])
+
+
+@pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "agent_completed")])
+def test_the_rule_for_a_reward_that_raised_is_that_of_classic_environments(rule: str, status: str, stop: str):
+    env = loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1, reward_raises=rule))
+    (rollout,) = play(env, Recorder(lambda prompt: "RAISE"))
+    assert (rollout.status, rollout.stop, rollout.reward, rollout.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
+    assert len(rollout.turns) == 1
+    assert "KeyError: 'no digits'; at " in (rollout.error or "")
+
+
+def test_a_reward_that_raised_cannot_score_0_where_agents_are_judged_together():
+    with pytest.raises(ValueError, match=r"envs\.e\.reward_raises=zero cannot be met"):
+        loaded(EnvConfig(id="rlx_test_v1", num_tasks=1, reward_raises="zero"))
 
 
 def test_prompts_and_answers_that_fill_the_context():

@@ -15,6 +15,7 @@ import pytest
 from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 
 from rlx.config.schema import EnvConfig
+from rlx.envs.verifiers_group import players_of
 from rlx.policy.base import request_seed
 from rlx.types import Rollout, Turn
 
@@ -263,12 +264,27 @@ def test_a_group_whose_scoring_raises_fails_as_a_whole() -> None:
     assert [(rollout.status, rollout.error.partition("; at ")[0]) for rollout in played] == [("error", "ValueError: cannot compare")] * 4
 
 
-def test_a_reward_function_that_raises_scores_0_and_is_counted() -> None:
-    env = load("rlx_test_trouble", kind="sometimes_raising")
+@pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "max_turns_reached")])
+def test_a_rollout_whose_reward_raised_fails_unless_its_environment_says_that_it_scores_0(rule: str, status: str, stop: str) -> None:
+    env = load("rlx_test_trouble", kind="sometimes_raising", reward_raises=rule)
     right, wrong = play(env, Scripted(env.rows[0]["answer"])), play(env, Scripted("wrong"))
-    assert (right.reward, right.metrics["reward_error"], right.error) == (1.0, 0.0, None)
-    assert (wrong.status, wrong.reward, wrong.metrics["reward_error"]) == ("ok", 0.0, 1.0)
+    assert (right.status, right.reward, right.metrics["reward_error"], right.error) == ("ok", 1.0, 0.0, None)
+    assert (wrong.status, wrong.stop, wrong.reward, wrong.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
     assert "sometimes_raising raised KeyError" in (wrong.error or "")
+
+
+def test_a_reward_that_raised_leaves_the_group_that_rewards_compare_without_rewards() -> None:
+    env = load("rlx_test_group")
+
+    def sometimes(completion: Any) -> float:
+        return {"a": 1.0}[completion[-1]["content"]]
+
+    env.env.rubric.add_reward_func(sometimes)
+    (player,) = players_of("e", env.env, SAMPLING).values()
+    env.players = {id(env.env): player}
+    played = play_whole(env, ByMember("a", "a", "b", "a"))
+    assert [rollout.stop for rollout in played] == ["group_failed", "group_failed", "reward_raised", "group_failed"]
+    assert [rollout.status for rollout in played] == ["cancelled", "cancelled", "error", "cancelled"]
 
 
 @pytest.mark.parametrize(

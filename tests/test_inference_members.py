@@ -66,6 +66,32 @@ def test_a_server_whose_file_appears_is_given_the_version_then_serves_and_leaves
     asyncio.run(whole())
 
 
+def test_a_server_with_another_model_does_not_join_at_version_0_and_is_refused_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole() -> None:
+        paths = RunPaths(tmp_path)
+        async with Stand() as first, Stand() as second:
+            found = [Endpoint(first.endpoint.url, "key", publish(paths, "0", first))]
+            second.identity = "b"
+            async with Servers(found, 60, look=0.05, find=lambda: present_servers(config_with(), paths)) as client:
+                await client.fleet.wait_ready(60)
+                publish(paths, "extra", second)
+                await until(lambda: "does not join at version 0" in caplog.text)
+                await asyncio.gather(*[client.generate([1], SAMPLING, "a", affinity) for affinity in range(8)])
+                assert (client.fleet.size, second.served) == (1, [])
+                second.identity = "a"  # it was started again with the run's model
+                await until(lambda: client.fleet.size == 2)
+                second.identity = "b"
+                await client.update(Path("weights"), 1)
+                assert client.fleet.size == 2, "the version's weights were loaded, and compared with what was trained"
+            async with Servers([first.endpoint, second.endpoint], 60) as client:
+                with pytest.raises(InferenceError, match="began with other weights than"):
+                    await client.fleet.wait_ready(60)
+
+    asyncio.run(whole())
+
+
 def test_the_last_server_is_never_removed_and_a_file_that_cannot_be_read_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,8 @@ def play(
         from rlx.envs.base import sampling_of
 
         timeout = env.rollout_timeout or config.orchestrator.rollout_timeout
-        envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, **env.args)
+        rule = env.reward_raises
+        envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, reward_raises=rule, **env.args)
     trainer = StandInTrainer(paths, config, **of_trainer)
     heartbeat = Heartbeat(paths, "orchestrator")
 
@@ -312,14 +313,30 @@ def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_pat
         play(tmp_path, config_of(envs=envs))
 
 
-def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+def test_a_reward_function_that_always_raises_fails_its_groups_which_ends_the_run(tmp_path: Path) -> None:
     envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
+    said = r"environment t failed 4 groups in a row.*: reward_raised: raising raised ZeroDivisionError: this reward function is broken"
+    with pytest.raises(RolloutsFailed, match=said):
+        play(tmp_path, config_of(envs=envs))
+
+
+def test_a_reward_function_that_always_raises_ends_a_run_that_scores_it_0(tmp_path: Path) -> None:
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, reward_raises="zero")}
     with pytest.raises(RuntimeError, match=r"environment t: a reward function raised in every .* of 4 groups .*reward function is broken"):
         play(tmp_path, config_of(envs=envs))
 
 
-def test_a_reward_function_that_raises_now_and_then_is_counted(tmp_path: Path) -> None:
+def test_a_rollout_whose_reward_raised_is_not_trained_on_and_is_counted(tmp_path: Path) -> None:
     envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"})}
+    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=1, orchestrator__max_retries=40))
+    record = metrics(paths)[0]
+    assert record["reward/mean"] == 1, "the others raised"
+    assert record["env/t/reward_error"] == 0
+    assert record["rollouts/failed_reward_raised"] > 0
+
+
+def test_a_reward_function_that_raises_now_and_then_is_counted_where_it_scores_0(tmp_path: Path) -> None:
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"}, reward_raises="zero")}
     paths, _ = play(tmp_path, config_of(envs=envs, max_steps=1))
     record = metrics(paths)[0]
     assert record["env/t/reward_error"] == pytest.approx(1 - record["reward/mean"])

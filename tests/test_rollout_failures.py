@@ -20,13 +20,15 @@ def test_failures_are_counted_by_cause_and_said_with_the_users_line(tmp_path):
     for index in range(6):
         raised, fine = group(index, 1, 0)
         failures.add([replace(raised, error=f"exact raised KeyError: no key 'a{index}'; at /my/env.py:41 in exact"), fine])
+    failures.add([replace(raised, error="exact raised OSError", status="error", stop="reward_raised")])
     timeout = replace(fine, status="timeout", stop="timeout", error="no result after 3 s (rollout_timeout)")
     failures.add([timeout, timeout])
     failures.write(tmp_path / "failures.json")
     assert in_words(json.loads((tmp_path / "failures.json").read_text())) == [
-        "e: a reward function raised in 50.0% of 12 rollouts",
+        "e: a reward function raised in 53.8% of 13 rollouts",
         "6 × e, reward raised: exact raised KeyError: no key 'a0'; at /my/env.py:41 in exact",
         "2 × e, timeout: no result after 3 s (rollout_timeout)",
+        "1 × e, reward raised: exact raised OSError",
     ]
 
 

@@ -53,6 +53,12 @@ class EnvConfig:
         "`-column`: largest first); later epochs are shuffled; null: all are shuffled",
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
+    reward_raises: str = key(
+        "fail",
+        "what a reward function that raises means: `fail`: the rollout has no reward, so it has failed and is played again; `zero`: the "
+        "function scores 0 (of a v1 taskset: the rollout), and the rollout is trained on",
+        choices=("fail", "zero"),
+    )
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
         None, "path of another Python whose packages its workers use (with verifiers, msgspec and numpy); null: the run's own"
@@ -215,7 +221,7 @@ class PlayConfig:
     max_reward_errors: int | None = key(
         3,
         "how many groups in a row of one environment may have a reward function that raised in every rollout, before the run ends; "
-        "null: any number. A rollout scores 0 where a reward function raises",
+        "null: any number. Only for environments with `reward_raises=zero`; otherwise such groups fail, and `max_retries` bounds them",
         low=0,
     )
     trajectory_strategy: str = key(

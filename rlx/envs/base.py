@@ -8,12 +8,15 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from rlx.config.schema import EnvConfig, PlayRoot
 from rlx.policy.base import Episode, Policy
 from rlx.types import Rollout, Status, Task
+
+RAISED = "reward_raised"  # cause of a rollout that has no reward because a reward function raised
+REWARD_ERROR = "reward_error"  # metric: 1 if a reward function of the rollout raised
 
 
 class Environment(Protocol):
@@ -60,6 +63,18 @@ def failed(task: Task, member: int, episode: Episode | None, status: Status, sto
         error=error,
         timing=dict(timing),
     )
+
+
+def with_raised_reward(rollout: Rollout, error: str, rule: str) -> Rollout:
+    """The rollout in which a reward function raised, under the rule of `envs.NAME.reward_raises`. Every kind of environment asks here.
+
+    `rollout`: with the rewards that there are. `error`: the function and what it raised, for people.
+    By default the rollout has failed: its reward is not known, and 0 would be trained on as if it had been earned.
+    """
+    metrics = {**rollout.metrics, REWARD_ERROR: 1.0}
+    if rule == "zero":
+        return replace(rollout, metrics=metrics, error=error)
+    return replace(rollout, metrics=metrics, error=error, status="error", stop=RAISED, reward=0.0)
 
 
 def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:

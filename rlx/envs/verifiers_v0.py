@@ -20,7 +20,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import failed
+from rlx.envs.base import REWARD_ERROR, failed, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
@@ -63,20 +63,29 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     _quiet_logger()
     if concurrency > 1:
         env.set_concurrency(concurrency)
-    return VerifiersEnvironment(name, env, sampling, config.rollout_timeout or timeout, config.split, config.num_tasks)
+    limit = config.rollout_timeout or timeout
+    return VerifiersEnvironment(name, env, sampling, limit, config.split, config.num_tasks, config.reward_raises)
 
 
 class VerifiersEnvironment:
     """See `rlx.envs.base.Environment`."""
 
     def __init__(
-        self, name: str, env: vf.Environment, sampling: dict[str, Any], timeout: float, split: str = "train", num_tasks: int | None = None
+        self,
+        name: str,
+        env: vf.Environment,
+        sampling: dict[str, Any],
+        timeout: float,
+        split: str = "train",
+        num_tasks: int | None = None,
+        reward_raises: str = "fail",
     ) -> None:
-        """`num_tasks`: use only the first examples."""
+        """`num_tasks`: use only the first examples. `reward_raises`: the rule of `with_raised_reward`."""
         self.name = name
         self.policy: Policy | None = None
         self.env = env
         self.timeout = timeout
+        self.reward_raises = reward_raises
         self.sources = sources_of(env.env_id) if env.env_id else None
         self.failures = FailureLog(log)
         rows = rows_of(name, env, split)
@@ -163,7 +172,10 @@ class VerifiersEnvironment:
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         each = (time.monotonic() - began) / len(rollouts)
         rollouts = [replace(r, timing={**r.timing, "total": r.timing["total"] + each, "scoring": each}) for r in rollouts]
-        return [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+        scored = [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+        # Rewards compare the group, so one without a reward leaves the others without one.
+        whole = all(rollout.status == "ok" for rollout in scored)
+        return scored if whole else [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in scored]
 
     async def close(self) -> None:
         """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
@@ -192,24 +204,22 @@ class VerifiersEnvironment:
             await rubric.cleanup(state)
 
     def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
-        """The rollout with its rewards. As in verifiers, a reward function that raised scored 0; `metrics["reward_error"]` is then 1."""
+        """The rollout with its rewards. In verifiers a reward function that raised scored 0; `with_raised_reward` decides what follows."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
         metrics = {name: value for name, value in values.items() if name not in player.rewards}
         metrics["requests_beside"] = float(len(set(state[ANSWERED]) - set(trajectory_of(state))))
+        metrics[REWARD_ERROR] = 0.0
         errors = state.get(REWARD_ERRORS, [])
-        metrics["reward_error"] = float(any(name in player.rewards for name, _ in errors))
+        said = "; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None
         reward = float(state["reward"])
         if not math.isfinite(reward):
             causes = ", ".join(f"{name} returned {value}" for name, value in values.items() if not math.isfinite(value))
             what = f"the reward is {reward}" + (f": {causes}" if causes else "")
             return replace(rollout, status="error", stop="reward_not_finite", error=what, metrics=metrics)
-        return replace(
-            rollout,
-            reward=reward,
-            rewards={name: value for name, value in values.items() if name in player.rewards},
-            metrics=metrics,
-            error="; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None,
-        )
+        rewards = {name: value for name, value in values.items() if name in player.rewards}
+        scored = replace(rollout, reward=reward, rewards=rewards, metrics=metrics, error=said)
+        raised = any(name in player.rewards for name, _ in errors)  # one with weight 0 is a metric, and no part of the reward
+        return with_raised_reward(scored, said or "", self.reward_raises) if raised else scored
 
     def _noted(self, what: str, error: BaseException) -> str:
         """The error in one line. The log gets its traceback, once for all errors of its kind."""

@@ -36,7 +36,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import failed
+from rlx.envs.base import RAISED, failed, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
@@ -83,6 +83,11 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
             f"{where}: an episode of {config.id} is one run of one agent, so there is nothing else to train: {where}.agents_per_group=all. "
             "Set it to one; all is for environments whose episodes have several runs"
         )
+    if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
+        raise ValueError(
+            f"{where}: the agents of {config.id} are judged together, so a reward that raises leaves an episode without rewards, and "
+            f"{where}.reward_raises=zero cannot be met. Remove the key, or catch the error in the reward function"
+        )
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
@@ -108,6 +113,7 @@ class V1Environment:
         self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
         self.whole = config.agents_per_group == "all"
+        self.reward_raises = config.reward_raises
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
         self.rows: Sequence[dict[str, Any]] = [
@@ -206,8 +212,8 @@ class V1Environment:
             able = asked  # who was never asked has nothing to train
             agent = agent if any(trace.agent.name == agent for trace in able) else able[0].agent.name
         traces = [trace for trace in able if trace.agent.name == agent]
-        if not played.ok:
-            stop, failure = self._failure(played, client)
+        stop, failure = ("", None) if played.ok else self._failure(played, client)
+        if failure is not None and not (stop == RAISED and type(self.env) is SingleAgentEnv and traces):
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
             return fail("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
         if not traces:
@@ -222,6 +228,8 @@ class V1Environment:
                 return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
         first = self._trained(task, member, episode, client, played, trace, timing)
+        if failure is not None:
+            return with_raised_reward(first, self._note(task, failure), self.reward_raises)
         if not self.whole:
             return first
         others = [self._trained(task, member, episode, client, played, other, timing) for other in able if other is not trace]
@@ -274,7 +282,10 @@ class V1Environment:
         place = _place(error.traceback or "", self.sources)
         at = f"; at {place}" if place else ""
         text = utf8(f"{error.type}: {' '.join(error.message.split())[:400]}{at}")
-        return snake(error.type), Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
+        bad = [trace for trace in played.traces if not trace.ok]
+        scored = bool(bad) and all(trace.timing.scoring.start for trace in bad)  # only a reward or a metric failed
+        failure = Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
+        return RAISED if scored else snake(error.type), failure
 
     def _note(self, task: Task, failure: Failure) -> str:
         self.failures.note(self.name, f"example {task.example_id}", failure)

@@ -202,6 +202,12 @@ class Fleet:
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
+            first = self._servers[0]
+            if not adopt and state.identity and first.initial and state.identity != first.initial:
+                raise InferenceError(
+                    f"{server.endpoint.name} began with other weights than {first.endpoint.name}: its model is {state.model}. "
+                    "All servers of a run need the model that it trains"
+                )
             if state.version > self.version and not adopt:
                 await self._reset(server)
             server.claimed = True
@@ -273,6 +279,7 @@ class Fleet:
                     await self._reset(server)
                     state = await self._state(server)
                 server.claimed = True
+                self._compare(server, state)
                 if state.version < self.version:
                     await self._restore(server)
         except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
@@ -295,6 +302,20 @@ class Fleet:
                 server.serves = True
                 log.info("%s serves version %d", server.endpoint.name, self.version)
                 self._tell_samplers()
+
+    def _compare(self, server: Replica, state: PolicyState) -> None:
+        """Raise StaleServer if a server that is to join at version 0 began with other weights than those that serve.
+
+        Later versions are compared with what was trained when they are loaded, so only version 0 could be another model unnoticed.
+        """
+        if self.version or server.serves or not state.identity:
+            return
+        for other in self._servers:
+            if other.serves and other.initial and other.initial != state.identity:
+                raise StaleServer(
+                    f"{server.endpoint.name} does not join at version 0: the weights of its model {state.model} are not those that "
+                    f"{other.endpoint.name} began with. Start it with the run's model; with the same shapes it joins at the next version"
+                )
 
     def _leave_out(self, server: Replica, why: str) -> None:
         if server.serves:

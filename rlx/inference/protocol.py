@@ -90,6 +90,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     preemptions: int = 0  # requests that lost their cache to others, since the server started; weight updates do not count
     weights: str = ""  # path of the served version
     asking: bool = False  # it waits until the trainer is ready to send a version; that takes as long as the trainer's step
+    identity: str = ""  # of version 0's weights (`weights.files.identity`), the same wherever they lie; "": the server does not say
 
 
 class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

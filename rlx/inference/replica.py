@@ -30,6 +30,7 @@ class Replica:
     def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
         self.endpoint = endpoint
         self.serves = serves  # samplers use it
+        self.initial = ""  # its word of version 0's weights: `PolicyState.identity`
         self.claimed = False  # for the run, and without another run's weights
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
@@ -45,6 +46,7 @@ class Replica:
     def told(self, state: PolicyState) -> PolicyState:
         """Keep in mind what the server says of itself."""
         self._asked = time.monotonic() if state.asking else None
+        self.initial = state.identity
         return state
 
     @property

@@ -138,8 +138,9 @@ def step_metrics(
 class RewardErrors:
     """Ends the run if the reward functions of an environment are broken, but not if they fail on single examples.
 
-    A rollout scores 0 where a reward function raises; `env/<env>/reward_error` counts such rollouts. The run ends when a reward function
-    raised in every rollout of more than `max_reward_errors` groups in a row of one environment; `None`: it never ends for that.
+    With `envs.NAME.reward_raises=zero` a function that raises scores 0; `env/<env>/reward_error` counts such rollouts. The run ends when a
+    reward function raised in every rollout of more than `max_reward_errors` groups in a row of one environment; `None`: it never ends for
+    that. Without that key such rollouts fail, and the collector ends the run after `max_retries` groups.
     """
 
     def __init__(self, max_reward_errors: int | None) -> None:

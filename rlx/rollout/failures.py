@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlx.envs.base import RAISED, REWARD_ERROR
 from rlx.envs.errors import kind_of_text
 from rlx.paths import write_text
 from rlx.types import Rollout
 
-RAISED = "reward_raised"  # cause of a rollout that was scored although a reward function raised
 MOST = 200  # different causes that are counted by themselves; the rest are counted together by environment
 OTHERS = "other causes"
 SHOWN = 20  # causes in the file, the most frequent ones
@@ -27,7 +27,7 @@ SHOWN = 20  # causes in the file, the most frequent ones
 class Failures:
     """The counts since the run's last start."""
 
-    scored: Counter[str] = field(default_factory=Counter)  # rollouts, by environment
+    scored: Counter[str] = field(default_factory=Counter)  # rollouts that were played to their end, by environment
     raised: Counter[str] = field(default_factory=Counter)  # of these, the rollouts in which a reward function raised
     causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by environment, cause and kind of text
     first: dict[tuple[str, str, str], str] = field(default_factory=dict)  # the first text of each
@@ -36,12 +36,13 @@ class Failures:
         """Count rollouts, scored or failed."""
         for rollout in rollouts:
             env = rollout.task.env
-            if rollout.status == "ok":
+            raised = rollout.stop == RAISED or bool(rollout.metrics.get(REWARD_ERROR))
+            if rollout.status == "ok" or raised:
                 self.scored[env] += 1
-                if not rollout.metrics.get("reward_error"):
-                    continue
-                self.raised[env] += 1
-            what, text = rollout.stop if rollout.status != "ok" else RAISED, rollout.error or ""
+                self.raised[env] += raised
+            if rollout.status == "ok" and not raised:
+                continue
+            what, text = RAISED if raised else rollout.stop, rollout.error or ""
             cause = (env, what, kind_of_text(text))
             if cause not in self.causes and len(self.causes) >= MOST:
                 cause, text = (env, what, OTHERS), OTHERS
@@ -64,6 +65,7 @@ def in_words(found: Mapping[str, Any], most: int = 3) -> list[str]:
     lines = [
         f"{env}: a reward function raised in {count / found['scored'][env]:.1%} of {found['scored'][env]:,} rollouts"
         for env, count in found["raised"].items()
+        if count
     ]
     for cause in found["causes"][:most]:
         lines.append(f"{cause['count']:,} × {cause['env']}, {cause['what'].replace('_', ' ')}: {cause['first']}")

@@ -207,7 +207,7 @@ def candidate_of(job: Job, rollout: Rollout, transcripts: Sequence[Transcript]) 
         index=job.task.index,
         member=rollout.member,
         reward=rollout.reward if ok else 0.0,
-        failed=not ok or bool(rollout.metrics.get("reward_error")),  # a reward function that raised scored 0: that is no judgement
+        failed=not ok,
         truncated=rollout.is_truncated,
         transcripts=tuple(transcripts),
         about={

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import queue
 import re
 import subprocess
 import sys
@@ -43,6 +44,9 @@ def to_number(text: str) -> Fraction | None:
 Waiting = dict[int, Future[bool | None]]
 """What a process was asked and has not answered, by the request's number."""
 
+Requests = queue.SimpleQueue[bytes | None]
+"""Lines for a process, and None at its end."""
+
 
 class Checker:
     """Comparisons with a limit. The process starts with the first expression that is not a plain number, and ends with this one."""
@@ -52,7 +56,8 @@ class Checker:
         self.timeout, self.workers = timeout, workers
         self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: Waiting = {}  # of the process in `_process`
+        self._waiting: Waiting = {}  # of the process in `_process`, like the next
+        self._requests: Requests = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the process and what it is asked
 
@@ -76,32 +81,42 @@ class Checker:
         future: Future[bool | None] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._process, self._waiting = self._start()
+                self._process, self._waiting, self._requests = self._start()
             process, number = self._process, next(self._numbers)
             self._waiting[number] = future
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(f"{number}\t{json.dumps([reply, answer])}\n".encode())
+            self._requests.put(f"{number}\t{json.dumps([reply, answer])}\n".encode())
             if process.poll() is not None:  # its reader may have ended before it saw this request
                 _answer(self._waiting, number, None)
         return future
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Waiting]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Waiting, Requests]:
         command = [sys.executable, "-P", str(Path(__file__).with_name("check.py")), str(self.timeout), str(self.workers)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         waiting: Waiting = {}
-        threading.Thread(target=_read, args=(process, waiting), daemon=True, name="rlx-math-check").start()
+        requests: Requests = queue.SimpleQueue()
+        threading.Thread(target=_write, args=(process, requests), daemon=True, name="rlx-math-ask").start()
+        threading.Thread(target=_read, args=(process, waiting, requests), daemon=True, name="rlx-math-check").start()
         weakref.finalize(self, process.kill)
-        return process, waiting
+        return process, waiting, requests
 
 
-def _read(process: subprocess.Popen[bytes], waiting: Waiting) -> None:
+def _write(process: subprocess.Popen[bytes], requests: Requests) -> None:
+    """Hand requests to the process. It reads none while all its comparisons run, and a pipe holds 64 KB, so this waits in a thread."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        while (line := requests.get()) is not None:
+            process.stdin.write(line)
+            process.stdin.flush()
+
+
+def _read(process: subprocess.Popen[bytes], waiting: Waiting, requests: Requests) -> None:
     """Hand the process's answers on. What it has not answered when it ends has no answer."""
     assert process.stdout is not None
     for line in iter(process.stdout.readline, b""):
         number, said = line.split(b"\t")
         _answer(waiting, int(number), json.loads(said))
     process.wait()
+    requests.put(None)
     for number in list(waiting):
         _answer(waiting, number, None)
 

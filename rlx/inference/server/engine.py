@@ -84,7 +84,7 @@ class PolicyEngine:
         self.served = served
         lora = llm.vllm_config.lora_config
         self.rank = lora.max_lora_rank if lora is not None else 0  # of adapters; 0: whole models are served
-        self.identity: str | None = None  # of the model that adapters belong to
+        self.identity = ""  # of version 0's weights, to which adapters belong
         self.attested = 0.0
         self.left_out: dict[str, float] = {}  # what was not compared, and why → its share
         self._said: dict[str, float] = {}  # the latest warning about it
@@ -125,8 +125,8 @@ class PolicyEngine:
         engine = cls(llm, Path(arguments["model"]), served)
         engine._tasks = await llm.get_supported_tasks()
         llm._run_output_handler()
+        engine.identity = await asyncio.to_thread(identity, engine.model)
         if engine.rank:
-            engine.identity = await asyncio.to_thread(identity, engine.model)
             await llm.collective_rpc("load_adapter", None, (None,))
             every_request_with_adapter(llm.input_processor)
         else:
@@ -214,6 +214,7 @@ class PolicyEngine:
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
             weights=self.weights,
+            identity=self.identity,
             asking=self.asking,
         )
 
