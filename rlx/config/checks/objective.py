@@ -12,7 +12,7 @@ from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.objectives import Node, advantages_of, kl_of, loss_of, losses_of, scored_by, trained_by
 from rlx.config.rules import OWN_LOSS, Show, declared, rule, target_name
 from rlx.config.sampling import biases
-from rlx.config.schema import Config
+from rlx.config.schema import Config, TrainingRoot
 from rlx.config.signatures import declared_by
 
 ROLES = ("user", "tool", "system")  # `rlx.policy.answered`, which this floor may not import
@@ -260,8 +260,8 @@ def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("loss", "ref", "envs", OWN_LOSS)
-def reference(cfg: Config, of: Show) -> Iterator[str]:
+@rule("loss", "ref", "envs")
+def reference(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (
             f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "
