@@ -5,8 +5,8 @@ kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer, re
 work; `teacher.py`: teachers; `run.py`: model, servers, machines, directories; `cluster.py`: SLURM jobs and their containers;
 `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that only play; `sft.py`: supervised data; `shared.py`: shared
 trainers and their runs; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the driver, and
-yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when the
-command's root lacks one.
+yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when
+the command's root lacks one.
 """
 
 from __future__ import annotations
