@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -23,15 +24,20 @@ from rlx.types import Task, Turn
 
 @dataclass(frozen=True, slots=True)
 class TaughtPolicy:
-    """See `rlx.policy.base.Policy`."""
+    """See `rlx.policy.base.Policy`.
 
-    endpoint: OpenAIPolicy
+    The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
+    next attempt at a rollout that failed.
+    """
+
+    endpoints: Sequence[OpenAIPolicy]  # the same model at every address
     chat: Chat  # of the policy that learns
     version: Callable[[], int]  # the version that its servers have
     context_length: int  # of the policy that learns
 
     def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
-        return TaughtEpisode(self, self.endpoint.episode(task, member, attempt))
+        place = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
+        return TaughtEpisode(self, self.endpoints[place % len(self.endpoints)].episode(task, member, attempt))
 
 
 class TaughtEpisode(KnownTurns):
