@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlx.config.checks.teacher import played
-from rlx.config.objectives import advantages_of, losses_of
+from rlx.config.objectives import advantages_of, loss_of, losses_of
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config, LossTerms, SftRoot, TrainerConfig
 from rlx.config.tree import show
@@ -68,7 +68,8 @@ def keys_of_a_playing_teacher(cfg: Config, of: Show) -> Iterator[str]:
     for place, advantage in advantages_of(cfg).items():
         envs = _users(cfg, place)
         read = cfg.orchestrator.difficulty_filter.zero_advantage  # by the filter, the one reader that is left
-        if envs and taught.issuperset(envs) and not read and not declared(advantage).is_reward:
+        learned = all(declared(loss_of(cfg, name)).kind == "ce" for name in envs)
+        if envs and taught.issuperset(envs) and learned and not read and not declared(advantage).is_reward:
             yield (
                 f"{of(f'{place}._target_')} does not apply where the teacher plays ({_named(envs)}): a teacher's tokens have no advantage, "
                 f"so {target_name(advantage)} would be computed for nothing.\nSet {place}=none."
