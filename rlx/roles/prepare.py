@@ -156,7 +156,8 @@ def build(config: CommandConfig, examples: Mapping[str, list[Conversation]], fol
     tokenizer = tiny.build_tokenizer(length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
-    chat = load_chat(tokenizer, config.model)
+    keeps = isinstance(config, PlayRoot) and config.orchestrator.trajectory_strategy == "interleaved"
+    chat = load_chat(tokenizer, config.model, keeps_tokens=keeps)
     if text := refusal(config.model.name, chat, {name: tools_of(conversations) for name, conversations in examples.items()}):
         raise ValueError(text)
     learned = [conversation for name, conversations in examples.items() for conversation in fitting(name, conversations, chat, length)]

@@ -65,9 +65,9 @@ def samples_of(
     """The training samples of a group, ordered by member and turn.
 
     With `mask_overlong`, rollouts cut by a length limit give no samples. `learn`: weight of cross-entropy on what the environment answered,
-    by role; each such token has it in the first sample whose prompt shows the message. `weights`: factor of sampled tokens by loss, `policy`
-    or `ref_kl`. `taught`: a teacher played, so its tokens are learned by cross-entropy, with weight 1, and none counts as sampled by the
-    policy.
+    by role; each such token has it in the first sample whose prompt shows the message. `weights`: factor of sampled tokens by loss,
+    `policy` or `ref_kl`. `taught`: a teacher played, so its tokens are learned by cross-entropy, with weight 1, and none counts as sampled
+    by the policy.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):

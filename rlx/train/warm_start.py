@@ -24,7 +24,16 @@ from rlx.config.warm_start import LOSS, supervised
 from rlx.paths import cache_root
 
 OF_ENVS = ("id", "args", "weight", "num_tasks", "split")  # keys of an environment that decide what its demonstrations are
-OF_THE_RUN = ("data", "loss", "max_steps", "optim", "scheduler", "seq_len", "trainer")  # sections of `rlx sft` that decide what is learned
+OF_THE_RUN = (
+    "data",
+    "loss",
+    "max_steps",
+    "optim",
+    "orchestrator",
+    "scheduler",
+    "seq_len",
+    "trainer",
+)  # sections of `rlx sft` that decide what is learned
 ROLES = ("rlx.roles.prepare", "rlx.roles.trainer")  # the processes of a warm start
 COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "roles", "train")
 IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (rlx[\w.]*))", re.MULTILINE)
@@ -81,6 +90,7 @@ def of_the_run(config: CommandConfig) -> dict[str, Any]:
     """The values of the run of `rlx sft` that trains the model; empty if it keeps its random weights."""
     if not (envs := envs_of(config)):
         return {}
+    assert isinstance(config, PlayRoot)
     run = dataclasses.asdict(supervised(config, Path("rows"), Path("run"), len(envs)))
     return {key: run[key] for key in OF_THE_RUN}
 
