@@ -136,6 +136,9 @@ METRICS: dict[str, str] = {
     "val/perplexity": "exp of that",
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
+    "val/overlong": "samples left out of the validation because they are longer than `seq_len`",
+    "val/truncated": "samples of the validation cut to `seq_len`; only with data.overflow=truncate",
+    "val/refused": "rows left out of the validation because they cannot be marked exactly; only with data.refused=skip",
     "time/validation": "seconds of the validation",
 }
 

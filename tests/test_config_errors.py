@@ -125,6 +125,10 @@ CASES = {
     ),
     "kl_target_of_one_of_two": Case("env=[sums,reverse_text] envs.sums.loss=sft loss.kl.beta=0.1 loss.kl.target_kl=0.01"),
     "role_that_is_none": Case("loss.ce_coef=0.1 envs.reverse_text.learn.asistant=1 envs.reverse_text.learn.tool=0"),
+    "weights_in_no_loss": Case(
+        "env=[sums,reverse_text,math] envs.sums.loss=opd ref.name=big envs.sums.loss_weights.policy=2 envs.math.loss_weights.ref_kl=2 "
+        "envs.reverse_text.loss_weights.policy=0 envs.reverse_text.loss_weights.kl=1 envs.math.loss_weights.policy=-1"
+    ),
     "learning_without_cross_entropy": Case("envs.reverse_text.learn.user=1"),
     "cross_entropy_on_nothing": Case("loss.ce_coef=0.1"),
     "ratio_on_a_teachers_tokens": Case("envs.reverse_text.played_by=teacher teacher.base_url=[http://host:8000] teacher.model=big"),

@@ -17,8 +17,9 @@ from test_data_masks import random_conversation
 from test_policy_chat import model_config
 
 from rlx.data.conversations import Conversation
-from rlx.data.masks import Marked, mark
-from rlx.policy.chat import Chat, load_chat
+from rlx.data.masks import Marked, as_turn, mark
+from rlx.policy.chat import Chat, continued, load_chat
+from rlx.rollout.samples import merge
 
 Says = Callable[[dict[str, Any]], str]
 
@@ -93,7 +94,7 @@ def check_marks(parts: list[Marked], messages: list[dict], tools: list | None, f
 def test_known_templates_train_each_answer_behind_their_own_prompt(name: str) -> None:
     says, eos, special, tools, thinks = FAMILIES[name]
     tokenizer = tokenizer_of(name, eos, special)
-    chat, several = Chat(tokenizer), 0
+    chat, several = Chat(tokenizer, keeps_tokens=False), 0  # orchestrator.trajectory_strategy=branching
     for seed in range(12):
         messages, offered, first = random_conversation(random.Random(seed), tools, thinks)
         parts = mark(Conversation(messages=messages, first=first, tools=offered), chat)
@@ -106,8 +107,47 @@ def test_known_templates_train_each_answer_behind_their_own_prompt(name: str) ->
 def test_known_renderers_train_what_their_templates_train(name: str, renderer: str) -> None:
     says, eos, special, tools, thinks = FAMILIES[name]
     tokenizer = tokenizer_of(name, eos, special or ("<|endoftext|>", "<tool_response>", "</tool_response>"))
-    chat = load_chat(tokenizer, model_config(renderer=renderer))
+    chat = load_chat(tokenizer, model_config(renderer=renderer), keeps_tokens=False)  # orchestrator.trajectory_strategy=branching
     for seed in range(12):
         messages, offered, first = random_conversation(random.Random(seed), tools, thinks)
         parts = mark(Conversation(messages=messages, first=first, tools=offered), chat)
         check_marks(parts, messages, offered, first, says, tokenizer)
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+@pytest.mark.parametrize(("name", "renderer"), [("qwen3", "qwen3"), ("qwen3", "default"), ("llama3_1", "llama-3"), ("qwen2_5", "default")])
+def test_rows_have_the_samples_that_a_rollout_with_the_same_words_has(name: str, renderer: str, strategy: str) -> None:
+    """The policy says what the row says: its prompts, kept tokens and samples are those of the row, whatever the template drops."""
+    says, eos, special, tools, thinks = FAMILIES[name]
+    tokenizer = tokenizer_of(name, eos, special or ("<|endoftext|>", "<tool_response>", "</tool_response>"))
+    chat = load_chat(tokenizer, model_config(renderer=renderer), keeps_tokens=strategy == "interleaved")
+    whole = 0
+    for seed in range(12):
+        messages, offered, _ = random_conversation(random.Random(seed), tools, thinks)
+        said: list[tuple] = []
+        turns = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = continued(chat, said, messages[:index], offered)
+                turns.append(as_turn(prompt, chat.encode(says(message))))
+                said.append((messages[: index + 1], turns[-1], offered))
+        drafts = merge(turns, "interleaved")
+        parts = mark(Conversation(messages=messages, first=0, tools=offered), chat)
+        assert [tokenizer.decode(part.token_ids) for part in parts] == [tokenizer.decode(draft.ids) for draft in drafts]
+        assert [part.token_ids for part in parts] == [draft.ids.tolist() for draft in drafts]
+        sampled = [{n for start, turn in draft.spans for n in range(start, start + len(turn.completion_ids))} for draft in drafts]
+        assert [{n for n, trained in enumerate(part.trained) if trained} for part in parts] == sampled
+        whole += len(parts) == 1 and len(turns) > 1 and any("reasoning_content" in message for message in messages)
+    assert (whole > 3) == ((name, renderer, strategy) == ("qwen3", "qwen3", "interleaved")), "a renderer keeps all reasoning"
+
+
+def test_what_a_user_says_behind_kept_reasoning_is_trained_at_its_place() -> None:
+    tokenizer = tokenizer_of("qwen3", "<|im_end|>", ("<|endoftext|>", "<tool_response>", "</tool_response>"))
+    chat = load_chat(tokenizer, model_config(renderer="qwen3"))
+    asked = [{"role": "user", "content": text} for text in ("two", "three")]
+    answers = [{"role": "assistant", "content": text, "reasoning_content": "so and so"} for text in ("2", "3")]
+    messages = [asked[0], answers[0], asked[1], answers[1]]
+    (part,) = mark(Conversation(messages=messages, first=0, tools=None), chat, ("assistant", "user"))
+    spoken = ["".join(tokenizer.decode([token]) for token, _ in run) for on, run in groupby(
+        zip(part.token_ids, part.trained, strict=True), key=lambda pair: pair[1]) if on]  # fmt: skip
+    assert spoken == ["two", qwen3(answers[0]), "three", qwen3(answers[1])]

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from test_codec_records import same
 from test_data_source import on_two_ranks
 from trainer_examples import make_samples
 
+from rlx.config.load import compose
+from rlx.config.roots import SFT
+from rlx.config.schema import WarmStartConfig
 from rlx.data import supervised
 from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
+from rlx.models import tiny
 from rlx.parallel.mesh import one_process
+from rlx.policy.source import chat_of
 
 
 def samples_of(count: int, env: str = "a") -> list:
@@ -72,6 +78,9 @@ class Words:
         return [ord(c) for message in messages for c in message["content"] + "."]
 
     transcript = render
+
+    def extend(self, turn: Any, before: list, new: list, tools: Any = None) -> list[int]:
+        return self.render([*before, *new])
 
     def text(self, ids: Any) -> str:
         return "".join(map(chr, ids))
@@ -163,3 +172,11 @@ def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> Non
     source = Prepared(lambda: SupervisedSource([(examples(), 1.0)], batch_size=3, seed=0), one_process("cpu"))
     with pytest.raises(ValueError, match="row 2 of words cannot be trained on"):
         source.receive(0)
+
+
+@pytest.mark.parametrize(("strategy", "keeps"), [("interleaved", True), ("branching", False)])
+def test_rows_are_shown_by_the_chat_format_that_rollouts_have(tmp_path: Path, strategy: str, keeps: bool) -> None:
+    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 64), tiny.build_tokenizer(64), tmp_path)
+    line = ["hardware=cpu", "data=fake", "model=tiny_trained", f"model.name={tmp_path}", f"orchestrator.trajectory_strategy={strategy}"]
+    for more in ([], ["model.strips_thinking=true", "model.renderer=default"]):  # which says only why interleaving may not help
+        assert chat_of(compose([*line, *more], {}, SFT).cfg, str(tmp_path)).keeps_tokens is keeps

@@ -17,7 +17,7 @@ from rlx.launch.chats import check_chats
 from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of
-from rlx.roles import prepare
+from rlx.train import warm_start
 from rlx.weights.files import ModelFiles
 
 TOOLS = {"sums": ["add", "subtract"]}
@@ -80,7 +80,7 @@ def test_published_folders_have_the_template(template: Path) -> None:
 
 
 def test_a_template_of_ones_own_is_another_warm_start(template: Path) -> None:
-    recipes = [prepare.recipe(compose(["hardware=cpu", *extra], {}).cfg) for extra in ([], [f"model.chat_template={template}"])]
+    recipes = [warm_start.recipe(compose(["hardware=cpu", *extra], {}).cfg) for extra in ([], [f"model.chat_template={template}"])]
     assert recipes[0] != recipes[1]
 
 

@@ -13,7 +13,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.probe import problem_of
-from rlx.roles import prepare
+from rlx.train import warm_start
 
 # As Qwen3's: with enable_thinking=false the prompt ends with an empty reasoning.
 SWITCHED = STRIPPING.replace(
@@ -90,5 +90,5 @@ def test_the_tiny_models_template_takes_none_and_other_arguments_are_another_war
     file = tmp_path / "mine.jinja"
     file.write_text(SWITCHED)
     argv = ["hardware=cpu", f"model.chat_template={file}"]
-    recipes = [prepare.recipe(compose([*argv, *more], {}).cfg) for more in ([], ["+model.chat_template_kwargs.enable_thinking=false"])]
+    recipes = [warm_start.recipe(compose([*argv, *more], {}).cfg) for more in ([], ["+model.chat_template_kwargs.enable_thinking=false"])]
     assert recipes[0] != recipes[1]

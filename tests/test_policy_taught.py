@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from api_stand_in import KEY
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, small_tokenizer
 from policy_stand_in import tiny_chat
 
+from rlx.config.load import compose
+from rlx.envs.load import teacher_of
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
 from rlx.policy.taught import TaughtEpisode, TaughtPolicy
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, Turn
+from rlx.waiting import wait_for
 
 TASK = Task(env="e", example_id=0, index=0, row={})
 USER: Message = {"role": "user", "content": "abc"}
@@ -35,7 +43,7 @@ class Says:
 
 
 def episode_of(chat: Chat, *replies: Reply, context: int = 200) -> TaughtEpisode:
-    policy: Any = TaughtPolicy(SimpleNamespace(), chat, lambda: 7, context)  # type: ignore[arg-type]
+    policy: Any = TaughtPolicy([SimpleNamespace()], chat, lambda: 7, context)  # type: ignore[arg-type]
     inner: Any = Says(*replies)
     return TaughtEpisode(policy, inner)
 
@@ -56,6 +64,46 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
     assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
     assert set(one.versions.tolist()) == {7}
     assert episode.keep(["r2"]) == (two,)
+
+
+def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_one(tmp_path: Path):
+    """Two real servers, one of which fails from its second request on, behind the policy that a run makes of `teacher.base_url`."""
+    script = str(Path(__file__).parent / "api_stand_in.py")
+    with ExitStack() as stack:
+        for mode in ("good", "down"):
+            process = subprocess.Popen([sys.executable, script, str(tmp_path / mode), mode])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        wait_for(lambda: all((tmp_path / mode).exists() for mode in ("good", "down")), "the servers", 60)
+        good, down = ((tmp_path / mode).read_text() for mode in ("good", "down"))
+        keys = ["envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1", "teacher.model=m", f"teacher.api_key={KEY}"]
+        cfg = compose(["hardware=cpu", *keys, f"teacher.base_url=[{good},{down.removesuffix('/v1')}]", "teacher.timeout=20"], {}).cfg
+        policy: Any = teacher_of(cfg, "reverse_text", tiny_chat(), SimpleNamespace(version=3))
+
+        def at(env: str, index: int, member: int, attempt: int) -> str:
+            episode = policy.episode(Task(env=env, example_id=0, index=index, row={}), member, attempt)
+            return str(episode.inner.policy.base_url)
+
+        async def play() -> list[str]:
+            said = []
+            for index in range(8):
+                for attempt in range(2):
+                    try:
+                        task = Task(env="reverse_text", example_id=0, index=index, row={})
+                        said.append((await policy.episode(task, 0, attempt).respond([USER])).content)
+                        break
+                    except PolicyError:
+                        continue
+            return said
+
+        assert {at(env, index, 0, 0) for env in ("a", "b") for index in range(40)} == {good, down}
+        for env, first in (("a", 0), ("b", 1)):  # the environments of a mix have every second index
+            share = sum(at(env, index, 0, 0) == good for index in range(first, 400, 2)) / 200
+            assert 0.4 < share < 0.6, "each environment is spread"
+        for index in range(20):
+            assert len({at("a", index, member, 0) for member in range(4)}) == 1, "a group stays together"
+            assert at("a", index, 0, 1) != at("a", index, 0, 0), "the next attempt goes elsewhere"
+        assert asyncio.run(play()) == ["cba"] * 8
 
 
 def learned(template: str, reply: Reply, eos: str = "<|im_end|>") -> str:

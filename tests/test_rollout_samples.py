@@ -70,6 +70,22 @@ def test_the_parts_of_a_group_with_several_agents_are_in_one_mini_batch() -> Non
     assert found([part(index, 0) for index in (3, 1, 2)]) == [[(3, 0), (1, 0)], [(2, 0)]]
 
 
+def test_the_weights_of_an_environment_in_the_losses_reach_its_sampled_tokens_alone() -> None:
+    weights = {"policy": 0.5, "ref_kl": 0.0}
+    config = Config(envs={"e": TrainedEnvConfig(id="x", loss_weights=weights), "f": TrainedEnvConfig(id="y", loss_weights={"policy": 1.0})})
+    groups = []
+    for env in ("e", "f"):
+        played = replace(rollout(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6])), task=replace(TASK, env=env))
+        groups.append(Group(id=5, task=played.task, rollouts=(played,), advantages=np.ones(1, np.float32)))
+    ((weighted, plain),) = make_batch(0, groups, config).mini_batches
+    assert weighted.policy_weights is not None
+    assert weighted.ref_kl_weights is not None
+    assert weighted.policy_weights.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
+    assert weighted.ref_kl_weights.tolist() == [0] * 6
+    assert weighted.policy_weights.dtype == np.float32
+    assert (plain.policy_weights, plain.ref_kl_weights, plain.ce_weights) == (None, None, None)
+
+
 def test_a_turn_that_extends_the_one_before_joins_its_sample() -> None:
     (sample,) = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5], version=1, offset=10, temperature=0.5)))
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5]

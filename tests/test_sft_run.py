@@ -26,8 +26,9 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import read_metrics
 from rlx.models import tiny
 from rlx.paths import RunPaths
-from rlx.roles.prepare import make, recipe
+from rlx.roles.prepare import make
 from rlx.runs.claim import RunLock
+from rlx.train.warm_start import recipe
 
 SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import rlx
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
 from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles import prepare
+from rlx.train import warm_start
 from rlx.waiting import wait_for
 
 STEPS = "6"
@@ -47,10 +51,11 @@ def model_of(paths: RunPaths) -> Path:
 
 
 @pytest.mark.slow
-def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_path: Path):
+def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = config_of()
     runs = [run_directory(tmp_path / name, config) for name in ("a", "b")]
     cache = tmp_path / "cache"
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     processes = [start(paths, cache) for paths in runs]
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -62,6 +67,15 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder.name]
     made = [paths for paths in runs if f"{STEPS}/{STEPS}" in read_heartbeats(paths)["prepare"]["phase"]]
     assert len(made) == 1
+
+    monkeypatch.delenv("PYTHONPROFILEIMPORTTIME")
+    imported = {tuple(name.split(".")[1:]) for output in outputs for name in re.findall(r"^import time:.*\| +(rlx\.[\w.]+)$", output, re.M)}
+    package = Path(rlx.__path__[0])
+    files = {base.with_suffix(".py") for parts in imported if (base := package.joinpath(*parts)).with_suffix(".py").is_file()}
+    computes = {file for file in files if file.relative_to(package).parts[0] in warm_start.COMPUTES}
+    found = set(warm_start.code([*warm_start.ROLES, "rlx.losses.sft"]))
+    assert package / "train" / "step.py" in computes, "the trainer of the warm start is seen, too"
+    assert computes <= found, f"imported, but no part of the recipe: {sorted(computes - found)}"
 
     third = run_directory(tmp_path / "c", config)
     environ = {**os.environ, "RLX_CACHE": str(cache)}
@@ -78,7 +92,7 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
 
 def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
     def folder(config: Config) -> Path:
-        return prepare.model_folder(config.model.name, prepare.recipe(config))
+        return warm_start.model_folder(config.model.name, warm_start.recipe(config))
 
     same = config_of()
     others = [
@@ -96,19 +110,43 @@ def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
     assert folder(config_of("seed=3", "loss=gspo", "max_steps=2", "seq_len=32")) == folder(same)
 
 
-def test_a_changed_environment_or_tokenizer_is_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "made_up_words"
     write_text(package / "__init__.py", "A = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    first = prepare.environment_digest("someone/made-up-words")
+    first = warm_start.environment_digest("someone/made-up-words")
     write_text(package / "words.py", "B = 1\n")
-    second = prepare.environment_digest("someone/made-up-words")
+    second = warm_start.environment_digest("someone/made-up-words")
     assert first
     assert first != second
-    assert prepare.environment_digest("not-installed") == ""
-    before = prepare.recipe(config_of())
-    monkeypatch.setattr(prepare, "CODE", prepare.CODE[:-1])
-    assert prepare.recipe(config_of())["code"] != before["code"]
+    assert warm_start.environment_digest("not-installed") == ""
+
+
+def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carries_results_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = Path(rlx.__path__[0])
+    shutil.copytree(package, tmp_path / "rlx", ignore=shutil.ignore_patterns("__pycache__"))
+    config = config_of()
+    before = warm_start.recipe(config)
+    monkeypatch.setattr(rlx, "__path__", [str(tmp_path / "rlx")])
+    assert warm_start.recipe(config) == before
+    for name, counts in {
+        "train/optim.py": True,  # imported inside a function of a module that the trainer's role imports
+        "models/attention.py": True,
+        "kernels/rows_torch.py": True,
+        "losses/sft.py": True,  # named by a `_target_` alone
+        "data/masks.py": True,
+        "models/tiny.py": True,
+        "tracking.py": False,
+        "rollout/collector.py": False,
+        "losses/gspo.py": False,
+    }.items():
+        changed = tmp_path / "rlx" / name
+        text = changed.read_text()
+        changed.write_text(text + "\n# changed\n")
+        assert (warm_start.recipe(config) != before) is counts, name
+        changed.write_text(text)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from rlx.advantages.base import Advantages, GroupScores
 from rlx.config.declared import declares
 
 
+@declares(is_reward=True)
 def none(groups: GroupScores) -> Advantages:
     """A_i = R_i: no baseline (REINFORCE, Williams 1992)."""
     return [np.asarray(rewards).astype(np.float32) for rewards in groups.rewards]

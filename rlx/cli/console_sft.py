@@ -16,9 +16,9 @@ from rlx.rollout.synthesized import METADATA
 
 LOSS, VAL = "loss/nll", "val/loss"
 LEFT_OUT = {
-    "data/overlong": "samples longer than seq_len",
-    "data/truncated": "samples cut to seq_len",
-    "data/refused": "rows that cannot be marked",
+    "overlong": "samples longer than seq_len",
+    "truncated": "samples cut to seq_len",
+    "refused": "rows that cannot be marked",
 }
 
 
@@ -70,8 +70,10 @@ class SftConsole(Console):
         pace, trained = h.steps_per_second(over=10**9), h.speed("perf/tokens_per_second")
         if pace is not None and trained is not None:
             lines.append(f"  speed     {pace:.2f} steps/s · {count(trained)} tokens/s trained")
-        left = {text: sum(h.series(name, "trainer")) for name, text in LEFT_OUT.items()}
-        lines.append(f"  left out  {', '.join(f'{number:.0f} {text}' for text, number in left.items() if number) or 'nothing'}")
+        of_training = {text: sum(h.series(f"data/{name}", "trainer")) for name, text in LEFT_OUT.items()}
+        held_out = {text: h.last(f"val/{name}", "val") or 0 for name, text in LEFT_OUT.items()}  # the same rows at every validation
+        lost = f"; of the validation {_counted(held_out)}" if any(held_out.values()) else ""
+        lines.append(f"  left out  {_counted(of_training) or 'nothing'}{lost}")
         return "\n".join([*lines, *self._kernels(), f"  run       {root}", *self._next(exit_code)])
 
     def _next(self, exit_code: int) -> list[str]:
@@ -111,3 +113,7 @@ class SftConsole(Console):
         if not envs or not options.issuperset(envs):
             return "env=…"
         return f"env={envs[0]}" if len(envs) == 1 else shlex.quote(f"env=[{','.join(envs)}]")
+
+
+def _counted(left: dict[str, float]) -> str:
+    return ", ".join(f"{number:.0f} {text}" for text, number in left.items() if number)

@@ -49,6 +49,7 @@ class Declared:
     kind: str = "policy"  # `policy`, `ce` (cross-entropy) or `ref_kl` (distils): objectives of one kind share the counts they divide by
     # of an advantage
     compares_group: bool = False  # compares the rollouts of a group, so it is always 0 in a group of one
+    is_reward: bool = False  # it is the reward itself: what an objective gets that needs no advantage
     rewards_from_0: bool = False  # rewards must not be negative
     std_over: str | None = None  # `group` or `batch`: divides by a standard deviation over it, with `ddof` degrees of freedom subtracted
     # of both

@@ -85,6 +85,11 @@ class TrainedEnvConfig(EnvConfig):
         "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "
         "needs `ce_coef` in its loss",
     )
+    loss_weights: dict[str, float] = key(
+        {},
+        "factor of what the policy samples here in a loss: `policy`, the objective's own; `ref_kl`, the KL term, and the own loss of an "
+        "objective that distils. 0: these tokens do not belong to it and are not counted; not named: 1",
+    )
     advantage: dict[str, Any] = key({}, "its own advantage, given alike; empty: the one that its own `loss` preset chooses, or the run's")
 
 

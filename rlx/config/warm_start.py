@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rlx.config.schema import (
     CkptConfig,
-    CommandConfig,
     DataConfig,
     HardwareConfig,
+    PlayConfig,
+    PlayRoot,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -23,7 +24,7 @@ LOSS = {"_target_": "rlx.losses.sft.sft", "aggregate": "token_mean"}
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.0, "fused": True, "max_norm": 1.0}
 
 
-def supervised(config: CommandConfig, rows: Path, run_dir: Path, num_envs: int) -> SftRoot:
+def supervised(config: PlayRoot, rows: Path, run_dir: Path, num_envs: int) -> SftRoot:
     """The run that trains the initial model of `config` on `rows`, the demonstrations of `num_envs` environments.
 
     One process, in float32: `model.warm_start` has the steps, the batch, the peak rate and the seed. The rate warms up and decays to 0.
@@ -55,4 +56,5 @@ def supervised(config: CommandConfig, rows: Path, run_dir: Path, num_envs: int) 
         scheduler=SchedulerConfig(type="cosine", warmup_steps=min(WARMUP_STEPS, settings.steps * num_envs)),
         trainer=TrainerConfig(micro_batch_tokens=max(ROW_TOKENS, length)),
         ckpt=CkptConfig(interval=None),
+        orchestrator=PlayConfig(trajectory_strategy=config.orchestrator.trajectory_strategy),
     )

@@ -5,9 +5,10 @@ What the assistant says is trained as the policy would have sampled it:
     prompt  = the messages before it, rendered for an answer         ChatML:  …<|im_start|>assistant\\n
     answer  = what the rendered conversation has after this prompt, up to the token that ends the turn      Hello.<|im_end|>
 
-A conversation is one sample if every prompt extends the tokens before it. Templates that drop the reasoning of earlier turns give prompts
-that do not; there a new sample begins, and each answer is trained once, after the prompt that the policy would get. What cannot be
-marked exactly is refused (`RowError`), never guessed. Other roles are trained by their content alone, without the template's frame.
+A later prompt is made as in a rollout (`Chat.extend`): it keeps an answer's tokens where the policy's prompt would. A conversation is one
+sample if every prompt extends the tokens before it. Templates that drop the reasoning of earlier turns give prompts that do not; there a
+new sample begins, and each answer is trained once, after the prompt that the policy would get. What cannot be marked exactly is refused
+(`RowError`), never guessed. Other roles are trained by their content alone, without the template's frame.
 
     user   2+3          token_ids  5 1 8  9 2  6 7 1 8  4 2        a prompt of 3 tokens, a call of 2, a tool's result of 4, an answer of 2
     …                   trained    - - -  x x  - - - -  x x
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.data.conversations import Conversation, Message, RowError
-from rlx.types import TrainingSample
+from rlx.types import TrainingSample, Turn
 
 ASSISTANT = ("assistant",)
 PROBES = ("Qx7", "Zk4")  # contents without a common first or last token, to see where a template puts a message's content
@@ -53,6 +54,10 @@ class Format(Protocol):
 
     def transcript(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Ids of the conversation as it stands, without the head of a next answer."""
+        ...
+
+    def extend(self, turn: Turn, before: Sequence[Any], new: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the prompt after `turn` and the messages `new`. `before`: the messages up to the turn's answer, and the answer."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -87,6 +92,7 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
     """
     messages, tools = conversation.messages, conversation.tools
     found: list[Marked] = []
+    sampled: Turn | None = None  # the last answer that is trained, behind its prompt
     done = conversation.first  # messages before this index are trained already, or never
     trained = [i for i in range(done, len(messages)) if messages[i]["role"] in roles]
     if not trained:
@@ -96,12 +102,15 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
             continue
         others = [i for i in trained if done <= i < index]
         if "assistant" in roles or others:
-            prompt = _shown(chat.render, messages[:index], tools)
+            shown = _shown(chat.render, messages[:index], tools)
+            prompt = shown if sampled is None else _after(sampled, shown, messages[:done], messages[done:index], tools, chat)
             _continue(found, prompt)
             for other in others:
-                _train_content(found[-1], messages[:index], other, tools, chat.render, prompt)
+                _train_content(found[-1], messages[:index], other, tools, chat.render, shown)
         if "assistant" in roles:
-            found[-1].extend(answer_after(prompt, messages[: index + 1], tools, chat), True)
+            answer = answer_after(shown, messages[: index + 1], tools, chat)
+            found[-1].extend(answer, True)
+            sampled = as_turn(prompt, answer)
         done = index + 1
     if rest := [i for i in trained if i >= done]:  # behind the last answer
         whole = _shown(chat.transcript, messages[: trained[-1] + 1], tools)
@@ -116,6 +125,26 @@ def _shown(show: Any, messages: list[Message], tools: Any) -> list[int]:
         return show(messages, tools)
     except Exception as error:  # a template is a program of the model's makers and may raise anything
         raise RowError(f"{type(error).__name__}: {error}") from error
+
+
+def _after(sampled: Turn, shown: list[int], before: list[Message], new: list[Message], tools: Any, chat: Format) -> list[int]:
+    """The prompt that the policy would get after its answer `sampled` and the messages `new`. `shown`: what the template alone writes."""
+    so_far = [*sampled.prompt_ids.tolist(), *sampled.completion_ids.tolist()]
+    if not new or shown[: len(so_far)] == so_far:
+        return shown
+    return _shown(lambda messages, tools: chat.extend(sampled, before, messages, tools), new, tools)
+
+
+def as_turn(prompt: Sequence[int], answer: Sequence[int]) -> Turn:
+    """A turn that no policy of ours sampled."""
+    return Turn(
+        prompt_ids=np.asarray(prompt, np.int32),
+        completion_ids=np.asarray(answer, np.int32),
+        logprobs=np.zeros(len(answer), np.float32),
+        versions=np.full(len(answer), -1, np.int32),
+        temperature=1.0,
+        finish_reason="stop",
+    )
 
 
 def _continue(found: list[Marked], ids: list[int]) -> None:
@@ -237,9 +266,10 @@ def _spellings(value: Any, chat: Format) -> set[str]:
 
 
 def _train_content(sample: Marked, messages: list[Message], index: int, tools: Any, show: Any, ids: list[int]) -> None:
-    """Mark the content of `messages[index]` in `ids`, which are the sample's tokens so far.
+    """Mark the content of `messages[index]` in the sample's tokens so far. `ids`: what the template alone writes for them.
 
-    Two other contents show where the template puts it: what both have in common before and behind is the frame.
+    The sample may have earlier answers otherwise, so places count from its end. Two other contents show where the template puts it: what
+    both have in common before and behind is the frame.
     """
     if not messages[index]["content"].strip():
         return
@@ -249,7 +279,12 @@ def _train_content(sample: Marked, messages: list[Message], index: int, tools: A
     end = len(ids) - behind
     if ids[:start] != one_ids[:start] or ids[end:] != one_ids[len(one_ids) - behind :] or start >= end:
         raise RowError(f"the tokens of a message of role {messages[index]['role']} cannot be told from the chat template's own")
-    sample.trained[start:end] = [True] * (end - start)
+    moved = len(sample) - len(ids)
+    if moved and sample.token_ids[start + moved :] != ids[start:]:
+        raise RowError(
+            f"a message of role {messages[index]['role']} has other tokens behind the answers that the policy would have sampled"
+        )
+    sample.trained[start + moved : end + moved] = [True] * (end - start)
 
 
 def _common(one: Sequence[int], two: Sequence[int]) -> int:

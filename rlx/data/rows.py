@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import mmap
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,10 @@ JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 HELD_OUT = {"test", "valid", "validation", "val", "dev", "eval"}  # words in the names of files that are not to train on
 BLOCK, BLOCKS = 1 << 20, 64  # bytes, and how many blocks of a larger file are hashed
 SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>\d*%?):(?P<end>\d*%?)\])?")
+
+
+class HubNotReached(ValueError):
+    """The hub did not answer, and the cache lacks the data set."""
 
 
 class Rows(Protocol):
@@ -43,7 +48,8 @@ class Rows(Protocol):
 def open_rows(name: str, *, subset: str | None = None, split: str = "train") -> Rows:
     """The data set `name`: a file, a pattern of files (`data/*.parquet`), a folder, or a name on the hub.
 
-    `split` may be a part: `train[:1000]`, `train[90%:]`; files and folders have only the split `train`. Raises ValueError.
+    `split` may be a part: `train[:1000]`, `train[90%:]`; files and folders have only the split `train`. Raises ValueError, of the class
+    HubNotReached where another machine or time may help.
     """
     files = files_of(name)
     if files is None:
@@ -217,15 +223,17 @@ class _HubRows(_Arrow):
         from datasets import disable_progress_bars, load_dataset
 
         disable_progress_bars()
+        which = f"{name} (subset {subset}, split {split})"
         try:
             super().__init__(load_dataset(name, subset, split=split), f"{name}{f'/{subset}' if subset else ''}, split {split}")
+        except ConnectionError as error:
+            silent = "HF_HUB_OFFLINE=1 forbids asking the hub" if os.environ.get("HF_HUB_OFFLINE") == "1" else "the hub does not answer"
+            raise HubNotReached(f"the data set {which} is no file or folder here, the cache lacks it, and {silent}") from error
         except Exception as error:  # of the network, the hub, the files or the names
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise ValueError(
-                f"the data set {name} (subset {subset}, split {split}) is no file or folder here, and cannot be loaded from the hub: {why}"
-            ) from error
+            raise ValueError(f"the data set {which} is no file or folder here, and cannot be loaded from the hub: {why}") from error
         if not len(self):
-            raise ValueError(f"the data set {name} (subset {subset}, split {split}) has no rows")
+            raise ValueError(f"the data set {which} has no rows")
 
 
 class _Joined:

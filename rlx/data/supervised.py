@@ -33,7 +33,7 @@ TICK = 0.2  # seconds between calls of `tick` while a batch is made
 KEPT_BYTES = 2**26  # of rendered rows kept for later passes over a data set
 SAMPLE_BYTES, TOKEN_BYTES = 1024, 21  # about what a sample and each of its tokens take
 
-OVERLONG, TRUNCATED, REFUSED = "data/overlong", "data/truncated", "data/refused"
+LEFT_OUT = OVERLONG, TRUNCATED, REFUSED = "data/overlong", "data/truncated", "data/refused"
 
 
 class Examples(Protocol):
@@ -169,7 +169,7 @@ class SupervisedSource:
             "batch/samples": len(samples),
             "batch/tokens": sum(len(sample.token_ids) for sample in samples),
             "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
-            **{name: counts[name] for name in (OVERLONG, TRUNCATED, REFUSED)},
+            **{name: counts[name] for name in LEFT_OUT},
         }
         if len(self.sets) > 1:
             drawn = Counter(number for number, _ in places)

@@ -134,15 +134,15 @@ def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -
 
 
 def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:
-    """The teacher as the player of an environment. Requests go to its addresses in turn of environments."""
+    """The teacher as the player of an environment, at all its addresses."""
     from rlx.policy.openai import OpenAIPolicy
     from rlx.policy.taught import TaughtPolicy
 
     t = config.teacher
-    address = t.base_url[list(config.envs).index(name) % len(t.base_url)].rstrip("/").removesuffix("/v1")
-    sampling = sampling_of(config, config.envs[name])
-    endpoint = OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), seed=config.seed, sampling=sampling, timeout=t.timeout)
-    return TaughtPolicy(endpoint, chat, lambda: int(getattr(generator, "version", 0)), min(config.seq_len, config.max_model_len))
+    keys: dict[str, Any] = {"seed": config.seed, "sampling": sampling_of(config, config.envs[name]), "timeout": t.timeout}
+    addresses = [url.rstrip("/").removesuffix("/v1") for url in t.base_url]
+    endpoints = [OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), **keys) for address in addresses]
+    return TaughtPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), min(config.seq_len, config.max_model_len))
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

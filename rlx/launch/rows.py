@@ -6,7 +6,6 @@ need not. What a chat template makes of the rows is the trainer's to say: render
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
@@ -27,7 +26,7 @@ def check_rows(cfg: SftRoot) -> list[str]:
     if cfg.val.name is not None:
         sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
     from rlx.data.conversations import RowError, read_conversation
-    from rlx.data.rows import open_rows
+    from rlx.data.rows import HubNotReached, open_rows
 
     lines, problems = [], []
     for key, each in sets.items():
@@ -37,9 +36,12 @@ def check_rows(cfg: SftRoot) -> list[str]:
             first = read_conversation(rows[0], fills=rows.fills)
         except RowError as error:
             problems.append(f"{key}: {where} cannot be trained on: {error}\n  fix: correct the data set (docs/sft.md), or name another")
+        except HubNotReached as error:
+            problems.append(
+                f"{key}: {error}.\n  fix: rlx fetch sft, with the same arguments, where there is internet; or name a file or folder"
+            )
         except ValueError as error:
-            offline = " (if the cache lacks it: rlx fetch sft, where there is internet)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-            problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split{offline}")
+            problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split")
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
             lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{', tools' if first.tools else ''}")

@@ -129,12 +129,14 @@ class Chat:
 
         It keeps the sampled tokens if that is provably right; otherwise it is `render` of all the messages.
         """
+        if not self.keeps_tokens:
+            return self.render([*before, *new], tools)
         if self.renderer is not None:
             bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
             return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
         whole = self.render([*before, *new], tools)
         sampled = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
-        if not self.keeps_tokens or whole[: len(sampled)] == sampled:
+        if whole[: len(sampled)] == sampled:
             return whole
         return self._joined(sampled, before, new, whole, tools) or whole
 
@@ -212,6 +214,21 @@ class Chat:
             if mark in text:
                 text = text.replace(mark, "")
         return text
+
+
+Said = tuple[list[Message], Turn, list[dict] | None]  # a conversation up to an answer and with it, the answer's turn, the tools offered
+
+
+def continued(chat: Chat, said: Sequence[Said], prompt: list[Message], tools: list[dict] | None) -> list[int]:
+    """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens.
+
+    Not if the tools are others now: the earlier tokens show those of then.
+    """
+    for messages, turn, offered in reversed(said):
+        new = prompt[len(messages) :]
+        if new and offered == tools and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
+            return chat.extend(turn, messages, new, tools)
+    return chat.render(prompt, tools)
 
 
 def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, ends: Sequence[int] = ()) -> Chat:

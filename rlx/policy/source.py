@@ -14,7 +14,7 @@ from rlx.config.schema import Config, SftRoot, TrainingRoot
 from rlx.config.schema_sft import DataSetConfig
 from rlx.data.rows import digest_of, open_rows
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, Source
-from rlx.data.supervised import Conversations, Prepared, SupervisedSource
+from rlx.data.supervised import LEFT_OUT, Conversations, Prepared, SupervisedSource
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat, load_chat
@@ -95,8 +95,11 @@ def keep_digests(cfg: SftRoot, paths: RunPaths) -> None:
     write_text(paths.data, json.dumps({"sets": here}, indent=1) + "\n")
 
 
-def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> StepBatch | None:
-    """The samples of the rows to validate on, the same on every rank; None if there is no validation."""
+def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> tuple[StepBatch, dict[str, float]] | None:
+    """The samples of the rows to validate on, the same on every rank; None if there is no validation.
+
+    And how many rows were left out or cut, by the metric's name: `val/overlong`. Only rank 0 knows that.
+    """
     if not isinstance(cfg, SftRoot) or cfg.val.name is None:
         return None
     name = cfg.val.name
@@ -107,18 +110,21 @@ def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[]
         count = min(len(examples), cfg.val.num_examples or len(examples))
         return SupervisedSource([(examples, 1.0)], batch_size=count, seed=cfg.seed, shuffle=False)
 
-    return Prepared(held_out, mesh, ahead=0).receive(0, tick)
+    source = Prepared(held_out, mesh, ahead=0)
+    batch, report = source.receive(0, tick), source.report(0)
+    return batch, {name.replace("data/", "val/"): report[name] for name in LEFT_OUT if name in report}
 
 
 def chat_of(cfg: SftRoot, model: str) -> Chat:
-    """The chat format that rows are rendered with: that of the policy."""
+    """The chat format that rows are rendered with: that of the policy, in rollouts as in `orchestrator.trajectory_strategy`."""
     tokenizer = tokenizer_of(model, cfg.model)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {model} has no chat template, so rows cannot be rendered. Set model.chat_template=FILE, with the template "
             "of a model whose format you want"
         )
-    return load_chat(tokenizer, cfg.model, keeps_tokens=not cfg.model.strips_thinking, ends=ends_of(model))
+    keeps = cfg.orchestrator.trajectory_strategy == "interleaved"
+    return load_chat(tokenizer, cfg.model, keeps_tokens=keeps, ends=ends_of(model))
 
 
 def vocab_size_of(cfg: SftRoot, model: str) -> int:

@@ -9,39 +9,46 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from rlx.data.conversations import RowError
-from rlx.data.masks import answer_after
+from rlx.data.masks import answer_after, as_turn
 from rlx.policy.asked import raw_text
 from rlx.policy.base import KnownTurns, Message, PolicyError, PromptTooLong, Reply
-from rlx.policy.chat import Chat
+from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
 from rlx.types import Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class TaughtPolicy:
-    """See `rlx.policy.base.Policy`."""
+    """See `rlx.policy.base.Policy`.
 
-    endpoint: OpenAIPolicy
+    The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
+    next attempt at a rollout that failed.
+    """
+
+    endpoints: Sequence[OpenAIPolicy]  # the same model at every address
     chat: Chat  # of the policy that learns
     version: Callable[[], int]  # the version that its servers have
     context_length: int  # of the policy that learns
 
     def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
-        return TaughtEpisode(self, self.endpoint.episode(task, member, attempt))
+        place = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
+        return TaughtEpisode(self, self.endpoints[place % len(self.endpoints)].episode(task, member, attempt))
 
 
 class TaughtEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("inner", "policy")
+    __slots__ = ("_said", "inner", "policy")
 
     def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode) -> None:
         super().__init__()
         self.policy, self.inner, self.replies = policy, inner, inner.replies
+        self._said: list[Said] = []
 
     async def respond(
         self,
@@ -55,7 +62,9 @@ class TaughtEpisode(KnownTurns):
         reply = await self.inner.respond(messages, tools, sampling, trained=trained)
         if not trained:
             return reply
-        turn = self._turn(list(messages), reply, [dict(tool) for tool in tools] if tools else None)
+        functions = [dict(tool) for tool in tools] if tools else None
+        turn = self._turn(list(messages), reply, functions)
+        self._said.append(([*messages, reply.message], turn, functions))
         self._turns[len(self._turns)] = (reply.request_id, turn)
         return replace(reply, turn=turn)
 
@@ -64,20 +73,14 @@ class TaughtEpisode(KnownTurns):
         chat = self.policy.chat
         if raw_text(messages) is not None:
             raise PolicyError("a teacher plays conversations only, not raw text prompts")
-        prompt = chat.render(messages, tools)
+        prompt = continued(chat, self._said, messages, tools)
         try:
-            answer = answer_after(prompt, [*messages, reply.message], tools, chat, cut=reply.truncated)
+            answer = answer_after(chat.render(messages, tools), [*messages, reply.message], tools, chat, cut=reply.truncated)
         except RowError as error:
             raise PolicyError(f"the policy cannot learn the teacher's answer: {error}") from error
         if not answer or len(prompt) + len(answer) > self.policy.context_length:
             raise PromptTooLong(
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
             )
-        return Turn(
-            prompt_ids=np.asarray(prompt, dtype=np.int32),
-            completion_ids=np.asarray(answer, dtype=np.int32),
-            logprobs=np.zeros(len(answer), dtype=np.float32),
-            versions=np.full(len(answer), self.policy.version(), dtype=np.int32),
-            temperature=1.0,
-            finish_reason="length" if reply.truncated else "stop",
-        )
+        versions = np.full(len(answer), self.policy.version(), dtype=np.int32)
+        return replace(as_turn(prompt, answer), versions=versions, finish_reason="length" if reply.truncated else "stop")

@@ -17,7 +17,7 @@ from rlx.config.sampling import biases
 from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text
 from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
-from rlx.policy.chat import Chat
+from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.demonstrated import Demonstrated
 from rlx.types import Int, Task, Turn
 
@@ -62,7 +62,7 @@ class TokenEpisode(KnownTurns):
         self._num_requests = 0
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
-        self._history: list[tuple[list[Message], Turn, list[dict] | None]] = []  # prompt and answer as messages, their tokens, the tools
+        self._history: list[Said] = []
 
     async def respond(
         self,
@@ -78,7 +78,7 @@ class TokenEpisode(KnownTurns):
         self._num_requests += 1
         raw = raw_text(prompt)
         if raw is None:
-            ids = self._prompt_ids(prompt, functions)
+            ids = continued(policy.chat, self._history, prompt, functions)
         elif functions:
             raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
         else:
@@ -161,17 +161,6 @@ class TokenEpisode(KnownTurns):
         if not known:
             return None
         return answered(self.policy.chat, ids, prompt, known, tools, self.policy.learn, self.task.env)
-
-    def _prompt_ids(self, prompt: list[Message], tools: list[dict] | None) -> list[int]:
-        """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens.
-
-        Not if the tools are others now: the earlier tokens show those of then.
-        """
-        for messages, turn, offered in reversed(self._history):
-            new = prompt[len(messages) :]
-            if new and offered == tools and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
-                return self.policy.chat.extend(turn, messages, new, tools)
-        return self.policy.chat.render(prompt, tools)
 
 
 @functools.cache

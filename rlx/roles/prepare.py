@@ -3,8 +3,7 @@
     hash the recipe → cached? → environments' rows → demonstrations → `rlx sft` → folder in the cache → initial_model.txt
 
 The warm start is a run of `rlx sft` in a temporary directory: its configuration (`rlx.config.warm_start`) and its trainer. The recipe
-is everything that determines what the model learns: the `model.warm_start` section; the environments with their arguments, weights and
-code; and the code that makes the tokenizer, the demonstrations and the model. If the model is cached, neither torch nor verifiers is
+is everything that determines what the model learns (`rlx.train.warm_start`). If the model is cached, neither torch nor verifiers is
 imported.
 
 With `model.gguf` it makes a plain model folder of that file instead. The recipe is then the file's digest.
@@ -13,9 +12,6 @@ With `model.gguf` it makes a plain model folder of that file instead. The recipe
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -31,17 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rlx
-from rlx.config.chat_format import template_path
 from rlx.config.load import load_command, to_yaml
-from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, SftRoot
+from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
 from rlx.lock import try_lock
 from rlx.metrics import read_metrics
-from rlx.paths import COMPLETE, RunPaths, cache_root, write_text
+from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.process import die_with_parent, say_full_disk
 from rlx.stacks import answer
+from rlx.train.warm_start import envs_of, model_folder, recipe
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -49,20 +44,6 @@ if TYPE_CHECKING:
     from rlx.policy.chat import Chat
 
 log = logging.getLogger("rlx.prepare")
-CODE = (
-    "config/warm_start.py",
-    "data/conversations.py",
-    "data/demonstrations.py",
-    "data/masks.py",
-    "data/supervised.py",
-    "envs/answers.py",
-    "envs/demonstrations.py",
-    "losses/sft.py",
-    "models/tiny.py",
-    "policy/chat.py",
-)
-"""Files under `rlx/`; a change in one of them gives another model."""
-OF_ENVS = ("id", "args", "weight", "num_tasks", "split")  # keys of an environment that decide what its demonstrations are
 SAY_EVERY = 10  # optimizer steps between two log lines
 FOLLOW = 0.1  # seconds between two looks at the trainer of the warm start
 LOCK_TIMEOUT = 1800.0  # seconds to wait for another run that makes the same model
@@ -100,52 +81,6 @@ def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
                 return folder
     log.info("the model is cached: %s", folder)
     return folder
-
-
-def recipe(config: CommandConfig) -> dict[str, Any]:
-    """Everything that determines what the model learns, as values for JSON."""
-    if config.model.gguf is not None:
-        with Path(config.model.gguf).expanduser().open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"gguf": content, "dtype": config.model.dtype, "code": digest([Path(rlx.__path__[0]) / "models/gguf.py"])}
-    assert config.model.warm_start is not None, "the plan has this role only for models that rlx makes"
-    return {
-        "warm_start": dataclasses.asdict(config.model.warm_start),
-        "context_length": config.model.context_length,
-        "chat_template": config.model.chat_template and digest([template_path(config.model.chat_template)]),
-        "chat_template_kwargs": config.model.chat_template_kwargs,
-        "renderer": config.model.renderer,
-        "envs": {
-            name: {key: getattr(env, key, None) for key in OF_ENVS} | {"code": environment_digest(env.id)}
-            for name, env in envs_of(config).items()
-        },
-        "code": digest([Path(rlx.__path__[0]) / name for name in CODE]),
-    }
-
-
-def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
-    """The environments whose examples the model learns first; none before supervised training, whose own rows train it."""
-    return config.envs if isinstance(config, PlayRoot) and not isinstance(config, SftRoot) else {}
-
-
-def model_folder(name: str, what: dict[str, Any]) -> Path:
-    """Where the model of a recipe is kept: `models/tiny-0123456789ab` in the cache."""
-    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
-    return cache_root().absolute() / "models" / f"{Path(name).name}-{key}"
-
-
-def environment_digest(environment_id: str) -> str:
-    """Digest of the Python files of an environment's module; empty if there is none. The module is not imported."""
-    spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
-    if spec is None or spec.origin is None:
-        return ""
-    folders = spec.submodule_search_locations or []
-    return digest(sorted(file for folder in folders for file in Path(folder).rglob("*.py")) or [Path(spec.origin)])
-
-
-def digest(files: Sequence[Path]) -> str:
-    """Digest of the files' bytes, in the given order."""
-    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
 
 
 @contextmanager
@@ -221,7 +156,8 @@ def build(config: CommandConfig, examples: Mapping[str, list[Conversation]], fol
     tokenizer = tiny.build_tokenizer(length, settings.tool_calls)
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
-    chat = load_chat(tokenizer, config.model)
+    keeps = isinstance(config, PlayRoot) and config.orchestrator.trajectory_strategy == "interleaved"
+    chat = load_chat(tokenizer, config.model, keeps_tokens=keeps)
     if text := refusal(config.model.name, chat, {name: tools_of(conversations) for name, conversations in examples.items()}):
         raise ValueError(text)
     learned = [conversation for name, conversations in examples.items() for conversation in fitting(name, conversations, chat, length)]

@@ -74,6 +74,7 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
                 strategy=config.orchestrator.trajectory_strategy,
                 mask_overlong=bool(loss_of(config, group.task.env).get("mask_overlong", False)),
                 learn=config.envs[group.task.env].learn,
+                weights=config.envs[group.task.env].loss_weights,
                 taught=config.envs[group.task.env].played_by == "teacher",
             )
         mini_batches.append(tuple(samples))

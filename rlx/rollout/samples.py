@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,20 @@ def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
 
 
 def samples_of(
-    group: Group, *, strategy: str, mask_overlong: bool = False, learn: Mapping[str, float] | None = None, taught: bool = False
+    group: Group,
+    *,
+    strategy: str,
+    mask_overlong: bool = False,
+    learn: Mapping[str, float] | None = None,
+    weights: Mapping[str, float] | None = None,
+    taught: bool = False,
 ) -> list[TrainingSample]:
     """The training samples of a group, ordered by member and turn.
 
     With `mask_overlong`, rollouts cut by a length limit give no samples. `learn`: weight of cross-entropy on what the environment answered,
-    by role; each such token has it in the first sample whose prompt shows the message. `taught`: a teacher played, so its
-    tokens are learned by cross-entropy, with weight 1, and none counts as sampled by the policy.
+    by role; each such token has it in the first sample whose prompt shows the message. `weights`: factor of sampled tokens by loss,
+    `policy` or `ref_kl`. `taught`: a teacher played, so its tokens are learned by cross-entropy, with weight 1, and none counts as sampled
+    by the policy.
     """
     samples = []
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
@@ -67,8 +75,14 @@ def samples_of(
             continue
         for draft in merge(rollout.turns, strategy):
             sample = _sample(group, rollout, draft, float(advantage), learn or {})
-            samples.append(_as_taught(sample) if taught else sample)
+            samples.append(_as_taught(sample) if taught else _weighted(sample, weights or {}))
     return samples
+
+
+def _weighted(sample: TrainingSample, weights: Mapping[str, float]) -> TrainingSample:
+    """The sample with a stream for each loss in which its sampled tokens have another weight than 1."""
+    streams: dict[str, Any] = {f"{loss}_weights": sample.loss_mask * np.float32(weight) for loss, weight in weights.items() if weight != 1}
+    return replace(sample, **streams) if streams else sample
 
 
 def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, learn: Mapping[str, float]) -> TrainingSample:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -24,10 +25,13 @@ log = logging.getLogger("rlx.trainer")
 class Validation:
     """One set of held-out samples. Every rank has this object and makes the same calls."""
 
-    def __init__(self, trainer: PolicyTrainer, batch: StepBatch, tokens: int, paths: RunPaths, watch: Watch) -> None:
-        """`batch`: the samples, the same on every rank. `tokens`: of a packed row."""
+    def __init__(
+        self, trainer: PolicyTrainer, rows: tuple[StepBatch, Mapping[str, float]], tokens: int, paths: RunPaths, watch: Watch
+    ) -> None:
+        """`rows`: the samples, the same on every rank, and what was left out of them, on rank 0. `tokens`: of a packed row."""
         mesh = trainer.mesh
         self.trainer, self.watch = trainer, watch
+        batch, self.left_out = rows
         (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens).mini_batches
         self.metrics = MetricsWriter(paths.metrics, "val") if mesh.first else None
 
@@ -35,8 +39,9 @@ class Validation:
         """Measure the loss of the present weights, which are policy version `version`, and write it."""
         values = self.measure()
         if self.metrics is not None:
-            self.metrics.write(version, values)
-        log.info("version %d: validation loss %.4f", version, values["val/loss"])
+            self.metrics.write(version, values | self.left_out)
+        lost = "".join(f", {name} {count:.0f}" for name, count in self.left_out.items() if count)
+        log.info("version %d: validation loss %.4f%s", version, values["val/loss"], lost)
 
     def measure(self) -> dict[str, float]:
         """The loss of the present weights, as metrics."""

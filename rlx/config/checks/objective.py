@@ -12,7 +12,7 @@ from rlx.config.declared import OPTIM_RANGES, RANGES
 from rlx.config.objectives import Node, advantages_of, kl_of, loss_of, losses_of, scored_by, trained_by
 from rlx.config.rules import OWN_LOSS, Show, declared, rule, target_name
 from rlx.config.sampling import biases
-from rlx.config.schema import Config
+from rlx.config.schema import Config, TrainingRoot
 from rlx.config.signatures import declared_by
 
 ROLES = ("user", "tool", "system")  # `rlx.policy.answered`, which this floor may not import
@@ -223,6 +223,30 @@ def learned_roles(cfg: Config, of: Show) -> Iterator[str]:
 
 
 @rule("envs", OWN_LOSS, "loss")
+def weights_in_the_losses(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        key, loss, place = f"envs.{name}.loss_weights", loss_of(cfg, name), f"envs.{name}.loss" if env.loss else "loss"
+        distils = declared(loss).kind == "ref_kl"
+        read = {"policy": not distils, "ref_kl": distils or bool(kl_of(loss).get("beta"))}
+        for which, weight in env.loss_weights.items():
+            if which not in read:
+                yield f"there is no loss {which}: {of(f'{key}.{which}')}. The losses of sampled tokens: {', '.join(read)}."
+            elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+                yield f"`{key}.{which}` must be a number of at least 0: {of(f'{key}.{which}')}."
+            elif env.played_by == "teacher":
+                played_by = of(f"envs.{name}.played_by")
+                yield f"a teacher's tokens belong to cross-entropy alone: {of(f'{key}.{which}')} with {played_by}. Remove it."
+            elif not read[which]:
+                use = (
+                    "ref_kl, the factor of an objective that distils" if distils else f"{place}.kl.beta above 0, which turns the KL term on"
+                )
+                yield f"no loss of envs.{name} reads this weight: {of(f'{key}.{which}')} with {of(f'{place}._target_')}. Use {use}."
+        own, others = "ref_kl" if distils else "policy", (not distils and kl_of(loss).get("beta")) or loss.get("ce_coef")
+        if env.loss_weights.get(own) == 0 and not others:
+            yield f"nothing of envs.{name} would be trained: {of(f'{key}.{own}')}, and it has no other loss. Remove it, or envs.{name}."
+
+
+@rule("envs", OWN_LOSS, "loss")
 def cross_entropy_on_nothing(cfg: Config, of: Show) -> Iterator[str]:
     for place, loss in losses_of(cfg).items():
         envs = [name for name in cfg.envs if loss_of(cfg, name) == loss]
@@ -260,8 +284,8 @@ def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("loss", "ref", "envs", OWN_LOSS)
-def reference(cfg: Config, of: Show) -> Iterator[str]:
+@rule("loss", "ref", "envs")
+def reference(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:
         yield (
             f"a teacher does not follow the policy: {of('ref.name')} with {of('ref.sync_interval')}. "

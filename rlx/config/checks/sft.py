@@ -62,18 +62,6 @@ def no_sampling_policy(cfg: SftRoot, of: Show) -> Iterator[str]:
             f"the objective {target_name(cfg.loss)} weighs tokens by a ratio against the policy that sampled them, but no policy sampled "
             "these rows. Use loss=sft."
         )
-    for key, off in (("correction", "none"), ("dual_clip", None), ("mask_overlong", False)):
-        if cfg.loss.get(key, off) != off:
-            yield f"rows of a data set have no ratio and no length limit that cut them off: {of(f'loss.{key}')}. Remove it."
-
-
-@rule("data", "trainer.num_minibatches")
-def one_update_per_batch(cfg: SftRoot, of: Show) -> Iterator[str]:
-    if cfg.trainer.num_minibatches > 1:
-        yield (
-            f"a batch of rows is one optimizer step: {of('trainer.num_minibatches')}.\n"
-            f"Use trainer.num_minibatches=1, and a smaller data.batch_size for more steps."
-        )
 
 
 @rule("data", "bench", "val.name")

@@ -34,7 +34,7 @@ def either_end(cfg: Config, of: Show) -> Iterator[str]:
         yield f"the reference of the runs of a shared trainer is its model without adapters: {of(end)} with {of('ref.name')}. Leave it out."
 
 
-@rule("trainer")
+@rule("trainer", "replay")
 def rows_of_a_shared_trainer(cfg: Config, of: Show) -> Iterator[str]:
     if not cfg.hosts:
         return
@@ -45,7 +45,7 @@ def rows_of_a_shared_trainer(cfg: Config, of: Show) -> Iterator[str]:
         yield f"layers with several adapters are not compiled: {of('trainer.compile')}. Set trainer.compile=false."
 
 
-@rule("trainer")
+@rule("trainer", "replay")
 def keys_of_a_shared_trainer_alone(cfg: Config, of: Show) -> Iterator[str]:
     own = TrainerConfig()
     if not cfg.hosts:

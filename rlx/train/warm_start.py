@@ -1,0 +1,119 @@
+"""The recipe of the model that rlx makes before a run: everything that determines what it learns, and so where the cache has it.
+
+    the keys of `model`  +  the run of `rlx sft` as values  +  environments with their code  +  the code that computes  →  hash  →  folder
+
+The code is found, not listed: the files that the two roles of a warm start import, and those that these import. Of them the rooms in
+`COMPUTES` count. The other rooms carry results, or hold settings, which the recipe has as values. Imports neither torch nor verifiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rlx
+from rlx.config.chat_format import template_path
+from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, SftRoot
+from rlx.config.warm_start import LOSS, supervised
+from rlx.paths import cache_root
+
+OF_ENVS = ("id", "args", "weight", "num_tasks", "split")  # keys of an environment that decide what its demonstrations are
+OF_THE_RUN = (
+    "data",
+    "loss",
+    "max_steps",
+    "optim",
+    "orchestrator",
+    "scheduler",
+    "seq_len",
+    "trainer",
+)  # sections of `rlx sft` that decide what is learned
+ROLES = ("rlx.roles.prepare", "rlx.roles.trainer")  # the processes of a warm start
+COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "roles", "train")
+IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (rlx[\w.]*))", re.MULTILINE)
+
+
+def recipe(config: CommandConfig) -> dict[str, Any]:
+    """Everything that determines what the model learns, as values for JSON."""
+    if config.model.gguf is not None:
+        with Path(config.model.gguf).expanduser().open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"gguf": content, "dtype": config.model.dtype, "code": digest(code(["rlx.models.gguf"]))}
+    assert config.model.warm_start is not None, "the plan has this role only for models that rlx makes"
+    return {
+        "warm_start": dataclasses.asdict(config.model.warm_start),
+        "context_length": config.model.context_length,
+        "chat_template": config.model.chat_template and digest([template_path(config.model.chat_template)]),
+        "chat_template_kwargs": config.model.chat_template_kwargs,
+        "renderer": config.model.renderer,
+        "envs": {
+            name: {key: getattr(env, key, None) for key in OF_ENVS} | {"code": environment_digest(env.id)}
+            for name, env in envs_of(config).items()
+        },
+        "run": of_the_run(config),
+        "code": digest(code([*ROLES, LOSS["_target_"].rpartition(".")[0]])),
+    }
+
+
+def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
+    """The environments whose examples the model learns first; none before supervised training, whose own rows train it."""
+    return config.envs if isinstance(config, PlayRoot) and not isinstance(config, SftRoot) else {}
+
+
+def model_folder(name: str, what: dict[str, Any]) -> Path:
+    """Where the model of a recipe is kept: `models/tiny-0123456789ab` in the cache."""
+    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return cache_root().absolute() / "models" / f"{Path(name).name}-{key}"
+
+
+def environment_digest(environment_id: str) -> str:
+    """Digest of the Python files of an environment's module; empty if there is none. The module is not imported."""
+    spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
+    if spec is None or spec.origin is None:
+        return ""
+    folders = spec.submodule_search_locations or []
+    return digest(sorted(file for folder in folders for file in Path(folder).rglob("*.py")) or [Path(spec.origin)])
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Digest of the files' bytes, in the given order."""
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
+
+
+def of_the_run(config: CommandConfig) -> dict[str, Any]:
+    """The values of the run of `rlx sft` that trains the model; empty if it keeps its random weights."""
+    if not (envs := envs_of(config)):
+        return {}
+    assert isinstance(config, PlayRoot)
+    run = dataclasses.asdict(supervised(config, Path("rows"), Path("run"), len(envs)))
+    return {key: run[key] for key in OF_THE_RUN}
+
+
+def code(modules: Iterable[str]) -> list[Path]:
+    """The files whose change may change what these modules compute, in the order of their names."""
+    package = Path(rlx.__path__[0])
+    return sorted(file for file in imported_by(modules) if file.relative_to(package).parts[0] in COMPUTES)
+
+
+def imported_by(modules: Iterable[str]) -> set[Path]:
+    """The files of these modules of rlx, and of all modules of rlx that they import, also inside functions and for type checks only.
+
+    Reads the sources and imports nothing.
+    """
+    found: set[Path] = set()
+    waiting = list(modules)
+    while waiting:
+        base = Path(rlx.__path__[0], *waiting.pop().split(".")[1:])
+        file = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
+        if file is None or file in found:  # the name of a function or class, for example
+            continue
+        found.add(file)
+        for module, names, alone in IMPORT.findall(file.read_text()):
+            waiting += [alone] if alone else [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+    return found
