@@ -69,7 +69,5 @@ def test_an_evaluation_for_which_training_leaves_no_question_is_refused() -> Non
     module = importlib.import_module("rlx_reasoning_gym")
     few = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     env = module.load_environment(names=["chain_sum"], config=few, num_examples=8192, num_eval_examples=8)
-    with pytest.raises(
-        ValueError, match=r"names=\['chain_sum'\]: training has every question that was found for evaluation; lower num_examples"
-    ):
+    with pytest.raises(ValueError, match=r"names=\['chain_sum'\]: training has every question .*; lower num_examples"):
         env.get_eval_dataset()

@@ -127,7 +127,7 @@ def build_eval_rows(letters: bool, turns: tuple[int, int], words: tuple[int, int
 
 
 def is_held_out(turns: list[list[str]]) -> bool:
-    """Whether a dialogue is for evaluation. It depends on the words of its first turn, in any order, because every prompt begins with them."""
+    """Whether a dialogue is for evaluation. It depends on the words of its first turn, in any order: every prompt begins with them."""
     return zlib.crc32(" ".join(ordered(turns[:1])).encode()) % HELD_OUT == 0
 
 

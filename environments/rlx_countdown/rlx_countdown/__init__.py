@@ -3,7 +3,8 @@
 The model reasons and writes one expression in `<answer></answer>`. The reward is 1.0 if it uses each given number exactly once and has the
 target as its value, else 0.0. A row is `question`, `answer` (one of the solutions) and `info` (`numbers`, `target`).
 
-A quarter of all problems, the same for every seed, is held out for evaluation and not trained on, not even with its numbers in another order.
+A quarter of all problems, the same for every seed, is held out for evaluation. It is not trained on, not even in another
+order of the numbers.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def build_rows(
         rows.append({"question": entry["question"], "answer": str(entry["answer"]), "info": info})
     if not rows:
         raise ValueError(
-            f"names={list(sources.names)}: training has every question that was found for evaluation; lower num_examples, or let config give more "
-            "questions"
+            f"names={list(sources.names)}: training has every question that was found for evaluation; lower num_examples, or "
+            "let config give more questions"
         )
     return rows
 
