@@ -321,7 +321,8 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
     ]
     if cpu:
         budget = kv_cache_bytes(cfg)
-        lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
+        tokens, sequences = budget / engine.kv_token, budget / (engine.kv_token * cfg.seq_len)
+        lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {tokens:,.0f} tokens, {sequences:,.0f} sequences of full length")
     else:
         share = cfg.inference.gpu_memory_utilization
         least = (engine.weights + engine.kv_longest) / share
@@ -334,7 +335,7 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
         lines.append(
             f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
         )
-    lines.append(f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length")
+    lines.append(f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length; they need less if they share prompts")
     return lines
 
 
